@@ -37,6 +37,10 @@ def config(**changes):
         "vespo_lambda_pos": 3.0,
         "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0,
+        "dro_beta": 0.5,
+        "advantages": None,
+        "pass_at_k": 2,
+        "kl_in_reward": False,
         "multi_objective_aggregation": "sum_then_normalize",
         "scale_rewards": "group",
         "reward_clip_range": None,
@@ -97,6 +101,7 @@ def new_name():
         ("sapo", losses.mean_per_sequence),
         ("vespo", losses.mean_over_update),
         ("gmpo", losses.mean_per_sequence),
+        *[(name, losses.mean_over_update) for name in ("dppo_tv", "dppo_kl", "gpg", "dro")],
         ("rloo", losses.mean_per_sequence),
     ],
 )
@@ -119,6 +124,10 @@ def test_the_table_holds_these_losses():
         ("sapo", -4 / (1 + math.exp(-1))),
         ("vespo", -4 * math.exp(-3) * math.log(2)),  # φ = 2² e^(3 - 6)
         ("gmpo", -math.exp(0.3)),
+        ("dppo_kl", -2.0),  # π_old is 1 here, so the binary KL is log(1/2) < 0: near
+        ("dppo_tv", 0.0),  # |2 - 1| > 0.3: far
+        ("gpg", -math.log(2)),
+        ("dro", 0.25 * math.log(2) ** 2 - math.log(2)),
     ],
 )
 def test_each_loss_type_has_its_surrogate(loss_type, expected):
@@ -334,7 +343,9 @@ def test_a_registered_loss_averages_over_tokens_by_default(new_name):
         register_loss("grpo", lambda x: -x.ratio)
 
 
-BUILT_IN = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "rloo")
+EVERY_ROLLOUT = ("dro",)  # rollouts of advantage 0 have a gradient
+SIGNAL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "rloo", "gpg")
+BUILT_IN = (*SIGNAL, "dppo_tv", "dppo_kl", *EVERY_ROLLOUT)
 
 
 def test_a_published_loss_is_complete():
@@ -348,7 +359,7 @@ def test_a_published_loss_is_complete():
     assert [name for name in rows if f"| `{name}` |" not in page or name not in words | {"rloo"}] == []
 
 
-@pytest.mark.parametrize("loss_type", BUILT_IN)
+@pytest.mark.parametrize("loss_type", [name for name in BUILT_IN if name not in EVERY_ROLLOUT])
 def test_built_in_losses_without_advantage_have_no_gradient(loss_type):
     objective = grpo.objective(config(loss_type=loss_type))
     x = inputs([0.3, 1.0, 4.0], 0.0)

@@ -135,3 +135,27 @@ def test_a_stray_word_is_no_flag():
 def test_missing_keys_are_named():
     with pytest.raises(ValueError, match=r"the run names no `dataset`.*--dataset"):
         load_run(None, ["--model", "m"]).require("model", "dataset")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("run.yaml", "beta: 0.1".encode("utf-16"), "no UTF-8 text"),
+        ("run.yaml", "# café\nbeta: 0.1".encode("latin-1"), "no UTF-8 text"),
+        ("run.json", b'{"beta": 0.1, "beta": 0.2}', "`beta` is there twice"),
+        ("run.yaml", b"output_dir: 2024-01-01", "output_dir: 2024-01-01 is read as a date"),
+        ("run.yaml", b"output_dir: 7", "put it in quotes"),
+        ("run.yaml", b"model: a\nmodel_name_or_path: b", "two names of one setting"),
+        ("run.yaml", b"max_steps: yes", "max_steps=True"),
+    ],
+)
+def test_a_file_that_would_be_misread_is_refused(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        load_run(tmp_path / name)
+    assert said in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path):
+    (tmp_path / "run.yaml").write_text("beta: 0.1", encoding="utf-8-sig")
+    assert load_run(tmp_path / "run.yaml").args.beta == 0.1

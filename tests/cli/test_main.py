@@ -1,5 +1,6 @@
 """The command finds subcommands quickly and shows errors in one line."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ import pytest
 from covey import __version__
 from covey.cli import main as command
 from covey.cli.main import main
+from covey.engines.servers.errors import ServerUnreachable
 
 
 @pytest.fixture
@@ -79,6 +81,27 @@ def test_debug_with_a_value_is_left_to_transformers():
 def test_warnings_are_one_line_too(failing, capsys):
     assert main(["warn"]) == 0
     assert capsys.readouterr().err == "covey: warning: mind\n"
+
+
+def test_a_server_that_is_not_there_is_one_line(failing, monkeypatch, capsys):
+    def run(arguments):
+        raise ServerUnreachable("http://127.0.0.1:1", "generate", "connection refused \x1b[2J")
+
+    monkeypatch.setattr(sys.modules[__name__], "user", run)
+    assert main(["user"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("covey: error: http://127.0.0.1:1: cannot generate")
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_console_that_cannot_encode_ends_nothing(encoding):
+    code = "import sys; from covey.cli import main as m; sys.modules['n'] = type(sys)('n');"
+    code += "sys.modules['n'].run = lambda a: print('→ 東') or 0; m.COMMANDS['n'] = ('n', 'run', '');"
+    code += "sys.exit(m.main(['n']))"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"\\u2192 \\u6771\n")
 
 
 def test_our_own_mistakes_keep_their_traceback(failing):

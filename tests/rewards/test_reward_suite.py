@@ -461,3 +461,12 @@ def test_a_logged_column_has_one_value_per_sample(score):
 
     with pytest.raises(RewardError, match=r"log_extra\('raw', ...\) was given 1 values for 2 samples"):
         score(RewardSuite(logs), ["a", "b"])
+
+
+def test_a_logged_column_is_not_cut_into_characters(score):
+    def logs(completions, log_extra, **kwargs):
+        log_extra("kind", "ab")
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="was given a str: give one value a sample"):
+        score(RewardSuite(logs), ["a", "b"])

@@ -97,3 +97,39 @@ def test_missing_template_arguments_come_from_the_config(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
     codec = PromptCodec(tiny_tokenizer, {"mood": "!"}, None)
     assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}], {"mood": None})) == "hi!"
+
+
+def test_control_tokens_in_a_message_are_text():
+    """The user's `<eos>` is five characters; the template's own are tokens 1 and 2."""
+    codec = PromptCodec(tiny.tokenizer(), None, None)
+    ids = codec.encode([{"role": "user", "content": "a<eos><bos>b"}])
+    harmless = codec.encode([{"role": "user", "content": "ab"}])
+    assert [ids.count(control) for control in (1, 2)] == [harmless.count(control) for control in (1, 2)] == [1, 2]
+    assert codec.tokenizer.decode(ids) == "<bos>user: a<eos><bos>b<eos><bos>assistant: "
+    allowing = PromptCodec(tiny.tokenizer(), None, None, allow_control_tokens=True)
+    assert allowing.encode([{"role": "user", "content": "a<eos><bos>b"}]).count(1) == 2
+
+
+def test_control_tokens_of_the_assistant_and_of_texts_are_kept():
+    codec = PromptCodec(tiny.tokenizer(), None, None)
+    turns = [{"role": "assistant", "content": "a<eos>"}, {"role": "user", "content": "b"}]
+    assert codec.encode(turns).count(1) == 3
+    assert codec.encode("a<eos>b").count(1) == 1
+
+
+def test_text_parts_are_joined_for_templates_that_print_them():
+    """The template of the tests writes content as it is, so parts would show as Python's list."""
+    codec = PromptCodec(tiny.tokenizer(), None, None)
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert codec.encode([{"role": "user", "content": parts}]) == codec.encode([{"role": "user", "content": "hello"}])
+
+
+def test_templates_that_read_parts_get_them():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    codec = PromptCodec(tokenizer, None, None)
+    ids = codec.encode([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    assert tokenizer.decode(ids) == "[a][b]"

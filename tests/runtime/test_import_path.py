@@ -30,9 +30,19 @@ def test_a_file_is_run_once_for_several_names(tools):
 def test_a_file_that_raises_leaves_no_module_behind(tools):
     (tools / "references_broken.py").write_text("def add(a, b): return a + b\n\n1 / 0\n")
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ImportError, match=r"references_broken\.py cannot be imported: ZeroDivisionError"):
             resolve("references_broken.py:add", "tool")
     assert "references_broken" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [("import sys\nsys.exit(0)\n", "SystemExit: 0"), ("def add(a, b)\n", "line 1")]
+)
+def test_a_file_can_neither_end_the_run_nor_hide_its_error(tools, code, said):
+    (tools / "references_ending.py").write_text(code)
+    with pytest.raises(ImportError, match=r"references_ending\.py cannot be imported") as error:
+        resolve("references_ending.py:add", "tool")
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ class Options:
     lambda_pos: float = 3.0
     k_neg: float = 3.0
     lambda_neg: float = 2.0
+    dro_beta: float = 0.5
 
 
 Ranks = Sequence[Sequence[Sequence[Row]]]
@@ -95,7 +96,7 @@ def micro_batch_loss(
         return total / (len(rows) * o.max_completion_length) / accumulation
     if o.loss_type == "luspo":
         return total / len(rows) / accumulation
-    assert o.loss_type in ("dapo", "cispo", "vespo")
+    assert o.loss_type in ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "gpg", "dro")
     return total / normaliser
 
 
@@ -222,12 +223,31 @@ def token_losses(row: Row, old: list[float], rho: list[float] | None, o: Options
         return gmpo(row, old, o)
     if o.loss_type == "vespo":
         return [-phi(row, old, rho, row.advantages[t], o) * row.advantages[t] * row.lp[t] for t in count]
+    if o.loss_type == "gpg":
+        return [-row.advantages[t] * row.lp[t] for t in count]
+    if o.loss_type == "dro":
+        return [o.dro_beta / 2 * (row.lp[t] - old[t]) ** 2 - row.advantages[t] * row.lp[t] for t in count]
+    if o.loss_type in ("dppo_tv", "dppo_kl"):
+        return [dppo(row.lp[t], old[t], row.advantages[t], o) for t in count]
     ratios = [torch.exp(x) for x in log_ratios(row, old, o.level)]
     if o.loss_type == "cispo":
         return [-min(float(ratios[t].detach()), o.cispo_cap) * row.advantages[t] * row.lp[t] for t in count]
     if o.loss_type == "sapo":
         return [sapo(ratios[t], row.advantages[t], o) for t in count]
     return [clipped(ratios[t], row.advantages[t], o, o.delta) for t in count]
+
+
+def dppo(lp: Tensor, old: float, advantage: float, o: Options) -> Tensor:
+    """-r A, and nothing for a token that went more than a tenth of ε too far in the direction of A."""
+    new, before = math.exp(float(lp.detach())), math.exp(old)
+    divergence = abs(new - before)
+    if o.loss_type == "dppo_kl":
+        rest, new_rest = max(1 - before, 1e-7), max(1 - new, 1e-7)  # the cases hold log-probs above 0
+        divergence = before * math.log(before / new) + (1 - before) * math.log(rest / new_rest)
+    limit = o.epsilon_high if advantage > 0 else o.epsilon
+    if advantage * (new - before) > 0 and divergence > limit / 10:
+        return 0.0 * lp
+    return -torch.exp(lp - old) * advantage
 
 
 def sapo(ratio: Tensor, advantage: float, o: Options) -> Tensor:

@@ -94,8 +94,10 @@ def config(o: Options) -> SimpleNamespace:
     """The options under their config names."""
     return SimpleNamespace(
         loss_type=o.loss_type,
-        epsilon=o.epsilon,
-        resolved_epsilon_high=o.cispo_cap if o.loss_type == "cispo" else o.epsilon_high,
+        epsilon=o.epsilon / (10 if "dppo" in o.loss_type else 1),  # their limits are on differences of probabilities
+        resolved_epsilon_high=o.cispo_cap
+        if o.loss_type == "cispo"
+        else o.epsilon_high / (10 if "dppo" in o.loss_type else 1),
         delta=o.delta,
         importance_sampling_level=o.level,
         beta=o.beta,
@@ -108,6 +110,7 @@ def config(o: Options) -> SimpleNamespace:
         vespo_lambda_pos=o.lambda_pos,
         vespo_k_neg=o.k_neg,
         vespo_lambda_neg=o.lambda_neg,
+        dro_beta=o.dro_beta,
     )
 
 

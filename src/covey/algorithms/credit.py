@@ -72,7 +72,9 @@ def assign_credit(
         )
     lengths = torch.tensor(scores.lengths, dtype=torch.long)
     rewards_PGF = _with_penalty(scores, process, group_size, kl).view(-1, group_size, len(weights_F))
-    outcome_N = algorithm.advantages(rewards_PGF, weights_F, None if kl is None else kl.view(-1, group_size)).flatten()
+    kl_PG = None if kl is None else kl.view(-1, group_size)
+    more = (lengths.view(-1, group_size),) if algorithm.reads_lengths else ()
+    outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG, *more).flatten()
     if not process:  # the outcome alone, at the last token of each completion that has tokens
         nonempty = lengths.nonzero()[:, 0]
         to_go = outcome_N[nonempty].double() * algorithm.mix.outcome_weight

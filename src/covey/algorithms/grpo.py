@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
+from covey.algorithms.registered import registered_advantages
 from covey.core import losses
 from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
 from covey.core.credit import CreditMix, Steps, steps_normalized_then_summed, steps_relative, steps_weighted
@@ -98,10 +99,11 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
         off_policy_threshold=config.off_policy_mask_threshold,
         mismatch_in_surrogate=row.mismatch_in_surrogate,
         zero_without_advantage=row.zero_without_advantage,
+        needs_entropies=row.needs_entropies,
     )
 
 
-def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool = False) -> Algorithm:
+def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool) -> Algorithm:
     """A method by its advantages, which take the config first; all else is the config's."""
     return Algorithm(
         name=name,
@@ -112,18 +114,26 @@ def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,
         beta=config.beta,
+        reads_lengths=bool(config.advantages),
     )
 
 
 def algorithm(config: Any) -> Algorithm:
     """GRPO as `config` (a `GRPOConfig`) sets it."""
-    return method("GRPO", config, _advantages, _step_advantages)
+    return method("GRPO", config, _advantages, _step_advantages, kl_in_reward=config.kl_in_reward)
 
 
-def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None) -> Tensor:
+def _advantages(
+    config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, lengths_PG: Tensor | None = None
+) -> Tensor:
     if config.multi_objective_aggregation == "normalize_then_sum":
         return normalize_then_sum(rewards_PGF, weights_F)
-    return group_relative(weighted_total(rewards_PGF, weights_F), config.scale_rewards)
+    total_PG = weighted_total(rewards_PGF, weights_F)
+    if kl_PG is not None:
+        total_PG = total_PG - config.beta * kl_PG
+    if config.advantages:
+        return registered_advantages(config, total_PG, rewards_PGF, lengths_PG)
+    return group_relative(total_PG, config.scale_rewards)
 
 
 def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:

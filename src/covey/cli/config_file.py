@@ -84,6 +84,10 @@ def load_run(
     An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
     sources = (read_mapping(path) if path is not None else {}, parse_flags(overrides))
+    for source in sources:
+        for other, name in _OTHER_NAMES.items():
+            if other in source and source.get(name, source[other]) != source[other]:
+                raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
     values = {_OTHER_NAMES.get(name, name): value for source in sources for name, value in source.items()}
     method = _settle_method(values, method)
     config_class = config_of(method)
@@ -114,13 +118,25 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {str(path)!r}.")
     try:
-        text = path.read_text()
-        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, _UniqueKeyLoader)
+        text = path.read_text(encoding="utf-8-sig")
+        is_json = path.suffix == ".json"
+        values = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, _UniqueKeyLoader)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8."
+        ) from error
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
     return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise yaml.YAMLError(f"`{twice}` is there twice. Leave one out.")
+    return dict(pairs)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -212,6 +228,8 @@ def _typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[
         convert = flag.type if flag else None
         if name.endswith("_strategy") and value is False:
             value = "no"
+        elif name in ("output_dir", "run_name", "hub_model_id") and not isinstance(value, str | None):
+            raise ValueError(f"{name}: {value} is read as a {type(value).__name__}: put it in quotes.")
         elif isinstance(value, str) and callable(convert) and convert is not str and name not in ALIASES:
             try:
                 value = [convert(value)] if flag and flag.nargs == "+" else convert(value)

@@ -1,5 +1,6 @@
 """The `covey` command: runs a subcommand, and shows errors that users can correct as one clear line."""
 
+import io
 import os
 import sys
 import traceback
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from covey import __version__
+from covey.runtime.safe_text import printable
 
 COMMANDS = {
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
@@ -31,7 +33,7 @@ EXAMPLES = (
 )
 
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
-"""Errors shown as one line with advice. Any other is a bug of Covey and shows its traceback."""
+"""Errors shown as one line with advice, as are those of servers. Any other is a bug and shows its traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"covey {__version__}")
         return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode ends no run
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *where: print(f"covey: warning: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *where: print(
+                f"covey: warning: {printable(str(message))}", file=sys.stderr
+            )
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
             status = _run(arguments[0], arguments[1:])
             sys.stdout.flush()
@@ -56,10 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("covey: stopped", file=sys.stderr)
         return 130
-    except USER_ERRORS as error:
+    except Exception as error:
+        if not isinstance(error, USER_ERRORS) and not type(error).__module__.startswith("covey.engines.servers."):
+            raise
         if debug:
             traceback.print_exc()
-        print(f"covey: error: {str(error).strip() or type(error).__name__}", file=sys.stderr)
+        print(f"covey: error: {printable(str(error).strip()) or type(error).__name__}", file=sys.stderr)
         return 2
 
 

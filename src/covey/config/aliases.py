@@ -100,6 +100,9 @@ ALIASES: dict[str, Alias] = {
     "cosine_max_len": _removed(_COSINE),
     **dict.fromkeys(("repetition_n_grams", "repetition_max_penalty"), _removed(_REPETITION)),
     "split_dataset_ratio": _removed("the dataset is never split: evaluation runs only with an eval_dataset of its own"),
+    "use_wandb": Alias("report_to", "True means 'wandb'", lambda on, _: "wandb" if on in (True, "true", 1) else "none"),
+    "batch_size": Alias("per_device_train_batch_size", "it counts completions"),
+    "num_epochs": Alias("num_train_epochs"),
     "vllm_max_model_len": Alias("vllm_max_model_length"),
     "max_turns": Alias("max_tool_calling_iterations"),
     "dataset_shuffle": Alias("shuffle_dataset"),
@@ -127,6 +130,25 @@ HINTS: dict[str, str] = {
     "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
     **dict.fromkeys(("torch_dtype", "dtype"), "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`"),
     "attn_implementation": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
+    **dict.fromkeys(
+        ("model_id", "model_name_or_path"), "it is an argument of the trainer: `model`, also in a run file"
+    ),
+    **dict.fromkeys(
+        ("dataset_id", "dataset_name"), "it is `dataset` in a run file, and `train_dataset` of the trainer"
+    ),
+    "dataset_config": "write it after the id: `dataset: openai/gsm8k:main`",
+    "val_dataset": "it is `eval_dataset`, of the trainer and in a run file",
+    "reward_model_name_or_path": "put the model's id or folder into `reward_funcs`",
+    "collate_fn": "prompts are not collated: transform rows with `dataset.map`, or on reading with `set_transform`",
+    "no_apply_chat_template": "prompts that are text are never templated, messages always",
+    "extra_columns": "all columns of the dataset go to the reward functions",
+    "metrics_to_gather": "log with the arguments `log_metric` and `log_extra` of a reward function",
+    "use_fsdp": "`accelerate launch --use_fsdp`, or `covey grpo --accelerate_config fsdp2`",
+    "use_async_engine": "vLLM's server is asynchronous anyway; `max_staleness: 1` samples while training",
+    "vllm_device": "vLLM is in the trainer's process (`vllm_mode: colocate`) or a server (`covey vllm-serve`), whose"
+    " devices CUDA_VISIBLE_DEVICES chooses",
+    "vllm_dtype": "`vllm_engine_kwargs: {dtype: bfloat16}`, or `covey vllm-serve --dtype bfloat16`",
+    "vllm_data_parallel_size": "it belongs to the server: `covey vllm-serve --data-parallel-size 2`",
     "rlhf_type": "GRPOConfig and RLOOConfig choose the method; in a run file it is `method`",
     **{name: _QUANTISED.format(name) for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")},
     "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant"),
@@ -197,7 +219,8 @@ def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
     if estimator == cls.method:
         warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
     elif estimator not in ("grpo", "rloo"):
-        raise ValueError(f"advantage_estimator={estimator!r} is not known; choose one of: grpo, rloo.")
+        advice = "choose one of: grpo, rloo, or see `advantages`, such as advantages='reinforce_plus_plus'."
+        raise ValueError(f"advantage_estimator={estimator!r} is not known; {advice}")
     else:
         name = estimator.upper()
         raise ValueError(

@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Any, ClassVar
 
+from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, register_loss
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
 from covey.config.hardware import by_deepspeed, has_accelerator, launched, multiplies_bf16
 from covey.config.parsing import as_dict, as_memory_share, as_urls
 from covey.config.secrets import DICT_FIELDS, HidesSecrets
+from covey.runtime.import_path import is_reference, resolve
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
 CISPO_CAP = 5.0  # of ratios when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1
@@ -87,6 +89,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return bool(self.use_vllm or self.use_sglang or self.max_staleness > 0)
 
     @property
+    def penalises_reward(self) -> bool:
+        """The KL penalty is part of the reward."""
+        return bool(self.beta) and (self.kl_in_reward or self.method == "rloo")
+
+    @property
     def corrects_mismatch(self) -> bool:
         """The loss is weighed for the difference between the engine's log-probs and the trainer's."""
         wanted = self.samples_elsewhere or self.correct_built_in_engine
@@ -140,6 +147,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return type(self)(**{**values, **filled_in, **changes})
 
     def _normalise(self) -> None:
+        for name, known, register in (
+            ("loss_type", LOSS_TYPES, register_loss),
+            ("advantages", ADVANTAGES, register_advantages),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in known and is_reference(value):
+                register(value, resolve(value, name))
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
         scale = str(self.scale_rewards)  # True and "true" mean "group", their opposites "none"

@@ -45,7 +45,16 @@ class Limits:
 
 
 BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-LIMITS = dict.fromkeys(BATCH_SIZES, Limits(ge=1))  # by the name of the field; transformers declares these three
+_SEED = Limits(ge=0, le=2**32 - 1, advice="Seeds are 32-bit numbers.")
+LIMITS = {  # by the name of the field; transformers declares these
+    **dict.fromkeys(BATCH_SIZES, Limits(ge=1)),
+    **dict.fromkeys(("seed", "data_seed"), _SEED),
+    "max_grad_norm": Limits(ge=0, advice="0 leaves gradients as they are; 1.0 is usual."),
+    "weight_decay": Limits(ge=0, finite=True, advice="Below 0 weights would grow."),
+    "save_steps": Limits(gt=0, advice="save_strategy='no' saves nothing."),
+    "save_total_limit": Limits(ge=1, advice="Leave it unset to keep all checkpoints."),
+    "ddp_timeout": Limits(gt=0, advice="It is in seconds; 1800 is the default."),
+}
 HELP: dict[str, str] = {}  # by the name of the field
 
 

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from covey.runtime.safe_text import without_secrets
+
 
 def closest(value: Any, allowed: Iterable[str]) -> str:
     """A sentence that proposes the allowed word most like `value`; empty if none is alike."""
@@ -34,5 +36,5 @@ def is_set(args: Any, name: str) -> bool:
 def ignored(args: Any, names: Iterable[str], because: str) -> None:
     for name in names:
         if is_set(args, name):
-            value = "..." if name.endswith("_api_key") else repr(getattr(args, name))
+            value = "..." if name.endswith("_api_key") else repr(without_secrets(getattr(args, name)))
             warn(f"`{name}={value}` has no effect: {because}.")

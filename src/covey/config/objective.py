@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from covey.algorithms import LOSS_TYPES
+from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.config.fields import Limits, describe_fields, limited
 from covey.config.messages import ignored, warn
 from covey.core.credit import COMPARED_WITH
@@ -21,7 +21,7 @@ class RewardFields:
 
     reward_weights: list[float] | None = None
     """Weight of each reward function, in their order. Unset: all 1."""
-    reward_timeout: float = limited(300.0, gt=0, advice="It is in seconds; 300 is the default.")
+    reward_timeout: float = limited(300.0, gt=0, finite=True, advice="It is in seconds; 300 is the default.")
     """Seconds after which a reward function that has not answered counts as failed."""
     stream_rewards: bool = False
     """Score each group of completions as soon as it is sampled, while others still are: functions are called group by
@@ -35,6 +35,11 @@ class RewardFields:
     scale_rewards: str = limited("group", choices=("group", "batch", "none"))
     """Divisor of advantages: the standard deviation of the `group`, of the whole `batch`, or `none`. True means
     `group`, False `none`."""
+    advantages: str | None = None
+    """Advantages in the place of the method's own: reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo,
+    pass_at_k, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name."""
+    pass_at_k: int = limited(4, ge=1)
+    """advantages=pass_at_k: completions of which the best counts."""
     process_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
     """Weight of the advantages of steps, where reward functions reward steps or turns."""
     outcome_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
@@ -53,6 +58,9 @@ class KLFields:
 
     beta: float = limited(0.0, ge=0, finite=True, advice="0 switches the KL penalty off; 0.001 to 0.1 are usual.")
     """Weight of the KL penalty towards the reference model; 0 means that no reference model is loaded."""
+    kl_in_reward: bool = False
+    """Subtract the KL penalty of the whole completion (k1, with weight `beta`) from its reward, as RLOO always does,
+    instead of adding it to the loss."""
     kl_estimator: str = limited("k3", choices=tuple(KL_ESTIMATORS))
     """Estimator of the KL divergence: `k1` (log ratio), `k2` (half its square), `k3` (unbiased, positive)."""
     use_bias_correction_kl: bool = True
@@ -70,8 +78,8 @@ class LossFields:
     """The surrogate, its ratio and its average."""
 
     loss_type: str = "dapo"
-    """Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, or one registered with
-    `covey.algorithms.register_loss`."""
+    """Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl, gpg, dro, one
+    registered with `covey.algorithms.register_loss`, or path/to/file.py:name."""
     epsilon: float = 0.2
     """Clipping: how far below 1 the importance ratio may fall."""
     epsilon_high: float | None = limited(None, ge=0, advice="0.2 to 0.28 are usual; with cispo 5.")
@@ -93,6 +101,8 @@ class LossFields:
     """vespo: exponent of the sequence weight, negative advantages."""
     vespo_lambda_neg: float = 2.0
     """vespo: decay of the sequence weight, negative advantages."""
+    dro_beta: float = limited(0.05, ge=0, finite=True)
+    """dro: weight of the quadratic penalty on leaving the old policy."""
     mask_truncated_completions: bool = False
     """Leave completions that reached the length limit out of the loss (DAPO)."""
     off_policy_mask_threshold: float | None = limited(None, ge=0, advice="0.1 to 1 are usual.")
@@ -106,7 +116,7 @@ class LossFields:
 class EntropyFields:
     """The entropy bonus."""
 
-    entropy_coef: float = limited(0.0, ge=0, advice="Below 0 it would punish exploration.")
+    entropy_coef: float = limited(0.0, ge=0, finite=True, advice="Below 0 it would punish exploration.")
     """Weight of the entropy bonus; 0 switches it off."""
     use_adaptive_entropy: bool = False
     """Move the weight of the bonus so that entropy stays near its target."""
@@ -130,7 +140,9 @@ LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUIL
 
 
 def loss_type_is_known(args: "OnlineConfig") -> None:
-    advice = "To add your own, call covey.algorithms.register_loss before making the config."
+    advice = (
+        "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
+    )
     Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", args.loss_type)
     if args.method == "grpo" and args.loss_type == "rloo":
         raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
@@ -138,6 +150,24 @@ def loss_type_is_known(args: "OnlineConfig") -> None:
         raise ValueError(
             "loss_type='dr_grpo' divides by max_completion_length, which is None. Set it, or use loss_type='dapo'."
         )
+
+
+def advantages_are_known(args: "OnlineConfig") -> None:
+    if args.advantages != "pass_at_k":
+        ignored(args, ["pass_at_k"], f"advantages is {args.advantages!r}")
+    if args.advantages is None:
+        return
+    advice = "Your own: covey.algorithms.register_advantages before making the config, or file.py:function."
+    Limits(choices=tuple(sorted(ADVANTAGES)), advice=advice).check("advantages", args.advantages)
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        raise ValueError(
+            f"advantages={args.advantages!r} and multi_objective_aggregation={args.multi_objective_aggregation!r} are"
+            " two ways from rewards to advantages: leave one of them out."
+        )
+    own = "normalize_advantages" if args.method == "rloo" else "scale_rewards"
+    ignored(args, [own], f"advantages={args.advantages!r} scales them itself")
+    if args.advantages == "pass_at_k" and args.pass_at_k > (args.num_generations or 0):
+        raise ValueError(f"pass_at_k={args.pass_at_k} must be at most num_generations={args.num_generations}.")
 
 
 def clipping_leaves_a_range(args: "OnlineConfig") -> None:
@@ -202,9 +232,16 @@ def kl_options_are_read(args: "OnlineConfig") -> None:
             "is 'k1', the log ratio of the whole completion. Leave kl_estimator unset, or use GRPO."
         )
     if args.beta == 0:
-        ignored(args, ["kl_estimator", "use_bias_correction_kl"], "beta is 0, so there is no KL penalty")
+        names = ["kl_estimator", "use_bias_correction_kl", "kl_in_reward"]
+        ignored(args, names, "beta is 0, so there is no KL penalty")
     elif args.method == "rloo":
         ignored(args, ["use_bias_correction_kl"], "RLOO's KL penalty is part of the reward and carries no gradient")
+        ignored(args, ["kl_in_reward"], "RLOO's KL penalty always is part of the reward")
+    elif args.kl_in_reward:
+        names = ["kl_estimator", "use_bias_correction_kl"]
+        ignored(args, names, "with kl_in_reward the penalty is k1, summed over the completion, without a gradient")
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError("kl_in_reward=True cannot be with multi_objective_aggregation='normalize_then_sum'.")
 
 
 def entropy_controller_has_room(args: "OnlineConfig") -> None:

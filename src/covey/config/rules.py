@@ -38,18 +38,18 @@ def check_fields(args: "OnlineConfig") -> None:
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name, None)
         limits = LIMITS.get(name)
-        _check_number(name, value, set(get_args(hints[name]) or [hints[name]]), limited=limits is not None)
+        _check_number(name, value, set(get_args(hints[name]) or [hints[name]]))
         if limits is not None and value is not None:
             limits.check(name, value)
 
 
-def _check_number(name: str, value: object, kinds: set[object], limited: bool) -> None:
+def _check_number(name: str, value: object, kinds: set[object]) -> None:
     if not kinds - {NoneType} or not kinds <= {int, float, NoneType}:
         return
     if value is None and (NoneType in kinds or name in MAY_BE_NONE):
         return
     whole = float not in kinds
-    if not isinstance(value, numbers.Integral if whole else numbers.Real) or (limited and isinstance(value, bool)):
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
         quotes = " Write it without quotes, such as 1 or 1e-6." if isinstance(value, str) else ""
         kind = "whole number" if whole else "number"
         raise ValueError(f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{quotes}")

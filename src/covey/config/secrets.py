@@ -1,12 +1,13 @@
 """Configs without the servers' keys in logs, trackers and checkpoints, which may be pushed to a hub."""
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 from transformers import TrainingArguments
+
+from covey.runtime.safe_text import without_secrets
 
 KEYS = ("vllm_server_api_key", "sglang_api_key")
 DICT_FIELDS = (
@@ -17,7 +18,6 @@ DICT_FIELDS = (
     "vllm_engine_kwargs",
     "sglang_server_args",
 )
-SECRET = re.compile(r"(.*[_-])?(token|key|secret|password)")  # entries of those dictionaries, where they are text
 
 
 class HidesSecrets(TrainingArguments):
@@ -63,14 +63,3 @@ class HidesSecrets(TrainingArguments):
         copied = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
-
-
-def without_secrets(value: Any) -> Any:
-    """A dictionary, and those within, without text under names of tokens and keys."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: without_secrets(entry)
-        for name, entry in value.items()
-        if not (isinstance(entry, str) and SECRET.fullmatch(str(name).lower()))
-    }

@@ -33,12 +33,12 @@ def group_relative(rewards_PG: Tensor, scale: str = "group") -> Tensor:
         [[0.5, -0.5], [0.0, 0.0]]
     """
     rewards = rewards_PG.double()
-    centred = _centre(rewards)
+    advantages = centred(rewards)
     if scale == "group":
-        centred = centred / (nanstd(rewards, dim=1) + EPSILON)
+        advantages = advantages / (nanstd(rewards, dim=1) + EPSILON)
     elif scale == "batch":
-        centred = centred / (nanstd(rewards.flatten(), dim=0) + EPSILON)
-    return centred.nan_to_num(0.0).float()
+        advantages = advantages / (nanstd(rewards.flatten(), dim=0) + EPSILON)
+    return advantages.nan_to_num(0.0).float()
 
 
 def normalize_then_sum(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def normalize_then_sum(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
     would only add rounding to groups without a signal. [P, G, F], [F] -> [P, G] float32 without NaN.
     """
     rewards = rewards_PGF.double()
-    normalised = _centre(rewards) / (nanstd(rewards, dim=1) + EPSILON)
+    normalised = centred(rewards) / (nanstd(rewards, dim=1) + EPSILON)
     total_PG = weighted_total(normalised, weights_F.double())
     advantages = total_PG / (nanstd(total_PG.flatten(), dim=0) + EPSILON)
     return advantages.nan_to_num(0.0).float()
@@ -68,7 +68,7 @@ def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
     rewards = rewards_PG.double()
     scorable = (~rewards.isnan()).sum(1, keepdim=True)
     # R_i - (S - R_i)/(n-1) = (R_i - S/n) · n/(n-1)
-    advantages = _centre(rewards) * scorable / (scorable - 1).clamp(min=1)
+    advantages = centred(rewards) * scorable / (scorable - 1).clamp(min=1)
     if normalize:
         advantages = advantages / (nanstd(advantages.flatten(), dim=0) + EPSILON)
     return advantages.nan_to_num(0.0).float()
@@ -77,17 +77,16 @@ def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
 def nanstd(values: Tensor, dim: int) -> Tensor:
     """Unbiased standard deviation over `dim` (kept) without the NaN; 0 for fewer than two values or equal ones."""
     count = (~values.isnan()).sum(dim, keepdim=True)
-    centred = _centre(values, dim)
-    variance = centred.square().nansum(dim, keepdim=True) / (count - 1).clamp(min=1)
+    variance = centred(values, dim).square().nansum(dim, keepdim=True) / (count - 1).clamp(min=1)
     return variance.sqrt()
 
 
-def _centre(values: Tensor, dim: int = 1) -> Tensor:
+def centred(values: Tensor, dim: int = 1) -> Tensor:
     """Subtract the mean over `dim`; exactly 0 where all values are equal, whatever the rounding of their mean."""
-    centred = values - values.nanmean(dim, keepdim=True)
+    difference = values - values.nanmean(dim, keepdim=True)
     high = values.nan_to_num(-torch.inf).amax(dim, keepdim=True)
     low = torch.where(values.isnan(), torch.inf, values).amin(dim, keepdim=True)
-    return torch.where((high == low) & ~values.isnan(), 0.0, centred)
+    return torch.where((high == low) & ~values.isnan(), 0.0, difference)
 
 
 class Credited(NamedTuple):

@@ -78,6 +78,8 @@ class SurrogateInputs:
     # clipped
     skipped_tokens: int = 0
     skipped_rows: int = 0
+    entropies: Tensor | None = None  # where the run computes them (`register_loss(..., entropies=True)`)
+    ref_logprobs: Tensor | None = None  # under the reference, where there is one (`beta` above 0)
 
     @property
     def ratio(self) -> Tensor:

@@ -45,6 +45,7 @@ class Objective:
     # each token is trained with its own advantage; False where a completion's tokens share one, so that credit for its
     # steps would be lost
     credits_tokens: bool = True
+    needs_entropies: bool = False  # the surrogate reads entropies
 
     @property
     def needs_every_rollout(self) -> bool:
@@ -85,8 +86,8 @@ def policy_loss(
     rho, corrected = batch.mismatch_weights, dict[str, Stat]()
     if rho is None and batch.engine_logprobs is not None and objective.correction is not None:
         rho, corrected = objective.correction(old, batch.engine_logprobs, sampled, batch.lengths)
-    skipped = batch.skipped_tokens, batch.skipped_rows
-    x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *skipped)
+    more = batch.skipped_tokens, batch.skipped_rows, entropies, batch.ref_logprobs
+    x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *more)
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
     keep = _filters(x, batch, entropies, objective)

@@ -3,10 +3,12 @@
 import difflib
 import heapq
 import os
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from covey.core.transcript import content_text
 from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, is_conversational
 
@@ -15,6 +17,9 @@ LONGEST = 64  # prompts that are encoded because they are the longest
 
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
 """Names of the prompt column in other datasets."""
+
+MESSAGES = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")
+"""The beginning of messages in JSON or Python."""
 
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
@@ -114,6 +119,11 @@ def _check_row(row: Any, number: int, role: str, prompt_required: bool) -> None:
             f"row {number} of `{role}` must be a dictionary of columns, such as {{'prompt': ...}}, got"
             f" {type(row).__name__}: {row!r:.80}."
         )
+    if others := [column for column in row if not isinstance(column, str)]:
+        raise ValueError(
+            f"row {number} of `{role}` has a column {others[0]!r}, but names of columns are text: reward functions get"
+            " columns by name. Rename it."
+        )
     if prompt_required and "prompt" not in row:
         raise ValueError(
             f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}. {_rename_hint(list(row))}"
@@ -134,8 +144,15 @@ def _kind(prompt: Any, number: int, role: str) -> str:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"the prompt of row {number} of `{role}` is an empty string. Remove such rows.")
+        if MESSAGES.match(prompt):
+            raise ValueError(
+                f"the prompt of row {number} of `{role}` is a list of messages written as text, which the model would"
+                " read as it is: make it a list with `json.loads`."
+            )
+        _check_encodes(prompt, number, role)
         return "standard"
     if is_conversational(prompt) and all(_is_message(message) for message in prompt):
+        _check_encodes("".join(content_text(message.get("content")) for message in prompt), number, role)
         return "conversational"
     raise ValueError(
         f"the prompt of row {number} of `{role}` must be a string or a non-empty list of messages with 'role' and"
@@ -143,9 +160,21 @@ def _kind(prompt: Any, number: int, role: str) -> str:
     )
 
 
+def _check_encodes(text: str, number: int, role: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt of row {number} of `{role}` holds half of a surrogate pair, {text[error.start]!r}, which is"
+            " no character. Repair the text or remove the row."
+        ) from error
+
+
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and (isinstance(message.get("content"), str | list) or bool(message.get("tool_calls")))
-    )
+    """True for a role with content (text, or parts of which those of text have some) or tool calls."""
+    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+        return False
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    whole = all(isinstance(part, str) or isinstance(dict(part or {}).get("text", ""), str) for part in parts)
+    return (isinstance(content, str | list) and whole and None not in parts) or bool(message.get("tool_calls"))

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from textwrap import dedent
@@ -25,6 +25,7 @@ from covey.core.transcript import (
     shorten,
     to_json,
 )
+from covey.runtime.safe_text import printable
 
 Row = dict[str, Any]
 
@@ -125,7 +126,8 @@ class CompletionLog:
         if self.show:
             import rich
 
-            rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
+            with suppress(SystemExit):  # rich's, where the reader of the output has gone
+                rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
             self.to_trackers(self.report_to, step)
         return path
 
@@ -299,7 +301,7 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
         listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(reward_names, values, strict=True))
         images = None if "<image>" in row["prompt"] else _counted(None, row.get("images"))
         table.add_row(
-            Text((f"[{images}] " if images else "") + shorten(row["prompt"], PROMPT_CHARACTERS)),
+            Text((f"[{images}] " if images else "") + shorten(printable(row["prompt"]), PROMPT_CHARACTERS)),
             _completion(row, Text(_ending(row), style="yellow")),
             *(values if separate else [escape(listed)]),
             Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
@@ -311,7 +313,7 @@ def _ending(row: Row) -> str:
     if row.get("finish") in (None, "stop"):
         return ""
     error = row.get("error")
-    return f" [{row['finish']}: {shorten(error, ERROR_CHARACTERS)}]" if error else f" [{row['finish']}]"
+    return f" [{row['finish']}: {shorten(printable(error), ERROR_CHARACTERS)}]" if error else f" [{row['finish']}]"
 
 
 def _completion(row: Row, ending: Any) -> Any:
@@ -321,8 +323,8 @@ def _completion(row: Row, ending: Any) -> Any:
 
     messages = json.loads(row.get("messages") or "[]")
     if not is_conversation(messages):
-        return Text(shorten(row["completion"], COMPLETION_CHARACTERS)) + ending
-    shown = excerpt(entries(messages), CONVERSATION_CHARACTERS)
+        return Text(shorten(printable(row["completion"]), COMPLETION_CHARACTERS)) + ending
+    shown = [replace(one, text=printable(one.text)) for one in excerpt(entries(messages), CONVERSATION_CHARACTERS)]
     texts = [_styled(entry) for entry in shown]
     texts[-1] += ending
     indents = [0 if entry.kind is Kind.MESSAGE else INDENT for entry in shown]

@@ -1,10 +1,12 @@
 """Progress of training: a live display on a terminal, one line per log elsewhere."""
 
+import io
 import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +159,8 @@ class ProgressDisplay(TrainerCallback):
     ):
         self.plain = plain
         self.console = console or rich.get_console()
+        if isinstance(self.console.file, io.TextIOWrapper) and self.console.file.errors == "strict":
+            self.console.file.reconfigure(errors="backslashreplace")  # one that cannot encode a sign ends no run
         self.board = Board()
         self._clock = clock
         self._began: tuple[int, float] | None = None
@@ -226,7 +230,8 @@ class ProgressDisplay(TrainerCallback):
         return f"step {self.board.step:>{len(str(total))}}/{total}" if total else f"step {self.board.step}"
 
     def _say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with suppress(SystemExit):  # rich's, where the reader of the output has gone: the run goes on
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _joined(figures: Figures) -> str:

@@ -242,7 +242,7 @@ def synthetic_rollouts(config: Any, device: torch.device) -> TrainBatch:
     window = getattr(config, "sliding_window", None) or 0
     room = (getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW) - 8
     long = max(1, min(window + 5 if window <= LONGEST_WINDOW else 19, room))
-    prompts, lengths = torch.tensor([long, min(5, room)]), torch.tensor([7, 4, 6, 3])
+    prompts, lengths = torch.tensor([long, max(1, min(5, room))]), torch.tensor([7, 4, 6, 3])
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from covey.policy.quantization import (
 )
 from covey.policy.sharded_tensors import full_shape
 from covey.policy.vlm_parts import freeze_parts
+from covey.runtime.safe_text import without_secrets
 
 OWN_VOCABULARY = 0.5
 """Smallest share of the model's vocabulary for which a tokenizer is not suspected to be another model's."""
@@ -104,9 +105,9 @@ def _from_pretrained(
         loaded: Any = auto_class.from_pretrained(name, **kwargs, output_loading_info=True)
     except ImportError as error:
         raise ImportError(
-            f"the model {name!r} needs a package that is missing here, with model_init_kwargs={init_kwargs!r}:"
-            f" {_first_line(error)} Install it; or, for an attn_implementation, leave that out: packed rows use Covey's"
-            " own attention."
+            f"the model {name!r} needs a package that is missing here, with"
+            f" model_init_kwargs={without_secrets(init_kwargs)!r}: {_first_line(error)} Install it; or, for an"
+            " attn_implementation, leave that out: packed rows use Covey's own attention."
         ) from error
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
@@ -170,7 +171,7 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
             " trust_remote_code=True."
         )
     if os.path.isdir(name):
-        options = f" with model_init_kwargs={init_kwargs!r}" if init_kwargs else ""
+        options = f" with model_init_kwargs={without_secrets(init_kwargs)!r}" if init_kwargs else ""
         return (
             f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {reason} Give the"
             " folder of a model that AutoModelForCausalLM loads, and arguments that it takes."

@@ -124,6 +124,10 @@ class Log:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def log_extra(self, column: str, values: list) -> None:
+        if isinstance(values, str | bytes | dict):
+            raise RewardError(
+                f"log_extra({column!r}, ...) was given a {type(values).__name__}: give one value a sample."
+            )
         values = list(values)
         if len(values) != self.size:
             raise RewardError(f"log_extra({column!r}, ...) was given {len(values)} values for {self.size} samples.")

@@ -1,11 +1,14 @@
 """Prompts to tokens and back. One that does not fit the model's context is an error: prompts are never truncated."""
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from covey.core.records import Message
+from covey.core.transcript import content_text
 from covey.rollout.images import ImageError, has_images, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
 
@@ -57,6 +60,7 @@ class PromptCodec:
     max_context: int | None
     tools: Sequence[dict[str, Any]] = ()
     vision: Vision | None = None
+    allow_control_tokens: bool = False  # control tokens in the text of messages are control tokens, not their text
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
@@ -138,12 +142,15 @@ class PromptCodec:
         prefilled = messages[-1]["role"] == "assistant"  # the policy continues its message
         if self.vision is not None:
             messages, images = with_images(messages, images)
+        hidden: dict[str, str] = {}
+        if self.vision is None:
+            messages = self._plain(messages, hidden)
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages,
                 add_generation_prompt=not prefilled,
                 continue_final_message=prefilled,
-                tokenize=self.vision is None,
+                tokenize=self.vision is None and not hidden,
                 return_dict=False,
                 **({"tools": list(tools)} if tools else {}),
                 **kwargs,
@@ -154,10 +161,55 @@ class PromptCodec:
                 " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`."
             ) from error
         if self.vision is None:
-            return Encoded(list(rendered))
+            return Encoded(self._with_hidden(rendered, hidden) if hidden else list(rendered))
         bos = self.tokenizer.bos_token  # processors add it unless the template has, unlike tokenizers
         has_bos = bos is not None and rendered.startswith(bos)
         return self.vision.encode(rendered, images, **({"add_special_tokens": False} if has_bos else {}))
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = {str(token) for token in added if token.special} - {""}
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def _prints_parts(self) -> bool:
+        """The chat template shows a list of text parts as Python prints it, or not at all."""
+        probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        try:
+            shown = self.tokenizer.apply_chat_template(probe, tokenize=False)
+        except Exception:  # templates are programs of their authors: they raise anything
+            return True
+        return "'text'" in shown or "probe" not in shown
+
+    def _plain(self, messages: Any, hidden: dict[str, str]) -> Any:
+        """Messages as the template can show them: text parts joined, and control tokens as private characters.
+
+        `hidden` gets the token of each of these. The assistant's messages keep theirs.
+        """
+
+        def hide(match: re.Match[str]) -> str:
+            sign = chr(0xF0000 + len(hidden))
+            hidden[sign] = match[0]
+            return sign
+
+        plain = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list) and self._prints_parts:
+                content = content_text(content)
+            if isinstance(content, str) and not self.allow_control_tokens and message["role"] != "assistant":
+                content = self._controls.sub(hide, content)
+            plain.append(message if content is message.get("content") else {**message, "content": content})
+        return plain
+
+    def _with_hidden(self, rendered: str, hidden: dict[str, str]) -> list[int]:
+        """Tokens of a rendered conversation in which each private character is the text of a control token."""
+        ids: list[int] = []
+        for piece in re.split(f"([{''.join(hidden)}])", rendered):
+            text, is_text = hidden.get(piece, piece), piece in hidden
+            ids += self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
+        return ids
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""

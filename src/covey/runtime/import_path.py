@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from covey.runtime.user_code import format_error
+
 FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
 
 
@@ -49,10 +51,13 @@ def _import(module: str, what: str, forms: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module exists; something it imports does not
-        raise ValueError(f"{what}: there is no module {error.name!r}. Write {forms}.") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module == missing or module.startswith(missing + ".")):
+            raise ValueError(f"{what}: there is no module {missing!r}. Write {forms}.") from error
+        raise _not_run(f"{what}: the module {module!r}", error) from error
 
 
 @functools.cache
@@ -64,7 +69,15 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module  # so that what it defines can be pickled
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
-        raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _not_run(str(path), error) from error
     return module
+
+
+def _not_run(what: str, error: BaseException) -> ImportError:
+    """An error of a file that raises, calls sys.exit or is no Python: it must not end the run with its own status."""
+    place = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+    return ImportError(f"{what} cannot be imported: {format_error(error)}{place}. Run it with python to see where.")

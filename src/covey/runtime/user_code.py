@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from covey.runtime.safe_text import printable
+
 T = TypeVar("T")
 
 MAX_MESSAGE_CHARS = 500
@@ -49,7 +51,7 @@ def format_error(error: BaseException) -> str:
     `__str__` is the user's code and may not return: call this under the deadline of the code that raised.
     """
     try:
-        text = _shortened(str.__str__(str(error)), MAX_MESSAGE_CHARS)
+        text = printable(_shortened(str.__str__(str(error)), MAX_MESSAGE_CHARS))
     except BaseException:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -83,7 +83,7 @@ def step_costs(
     forward = int(groups * forward_flops(size, prompt_tokens, group))
     in_layers = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
     recomputed = in_layers * (memory.layers - memory.kept_layers) // memory.layers
-    scorings = bool(args.beta) + (not algebra.on_policy or (args.method == "rloo" and bool(args.beta)))
+    scorings = bool(args.beta) + (not algebra.on_policy or args.penalises_reward)
     received = received_by(spread, memory, unit_parameters(config))
     passes, fresh = memory.passes, 1 / algebra.num_iterations
     whole_weights = memory.trainable * memory.stored_bytes if spread.optimizer > 1 and spread.weights == 1 else 0

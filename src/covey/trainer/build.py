@@ -69,7 +69,7 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
     folder = os.path.abspath(args.output_dir or ".")
     while not os.path.lexists(folder):  # it is made below one that is there
         folder = os.path.dirname(folder)
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+    if not args.output_dir or not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         raise ValueError(
             f"output_dir={args.output_dir!r} is not a folder that can be written to, so checkpoints and completions"
             " would be lost. Choose another."
@@ -223,7 +223,13 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)  # type: ignore[arg-type]
+    codec = PromptCodec(
+        tokenizer,
+        args.chat_template_kwargs,  # type: ignore[arg-type]
+        context,
+        vision=vision,
+        allow_control_tokens=args.allow_control_tokens,
+    )
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         policy = partial(getattr, run.loop, "policy")

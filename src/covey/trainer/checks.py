@@ -250,6 +250,8 @@ def listed(names: list[str]) -> str:
 
 
 def check_model(model: Any) -> None:
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ValueError("the model is on the device `meta`, where it has no weights: load it with `from_pretrained`.")
     if names := not_finite(model.named_parameters()):
         raise ValueError(
             f"the model holds weights that are NaN or infinite: {listed(names)}. Nothing but NaN can be trained from"

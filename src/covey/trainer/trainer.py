@@ -36,6 +36,7 @@ from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
+from covey.trainer.integrations.attributes import attribute
 from covey.trainer.loss_terms import ExpertBalance
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.rollout_phase import RolloutPhase
@@ -341,6 +342,9 @@ class OnlineTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """0: prompts are shared and tokens without signal skipped, so a formula would mislead."""
         return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return attribute(self, name)  # of TRL's trainers
 
     @property
     def policy(self) -> Any:

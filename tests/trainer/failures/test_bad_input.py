@@ -127,3 +127,22 @@ def test_messages_that_other_tests_produce_are_in_the_source():
     for what in {*WAYS, *SHOWN_BY_VLLM}:
         for piece in " ".join(rows()[what].split()).split("…"):
             assert any(piece.strip(" .") in text for text in texts), f"{what}: {piece}"
+
+
+def test_a_model_without_weights_is_refused(tmp_path):
+    with torch.device("meta"):
+        empty = tiny.LlamaForCausalLM(tiny.config())
+    with pytest.raises(ValueError, match="on the device `meta`"):
+        runs.trainer(tmp_path, parts={"model": empty})
+
+
+def test_a_context_of_eight_tokens_is_enough(tmp_path):
+    parts = {"train_dataset": [{"prompt": "abcd"}] * 8, "model": tiny.model(max_position_embeddings=8)}
+    runs.trainer(tmp_path, parts=parts, max_steps=1).train()
+
+
+@pytest.mark.parametrize("folder", ["", "file/run", "file"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is not a folder that can be written to"):
+        runs.trainer(tmp_path / folder if folder else "")

@@ -63,7 +63,7 @@ class ExplainedRun:
 
     @property
     def scores_old(self) -> bool:
-        return not self.algebra.on_policy or (self.args.method == "rloo" and bool(self.args.beta))
+        return not self.algebra.on_policy or self.args.penalises_reward
 
     @cached_property
     def memory(self) -> MemoryEstimate | None:

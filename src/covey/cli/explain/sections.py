@@ -121,6 +121,13 @@ def _clipping(run: ExplainedRun) -> str:
         case "vespo":
             return """vespo has no hard clip: a smooth weight of the sequence's ratio falls off; watch
             vespo/phi_seq_mean."""
+        case "dppo_tv" | "dppo_kl":
+            return f"""Tokens whose probability has moved with their advantage by a divergence above {high:g}, or
+            {args.epsilon:g} where it is negative, stop contributing."""
+        case "gpg":
+            return "gpg has no ratio and no clip: keep the updates per rollout batch few."
+        case "dro":
+            return "dro has no clip: a quadratic penalty holds the policy near the old one."
         case "gmpo":
             return f"""Token log-ratios are clipped at -{args.epsilon:g} and +{high:g}, then averaged over the
             completion."""
@@ -175,7 +182,7 @@ def loss(run: ExplainedRun) -> Iterator[str]:
     yield "So a loss that stays around 0 and does not fall is normal here; `reward` is what should rise."
     if not a.on_policy:
         yield "Within a rollout batch the loss falls below 0 as the policy moves towards the better completions."
-    if args.beta and args.method == "grpo":
+    if args.beta and not args.penalises_reward:
         yield f"The KL term adds {args.beta:g} * kl, so over time the loss rises slowly."
     if args.method == "grpo" and args.scale_rewards == "group" and a.num_generations == 2:
         yield """With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on
@@ -185,7 +192,7 @@ def loss(run: ExplainedRun) -> Iterator[str]:
     if args.beta == 0:
         yield "beta=0: no KL penalty, no reference model in memory, no kl metric."
     else:
-        where = "subtracted from the reward" if args.method == "rloo" else f"added to the loss ({args.kl_estimator})"
+        where = "subtracted from the reward" if args.penalises_reward else f"added to the loss ({args.kl_estimator})"
         yield f"""beta={args.beta:g}: {args.beta:g} * KL to the reference model is {where}. kl starts at 0. beta=0
         removes the penalty and the reference model."""
     if args.beta and args.sync_ref_model:

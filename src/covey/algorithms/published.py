@@ -1,0 +1,110 @@
+"""Published methods in addition to GRPO's and RLOO's own: advantages and losses, one function a formula.
+
+To add one, write the function and name it in a table at the end.
+"""
+
+from dataclasses import replace
+from math import comb
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.algorithm import LOSS_TYPES, LossType
+from covey.algorithms.grpo import EPSILONS, with_fields
+from covey.algorithms.registered import AdvantageInputs, register_advantages
+from covey.core.advantages import EPSILON, centred, nanstd
+from covey.core.losses import SurrogateInputs, token_level
+
+
+def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
+    """A = (R - mean_batch) / (std_batch + ε): the batch is the baseline (REINFORCE++, arXiv 2501.03262)."""
+    totals = x.totals.flatten()
+    return (centred(totals, 0) / (nanstd(totals, 0) + EPSILON)).view_as(x.totals)
+
+
+def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
+    """A = D / (std_batch(D) + ε), D = R - mean_group: REINFORCE++ with a baseline (arXiv 2501.03262)."""
+    difference = centred(x.totals)
+    return difference / (nanstd(difference.flatten(), 0) + EPSILON)
+
+
+def maxrl(x: AdvantageInputs) -> Tensor:
+    """A = (R - mean_group) / mean_group: for rewards 0 and 1 the likelihood of success (arXiv 2602.02710)."""
+    mean = x.totals.nanmean(1, keepdim=True)
+    return torch.where(mean > 0, centred(x.totals) / mean, 0.0)
+
+
+def gpg(x: AdvantageInputs) -> Tensor:
+    """A = (R - mean_group) · P / (P - P_0), P_0 groups of equal rewards among P (GPG, arXiv 2504.02546)."""
+    difference = centred(x.totals)
+    telling = (difference.nan_to_num(0.0) != 0).any(1).sum()
+    return difference * len(difference) / telling.clamp(min=1)
+
+
+def opo(x: AdvantageInputs) -> Tensor:
+    """A = R - Σ l R / Σ l over the group, l the lengths: the optimal baseline (OPO, arXiv 2505.23585)."""
+    lengths = torch.where(x.totals.isnan(), 0.0, x.lengths)
+    baseline = (lengths * x.totals).nansum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(centred(x.totals).nan_to_num(0.0).any(1, keepdim=True), x.totals - baseline, 0.0)
+
+
+def pass_at_k(x: AdvantageInputs) -> Tensor:
+    """Advantages of a completion as a member of all groups of k, of which the best counts (arXiv 2508.10751, §2.4).
+
+    With m of n completions wrong (reward at most 0): mean = 1 - C(m, k) / C(n, k), std = √(mean (1 - mean)), and
+    A = (1 - mean) / std if it is right, (1 - mean - C(m-1, k-1) / C(n-1, k-1)) / std if it is wrong.
+    """
+    rows, k = [], x.k
+    for totals in x.totals:
+        n, m = int((~totals.isnan()).sum()), int((totals <= 0).sum())
+        mean = 1 - comb(m, k) / comb(n, k) if n >= k else 1.0
+        std = (mean * (1 - mean)) ** 0.5
+        right = (1 - mean) / std if std else 0.0
+        wrong = right - comb(m - 1, k - 1) / comb(n - 1, k - 1) / std if std and m else 0.0
+        rows.append(torch.where(totals > 0, right, wrong))
+    return torch.stack(rows)
+
+
+def dppo_tv(x: SurrogateInputs, *, low: float, high: float) -> Tensor:
+    """DPPO with the total variation between "this token" and "any other": |π(o_t) - π_old(o_t)|."""
+    return _dppo(x, (x.logprobs.exp() - x.old_logprobs.exp()).abs(), low, high)
+
+
+def dppo_kl(x: SurrogateInputs, *, low: float, high: float) -> Tensor:
+    """DPPO with KL(π_old || π) between them: π_old log(π_old/π) + (1-π_old) log((1-π_old)/(1-π))."""
+    old = x.old_logprobs.exp()
+    rest, old_rest = (1 - x.logprobs.exp()).clamp(min=1e-7), (1 - old).clamp(min=1e-7)
+    return _dppo(x, old * (x.old_logprobs - x.logprobs) + (1 - old) * (old_rest / rest).log(), low, high)
+
+
+def _dppo(x: SurrogateInputs, divergence: Tensor, low: float, high: float) -> Tensor:
+    """-r A, and 0 for a token that has gone too far in the direction of A (DPPO, arXiv 2602.04879).
+
+    That is a divergence above `high` where A > 0 and the token's probability rose, above `low` where A < 0 and it
+    fell. Unlike a ratio, the divergence leaves rare tokens free.
+    """
+    onwards = x.log_ratio.detach() * x.advantages > 0
+    far = divergence.detach() > torch.where(x.advantages > 0, high, low)
+    return torch.where(onwards & far, 0.0, -x.ratio * x.advantages)
+
+
+def reinforce(x: SurrogateInputs) -> Tensor:
+    """-A log π: no ratio and no clipping (GPG, arXiv 2504.02546)."""
+    return -x.advantages * x.logprobs
+
+
+def dro(x: SurrogateInputs, *, beta: float) -> Tensor:
+    """-(A log π - β/2 (log π - log π_old)²): a quadratic pull instead of clipping (DRO, arXiv 2405.19107)."""
+    return beta / 2 * (x.logprobs - x.old_logprobs).square() - x.advantages * x.logprobs
+
+
+for _function in (reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo, pass_at_k):
+    register_advantages(_function.__name__, _function)
+
+for _name, _row in {
+    "dppo_tv": LossType(with_fields(dppo_tv, low="epsilon", high="resolved_epsilon_high"), reads=EPSILONS),
+    "dppo_kl": LossType(with_fields(dppo_kl, low="epsilon", high="resolved_epsilon_high"), reads=EPSILONS),
+    "gpg": LossType(with_fields(reinforce), reads=frozenset()),
+    "dro": LossType(with_fields(dro, beta="dro_beta"), zero_without_advantage=False, reads=frozenset({"dro_beta"})),
+}.items():
+    LOSS_TYPES.register(_name, replace(_row, ratio_level=token_level))

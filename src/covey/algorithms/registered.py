@@ -1,0 +1,107 @@
+"""Losses and advantages by name: those that scripts register, and checks of what they return."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.algorithm import LOSS_TYPES, LossType
+from covey.core.losses import Surrogate, SurrogateInputs, Weighting, mean_over_update
+from covey.runtime.registry import Registry
+
+
+def register_loss(
+    name: str,
+    surrogate: Surrogate,
+    weighting: Weighting = mean_over_update,
+    *,
+    zero_without_advantage: bool = False,
+    entropies: bool = False,
+) -> Surrogate:
+    """Register a loss under `loss_type=name`.
+
+    Args:
+        name: value of `loss_type` in a config.
+        surrogate: `SurrogateInputs -> token losses [N]`.
+        weighting: an average of `covey.core.losses`, or another function of `BatchCounts`; the token mean by default.
+        zero_without_advantage: promise that a token with advantage 0 has loss 0, so that rollouts without a signal
+            may be skipped, as with the built-in losses.
+        entropies: compute the entropies of tokens, `x.entropies`.
+
+    Returns:
+        `surrogate`.
+
+    Raises:
+        ValueError: the name is taken. In training, at the first pass: it returns no token losses [N] with a gradient.
+    """
+    row = LossType(
+        lambda config: _checked_once(name, surrogate), weighting, zero_without_advantage=zero_without_advantage
+    )
+    LOSS_TYPES.register(name, replace(row, needs_entropies=entropies))
+    return surrogate
+
+
+def _checked_once(name: str, surrogate: Surrogate) -> Surrogate:
+    """The surrogate; its first result with a gradient is checked."""
+    checked = False
+
+    def checking(x: SurrogateInputs) -> Tensor:
+        nonlocal checked
+        losses = surrogate(x)
+        if not checked and torch.is_grad_enabled() and x.logprobs.requires_grad:
+            checked = True
+            given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            if not isinstance(losses, Tensor) or losses.shape != x.logprobs.shape:
+                raise ValueError(
+                    f"loss_type={name!r} returned {given}; it must return the loss of each token, shape"
+                    f" {list(x.logprobs.shape)}. The trainer averages them itself."
+                )
+            if not losses.requires_grad:
+                raise ValueError(
+                    f"loss_type={name!r} returned losses without a gradient, so nothing would be trained. Compute them"
+                    " from x.ratio, x.log_ratio or x.logprobs, without `detach` or `torch.no_grad`."
+                )
+        return losses
+
+    return checking
+
+
+class AdvantageInputs(NamedTuple):
+    """Inputs of an advantage, in float64 with NaN for no reward: P prompts, G completions of each, F functions."""
+
+    totals: Tensor  # [P, G] weighted rewards, less the KL penalty where it is part of the reward
+    rewards: Tensor  # [P, G, F] rewards of each function
+    lengths: Tensor  # [P, G] tokens of each completion
+    k: int = 1  # `pass_at_k` of the config
+
+
+Advantages = Callable[[AdvantageInputs], Tensor]
+"""Rewards and lengths -> advantages [P, G]; NaN counts as 0."""
+
+ADVANTAGES: Registry[Advantages] = Registry("advantages")
+"""Every value of `advantages` by name; `register_advantages` extends it."""
+
+
+def register_advantages(name: str, function: Advantages) -> Advantages:
+    """Register `AdvantageInputs -> advantages [P, G]`, of all processes' groups, as `advantages=name`; returns it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return ADVANTAGES.register(name, function)
+
+
+def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, lengths: Tensor | None) -> Tensor:
+    """Advantages [P, G] float32 by the function that the config names; 0 for a completion without a reward."""
+    assert lengths is not None, "credit assignment gives them"
+    x = AdvantageInputs(totals.double(), rewards.double(), lengths.double(), config.pass_at_k)
+    found = ADVANTAGES[config.advantages](x)
+    if not isinstance(found, Tensor) or found.shape != totals.shape:
+        given = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(
+            f"advantages={config.advantages!r} returned {given}, but must return a tensor with the advantage of"
+            f" each completion, shape {list(totals.shape)}."
+        )
+    return torch.where(totals.isnan(), 0.0, found).nan_to_num(0.0, posinf=0.0, neginf=0.0).float()

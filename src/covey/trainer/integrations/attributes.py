@@ -1,0 +1,43 @@
+"""Attributes of TRL's trainers that callbacks and scripts read; here they are read-only views."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainingArguments
+
+from covey.config.rloo import RLOOConfig
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "epsilon_low": lambda trainer: trainer.args.epsilon,
+    "epsilon_high": lambda trainer: trainer.args.resolved_epsilon_high,
+    "ref_model": lambda trainer: None if trainer.reference is None else trainer.reference._copy,
+    "reward_funcs": lambda trainer: _listed(trainer.made_of.get("reward_funcs")),
+    "reward_func_names": lambda trainer: list(trainer.rewards.names),
+    "reward_weights": lambda trainer: trainer.rewards.weights.clone(),
+    "reward_processing_classes": lambda trainer: _listed(trainer.made_of.get("reward_processing_classes")),
+    "tools": lambda trainer: _listed(trainer.made_of.get("tools")),
+    "environment_factory": lambda trainer: trainer.made_of.get("environment_factory"),
+    "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
+    "aux_loss_enabled": lambda trainer: trainer.balance.enabled,
+    "aux_loss_coef": lambda trainer: trainer.balance.coef,
+    "pad_token_id": lambda trainer: trainer.collector.codec.tokenizer.pad_token_id,
+    "eos_token_id": lambda trainer: trainer.collector.codec.tokenizer.eos_token_id,
+    "_metrics": lambda trainer: trainer.metrics.so_far(),
+}
+"""Trainer -> value. In addition, each field of the config that is no field of `TrainingArguments`."""
+
+FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__)
+
+
+def attribute(trainer: Any, name: str) -> Any:
+    """The value of an attribute that `OnlineTrainer` does not have itself; AttributeError for any other name."""
+    if name in VIEWS:
+        return VIEWS[name](trainer)
+    args = trainer.__dict__.get("args")
+    if hasattr(args, name) and name in FIELDS:
+        return getattr(args, name)
+    raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}")
+
+
+def _listed(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]

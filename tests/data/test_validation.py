@@ -1,0 +1,36 @@
+"""Rows that a model or a reward function could not use are named before training."""
+
+import pytest
+
+from covey.data.validation import check_dataset
+
+
+def messages(content):
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "half \ud83d"}, "half of a surrogate pair"),
+        ({"prompt": messages("half \ud83d")}, "half of a surrogate pair"),
+        ({"prompt": messages([{"type": "text", "text": "half \ud83d"}])}, "half of a surrogate pair"),
+        ({"prompt": '[{"role": "user", "content": "hi"}]'}, "json.loads"),
+        ({"prompt": "[{'role': 'user', 'content': 'hi'}]"}, "json.loads"),
+        ({"prompt": messages([None])}, "must be a string or a non-empty list of messages"),
+        ({"prompt": messages([{"type": "text", "text": None}])}, "must be a string or a non-empty list of messages"),
+        ({"prompt": "a", 3: "b"}, "column 3"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(row, said):
+    """The bad row comes last, and its number is in the message."""
+    good = {"prompt": "a" if isinstance(row["prompt"], str) else messages("a")}
+    with pytest.raises(ValueError) as error:
+        check_dataset([good, good, row], "train_dataset")
+    assert said in str(error.value)
+    assert "row 2" in str(error.value)
+
+
+def test_text_that_merely_looks_alike_is_a_prompt():
+    check_dataset([{"prompt": 'Complete the JSON: [{"role":'}, {"prompt": "[1, 2]"}], "train_dataset")
+    check_dataset([{"prompt": messages("ünïcode 🙂")}], "train_dataset")

@@ -1,0 +1,52 @@
+"""Callbacks written for TRL read the trainer's attributes."""
+
+import pytest
+from transformers import TrainerCallback
+
+from covey.trainer.integrations.attributes import FIELDS, VIEWS
+from tests.support import runs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    seen = {}
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.update(trainer._metrics["train"])
+
+    trainer = runs.trainer(
+        tmp_path_factory.mktemp("run"), beta=0.1, epsilon_high=0.3, num_iterations=2, logging_steps=9
+    )
+    trainer.add_callback(Reads())
+    trainer.train()
+    return trainer, seen
+
+
+@pytest.mark.parametrize("name", sorted(VIEWS))
+def test_every_view_can_be_read(trained, name):
+    assert hasattr(trained[0], name)
+
+
+def test_views_show_what_the_run_uses(trained):
+    trainer, seen = trained
+    assert (trainer.beta, trainer.epsilon_low, trainer.epsilon_high, trainer.num_generations) == (0.1, 0.2, 0.3, 4)
+    assert trainer.reward_funcs == [runs.longer]
+    assert trainer.reward_func_names == ["longer"]
+    assert trainer.reward_weights.tolist() == [1.0]
+    assert trainer.tools == []
+    assert trainer.ref_model is not None
+    assert not trainer.aux_loss_enabled
+    assert seen["reward"][0] > 0
+
+
+def test_own_fields_of_the_config_are_attributes(trained):
+    assert {"beta", "temperature", "loss_type", "num_iterations"} <= FIELDS
+    assert "learning_rate" not in FIELDS and not hasattr(trained[0], "learning_rate")
+    assert trained[0].loss_type == trained[0].args.loss_type
+
+
+def test_other_names_are_unknown_still(trained):
+    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'epsilom_low'"):
+        _ = trained[0].epsilom_low
+    assert not hasattr(trained[0], "reward_clip_range")  # RLOO's
