@@ -30,8 +30,8 @@ from covey.runtime.files import locked
 from covey.trainer import build
 from covey.trainer.checkpoint import Checkpointer, Stateful, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
-from covey.trainer.distributed.interruption import StopAtStep
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
+from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner

@@ -1,22 +1,16 @@
-"""Interruption of a run: when another of its processes has failed, on Ctrl-C, and on SIGTERM."""
+"""Interruption of the main thread when another process of the run has failed."""
 
-import math
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
-
-from transformers import TrainerCallback
 
 LOOK_EVERY = 2.0  # seconds between two checks
 PATIENCE = 3.0  # seconds before it: a main thread that waits for other processes notices the failure by itself
 LAST_RESORT = 60.0  # seconds from the interruption to the end of a process that does not react to it
-STOP_SECONDS = 25.0  # from SIGTERM or Ctrl-C to the end of the run; Slurm and Kubernetes kill it after 30
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
 """SIGURG is ignored by default and rarely used; SIGINT does not reach a background process of a shell."""
 
@@ -60,65 +54,3 @@ def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
         watcher.join()
         if caller is not None:
             signal.signal(signal.SIGURG, previous)
-
-
-class Stopped(KeyboardInterrupt):
-    """Raised in the main thread when a run that was asked to end is not to wait for the end of its step."""
-
-
-class StopAtStep(TrainerCallback):
-    """On SIGTERM or Ctrl-C, saves a checkpoint at the end of the step and ends the run, on all processes.
-
-    A step that takes longer than `seconds`, or a second Ctrl-C, ends the run without: the last checkpoint stays.
-    """
-
-    def __init__(self, gather: Callable[[Any, str], list[Any]], enabled: bool):
-        self.gather, self.enabled, self.seconds = gather, enabled, STOP_SECONDS
-        self.signal: int | None = None  # by which the run was asked to end
-        self._timer: threading.Timer | None = None
-        self._deadline, self._owner = math.inf, 0
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the signals in this context that nobody else has taken, and end with the status that they stand for."""
-        self.signal, self._timer, self._deadline, self._owner = None, None, math.inf, os.getpid()
-        main = self.enabled and threading.current_thread() is threading.main_thread()
-        usual = (signal.SIG_DFL, signal.default_int_handler)
-        taken = [number for number in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(number) in usual]
-        previous = {number: signal.signal(number, self._ask) for number in taken}
-        try:
-            with suppress(Stopped):
-                yield
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self.signal is not None:
-            raise SystemExit(128 + signal.SIGTERM) if self.signal == signal.SIGTERM else KeyboardInterrupt
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        late = time.monotonic() >= self._deadline
-        if late or self.signal == number == signal.SIGINT or os.getpid() != self._owner:  # a forked worker
-            raise Stopped
-        if self.signal is not None:
-            return
-        self.signal = number
-        again = "Ctrl-C again ends the run at once. " if number == signal.SIGINT else ""
-        os.write(  # `print` may be at work
-            2,
-            f"\ncovey: {signal.Signals(number).name}: saving a checkpoint after this step and ending, in at most"
-            f" {self.seconds:g} s. {again}resume_from_checkpoint='auto' goes on from there.\n".encode(),
-        )
-        self._deadline = time.monotonic() + self.seconds
-        self._timer = threading.Timer(self.seconds, os.kill, (self._owner, number))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.enabled:
-            return
-        asked = [number for number in self.gather(self.signal, "see whether the run is to end") if number is not None]
-        if asked:
-            self.signal = asked[0]
-            control.should_save = control.should_training_stop = True
