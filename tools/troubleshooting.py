@@ -1,4 +1,4 @@
-"""Write docs/troubleshooting.md: make every mistake of tests/support/mistakes and take down its message.
+"""Write docs/troubleshooting.md and docs/messages.md: make every mistake of tests/support/mistakes, note its message.
 
 The tables of docs/survival.md are written, too, from tests/support/hostile.
 
@@ -25,14 +25,14 @@ from tests.support.hostile import page as hostile  # noqa: E402
 from tests.support.mistakes.cases import Bench  # noqa: E402
 from tests.support.mistakes.page import MISTAKES, produced, read, render, shown  # noqa: E402
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
-ROBUSTNESS = ROOT / "docs" / "survival.md"
+DOCS = ROOT / "docs"
+ROBUSTNESS = DOCS / "survival.md"
 
 
 def main(words: str) -> None:
     torch.set_num_threads(1)
     tiny.quick()
-    messages = read(PAGE.read_text())
+    messages = read(DOCS)
     first = {mistake.what: mistake for mistake in reversed(MISTAKES)}
     with tempfile.TemporaryDirectory() as home:
         folder = tiny.folder(Path(home, "tiny-llama"))
@@ -48,7 +48,8 @@ def main(words: str) -> None:
             except (AssertionError, pytest.skip.Exception) as reason:
                 print(f"not renewed: {what}: {reason}", file=sys.stderr)
         os.chdir(ROOT)
-    PAGE.write_text(render(messages))
+    for name, text in render(messages).items():
+        (DOCS / name).write_text(text)
     ROBUSTNESS.write_text(hostile.render(ROBUSTNESS.read_text()))
 
 

@@ -70,6 +70,14 @@ def test_every_page_is_in_the_index():
     assert not [name for name in pages if f"]({name})" not in index]
 
 
+def test_guide_and_reference_stay_short():
+    """35,000 words; what is measured, guaranteed and built how is for the internals."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("  - Guide:")[2].partition("  - Internals:")[0]
+    pages = re.findall(r": ([\w-]+\.md)$", navigation, flags=re.MULTILINE)
+    words = {page: len((ROOT / "docs" / page).read_text().split()) for page in ["README.md", *pages]}
+    assert sum(words.values()) <= 35_000, words
+
+
 def test_tests_that_forbid_bugs_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "bugs.md").read_text())
     assert len(named) >= 12

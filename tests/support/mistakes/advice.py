@@ -17,7 +17,7 @@ INTRODUCTIONS = {
 
 SECTIONS: dict[str, dict[str, str]] = {
     "Models and adapters": {
-        "Gave a model folder that does not exist": "Correct the path; the folder holds `config.json`.",
+        "Gave a model folder that does not exist": "",
         "Gave a hub id that does not exist, or is not downloaded and there is no network": "",
         "Gave something that is no model": "",
         "Gave a model's class instead of a model": "Give an instance: `Class.from_pretrained(...)`.",
@@ -30,31 +30,23 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Remove or correct the argument; the end of the message quotes transformers."
         ),
         "Misspelt a dtype": "Choose one of those; float32 is the default and suits the optimizer best.",
-        "Gave model_init_kwargs or quantization_config with a loaded model": (
-            "Give the model's id or folder, or load it with these settings yourself."
-        ),
-        "Quantised the model without an adapter": "Add a `peft_config`.",
-        "Gave a quantised model without an adapter": (
-            "Add a `peft_config`, or load the model without `quantization_config`."
-        ),
-        "Quantised a mixture of experts": "Plan for their full memory: bitsandbytes quantises linear layers only.",
+        "Gave model_init_kwargs or quantization_config with a loaded model": "",
+        "Quantised the model without an adapter": "",
+        "Gave a quantised model without an adapter": "",
+        "Quantised a mixture of experts": "",
         "Gave quantization_config twice": "",
-        "Quantised the model without bitsandbytes installed": (
-            "`pip install 'covey[quantization]'`; bitsandbytes runs on CPUs, too."
-        ),
+        "Quantised the model without bitsandbytes installed": "",
         "Gave a PeftModel and a peft_config": "",
         "Gave a dictionary as peft_config": "",
         "Gave a peft_config whose target modules the model does not have": (
             'Look at the names in `model.named_modules()`, or use `target_modules="all-linear"`.'
         ),
         "Gave a peft_config for a classifier": "",
-        "Gave an adapter of virtual tokens": "Use LoRA, or another adapter inside the layers.",
-        "Gave an adapter that needs other inputs, such as Poly or X-LoRA": "Use LoRA.",
+        "Gave an adapter of virtual tokens": "",
+        "Gave an adapter that needs other inputs, such as Poly or X-LoRA": "",
         "Gave an AdaLoraConfig": "",
         "Gave a model with adapters that is no PeftModel": "",
-        "Loaded an adapter for inference, or froze the model": (
-            "`PeftModel.from_pretrained(base, folder, is_trainable=True)`, or unfreeze the model."
-        ),
+        "Loaded an adapter for inference, or froze the model": "",
         "Gave an optimizer of weights that are not trained, as of the model that a peft_config freezes": "",
         "Loaded the weights to train in float16": "",
         "Used sync_ref_model with an adapter": "Switch one of the two off.",
@@ -62,9 +54,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Sampled with the built-in engine from a model whose state cannot be copied": (
             "Sample from a server, or train another model. RWKV and RecurrentGemma are such models."
         ),
-        "Left gradient_checkpointing on for a model that cannot recompute its layers": (
-            "Nothing, or `gradient_checkpointing=False`."
-        ),
+        "Left gradient_checkpointing on for a model that cannot recompute its layers": "",
         "Gave a model whose weights are NaN or infinite": "",
         "Trained into numbers that are NaN or infinite": (
             "A step with such a loss or gradient is not taken: a warning names its passes and rewards, and the third in"
@@ -87,13 +77,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
     },
     "Other arguments of a trainer": {
-        "Gave the config of another trainer, a dictionary or plain TrainingArguments": (
-            "`GRPOTrainer` takes a `GRPOConfig`, `RLOOTrainer` an `RLOOConfig`."
-        ),
+        "Gave the config of another trainer, a dictionary or plain TrainingArguments": "",
         "Launched with FSDP in its first version": (
             "Set `fsdp_version: 2` in accelerate's configuration, or `--accelerate_config fsdp2` ([scale](scale.md))."
         ),
-        "Launched with DeepSpeed and ZeRO stage 0": "`zero_stage` from 1 to 3, or `--accelerate_config multi_gpu`.",
+        "Launched with DeepSpeed and ZeRO stage 0": "",
         "Launched one CPU process with ZeRO-3": "",
         "Launched with tensor or context parallelism, Megatron-LM or on TPUs": (
             "DDP, FSDP2 or DeepSpeed's ZeRO ([scale](scale.md))."
@@ -151,9 +139,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Wrote a rollout function that returns something else": (
             "Return `episode.done()` ([agents](agents.md#rollouts-of-your-own))."
         ),
-        "Wrote a group's rollout function that returns too few": (
-            "Return one Rollout for each of the `n` that it is asked for."
-        ),
+        "Wrote a group's rollout function that returns too few": "",
         "Wrote a rollout function that fails now and then": (
             "Nothing has to be done; the message holds the first failure."
         ),
@@ -200,9 +186,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Pass the model's own tokenizer; after adding tokens, `model.resize_token_embeddings(len(tokenizer))`."
         ),
         "Used the tokenizer of another, smaller model": "",
-        "Gave conversations to a tokenizer without a chat template": (
-            "Use an instruction-tuned model, set `tokenizer.chat_template`, or write prompts as plain text."
-        ),
+        "Gave conversations to a tokenizer without a chat template": "",
         "Gave conversations that the chat template refuses, or a broken template": (
             "Some templates allow no system message or want user and assistant to take turns: change the "
             "messages or the template."
@@ -210,10 +194,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Datasets": {
         "Gave an empty dataset": "Look at the filter or the split.",
-        "Called train() on a trainer without a training dataset": "Pass `train_dataset` to the trainer.",
-        "Called evaluate() on a trainer without an evaluation dataset": (
-            "Pass `eval_dataset` to the trainer or to `evaluate`."
-        ),
+        "Called train() on a trainer without a training dataset": "",
+        "Called evaluate() on a trainer without an evaluation dataset": "",
         "Gave a file name instead of a dataset": (
             'Load it: `datasets.load_dataset("json", data_files=name, split="train")`.'
         ),
@@ -222,8 +204,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a pandas data frame": "",
         "Gave a generator or another iterator": "",
         "Gave a list of strings": '`[{"prompt": text} for text in texts]`.',
-        "Named the prompt column otherwise": '`dataset.rename_column("question", "prompt")`.',
-        "Gave a dataset without anything like a prompt": "Make a column `prompt` with what the model is asked.",
+        "Named the prompt column otherwise": "",
+        "Gave a dataset without anything like a prompt": "",
         "Named a column like an argument of reward functions": "",
         "Gave prompts that are neither text nor messages": (
             'Correct or filter the rows; messages look like `{"role": "user", "content": "2+2="}`.'
@@ -237,9 +219,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "algebra](batch-algebra.md)."
         ),
         "Gave an iterable dataset without max_steps": "Set `max_steps`: the learning-rate schedule needs an end.",
-        'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward': (
-            "Load it without `streaming=True`, or leave the option at its default."
-        ),
+        'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward': "",
         "Made the same mistake in the evaluation dataset": (
             "All of the above holds for `eval_dataset`, and the message says which of the two it is."
         ),
@@ -258,12 +238,12 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave an image of floating-point numbers or of 32 bits": "",
         "Returned from a rollout_func tokens that do not show the images that go with them": "",
         "Gave a rollout_func's `generate_completions` the tokens of a prompt with images": "",
-        "Gave something as an image that is none": "A PIL image, a path, bytes, or what `datasets.Image` makes.",
+        "Gave something as an image that is none": "",
         "Put a video or a sound into a message": "",
         "Gave the address of an image": "Nothing is downloaded while training; `datasets` can do it beforehand.",
         "Gave more or fewer images than the messages have places": "",
         "Gave pictures in both columns, image and images": "",
-        "Wrote the token of an image into a prompt without an image": "Give the image, or take the token out.",
+        "Wrote the token of an image into a prompt without an image": "",
         "Set freeze_vit, freeze_aligner or freeze_llm for a model that sees no images": "",
         "Set freeze_vit, freeze_aligner or freeze_llm and gave a PeftModel": "",
         "Froze all parts of a vision-language model": "",
@@ -280,7 +260,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Wrote a reward function with positional-only arguments": "Remove the `/`; take `completions` and `**kwargs`.",
         "Wrote a reward function that asks for a column the dataset does not have": "",
         "Gave more or fewer weights than reward functions": "One weight per function.",
-        "Gave more or fewer tokenizers than reward functions": "A list as long as `reward_funcs`, None for functions.",
+        "Gave more or fewer tokenizers than reward functions": "",
         "Gave a reward model that does not exist": (
             "Correct the id or path. A function is passed as an object; on the command line, by name or import path."
         ),
@@ -294,7 +274,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
         "Returned one number, or nothing, instead of a list": "Return a list; is there a `return`?",
         "Returned text as rewards": "Convert to numbers.",
-        "Returned infinite rewards": "Bound the reward; return None where there is none.",
+        "Returned infinite rewards": "",
         "Returned a list for a completion that is none of steps": (
             "One number per completion, or [pairs](rewards.md#rewards-of-steps-and-turns) of where a step "
             "ends and what it earns."
@@ -324,9 +304,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Marked a method of an object per_completion": (
             "Write `@per_completion` above the method in its class, or above the class for its objects."
         ),
-        "Asked for stream_rewards with reward models alone": (
-            "Nothing, or leave it out: models score a generation as a whole."
-        ),
+        "Asked for stream_rewards with reward models alone": "",
     },
     "Settings": {
         "Chose batch sizes that do not divide into groups": (
@@ -349,7 +327,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Wrote JSON that is not JSON": "Keys and texts in double quotes, `true` and `null` in lower case.",
         "Put a field into generation_kwargs": "",
         "Put something into generation_kwargs that the engine does not know": "Leave it out.",
-        "Used sync_ref_model without a KL penalty": "Set `beta` above 0, or switch it off.",
+        "Used sync_ref_model without a KL penalty": "",
         "Used dr_grpo without a maximal length": "",
         "Asked for fewer than no rounds of resampling": "",
         "Chose a difficulty_floor of 0": "0.1; see [prompts by difficulty](algorithms.md#prompts-by-difficulty).",
@@ -393,7 +371,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Chose the best model by a metric that its evaluation set does not have": (
             "A metric that it logs; for pass@k and maj@k an `EvalSuite` with that k. A suite has no loss."
         ),
-        "Wrote an evaluation set into a run file that is none": "Write a file, or `{dataset: FILE, ...}`.",
+        "Wrote an evaluation set into a run file that is none": "",
         "Gave an evaluation set in a run file a setting that does not exist": (
             "Take one of those that the message names."
         ),
@@ -420,9 +398,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Trained a model that cannot use the packed layouts": (
             'Nothing: results are right, if slower. `attn_layout="padded"` silences it.'
         ),
-        "Trained a model whose attention cannot share a prompt": (
-            "Nothing: samples are the same, for more memory and time the longer prompts are."
-        ),
+        "Trained a model whose attention cannot share a prompt": "",
         "Chose another attention implementation": "",
         "Chose batch sizes for which memory does not suffice": (
             "Nothing: no result changes. Start with the `max_tokens_per_micro_batch` that the message names "
@@ -482,7 +458,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             'Resume from the one that the message names; `resume_from_checkpoint="auto"` takes it by itself. Where'
             " files were changed on purpose, delete `covey_manifest.json` in the checkpoint, and nothing is compared."
         ),
-        "Resumed a run that has no checkpoint yet": "Start from the beginning, or correct `output_dir`.",
+        "Resumed a run that has no checkpoint yet": "",
         "Resumed with other batch sizes or another number of processes": "",
         'Resumed a run with dynamic_sample or prompt_sampler="difficulty" on a dataset of another length': "",
         "Resumed with another model": "",
@@ -498,7 +474,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Misspelt a key of a run file": "Take the proposed name.",
         "Wrote a word where a run file needs a number": "Write a number.",
         "Chose a method that does not exist": "",
-        "Named no model or no dataset in a run file": "Write it into the file, or pass it as a flag.",
+        "Named no model or no dataset in a run file": "",
     },
     "Inference servers": {
         "Started a vLLM server without vLLM": (
@@ -518,9 +494,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             'Start it with `covey vllm-serve`, or let them travel as files: `vllm_weight_transfer="disk"` '
             "([engines](engines.md#how-weights-travel))."
         ),
-        "Sent weights as files to a server on another machine": (
-            "Start the server with `covey vllm-serve`; or name a shared folder."
-        ),
+        "Sent weights as files to a server on another machine": "",
         "Ran two trainers on one machine with the same vllm_group_port": "",
         "Sent an adapter alone that servers cannot load": "",
         "Sent an adapter alone to a server that takes none": (
@@ -545,7 +519,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Sampled from a server without its key, or with a wrong one": "`VLLM_API_KEY`, or `vllm_server_api_key`.",
         "Sampled at a temperature with a server that reports raw log-probs": "",
         "Sampled from a server of another model": "",
-        "Sampled from a server that was started with another path": "Nothing, if they are one architecture.",
+        "Sampled from a server that was started with another path": "",
         "Sampled from a server with a shorter context than the model's": (
             "Nothing, if that is enough; else `--max-model-len`."
         ),
@@ -553,9 +527,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave generation_kwargs that requests decide themselves": "Counts and lengths have fields of their own.",
         "Gave an address that is no URL": "",
         "Gave an address with a password in it": "",
-        "Trained while all servers failed": (
-            "The last error of each server follows. Start one again, and resume from the last checkpoint."
-        ),
+        "Trained while all servers failed": "",
         "Trained two runs with one server": "",
         "Sampled from a server with damaged weights, or one that overflows": "Look at the server's log.",
         "Put servers to sleep that several processes sample from": "",
@@ -568,7 +540,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "The message says what would help; `covey explain` shows the sum."
         ),
         "Chose a depth of sleep that there is not": "",
-        "Gave vLLM's engine an argument that is a field": "Set the field, or leave it out.",
+        "Gave vLLM's engine an argument that is a field": "",
         "Split vLLM's model over processes that do not divide": "Choose one of the numbers named.",
         "Sampled before vLLM had the policy's weights": (
             "With an engine of your own making: `engine.load_weights` first."

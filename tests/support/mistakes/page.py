@@ -1,12 +1,13 @@
-"""docs/troubleshooting.md as rendered from the catalogue of mistakes and the messages that they cause.
+"""docs/troubleshooting.md and docs/messages.md, rendered from the catalogue of mistakes and the messages they cause.
 
-`tools/troubleshooting.py` writes the page; the tests compare every message with it.
+The first has what needs advice, the second what its own text explains; both show how a message begins.
+`tools/troubleshooting.py` writes the pages; the tests compare every message with them.
 """
 
 import re
 import sys
-import textwrap
 import warnings
+from pathlib import Path
 
 from tests.support.mistakes.advice import INTRODUCTIONS, SECTIONS
 from tests.support.mistakes.agents import AGENTS
@@ -43,19 +44,30 @@ MISTAKES = [
     *VISION,
 ]
 
+WORDS = 12
+"""Words of a message on the page: enough to find it by. Whoever looks for it has the rest on the screen."""
+
 HEAD = """\
 # Troubleshooting
 
 <!-- Written by `python tools/troubleshooting.py` from tests/support/mistakes: edit those, not this page. -->
 
-Covey's errors and warnings, as they appear, and what to do about each. Messages say what was given, what is allowed
-and what to do; paths, names and numbers are examples, and … stands for text of other libraries. Everything that can be
-known is checked before training: a config when it is made; models, tokenizers, datasets and reward functions when the
-trainer is made. An error loses nothing: datasets are not consumed, checkpoints not touched, and a run that ended in an
-error continues exactly from its last checkpoint (`trainer.train(resume_from_checkpoint=True)`).
+What to do about errors and warnings, by how their messages begin; paths, names and numbers are examples. Messages say
+what was given, what is allowed and what to do. Those whose text says everything are
+[on a page of their own](messages.md), failures of inference servers [on another](server-faults.md).
 
-Warnings do not stop a run. Failures of inference servers during a run are
-[on the page about engines](server-faults.md#what-can-go-wrong-with-a-server-and-what-happens).
+Everything that can be known is checked before training: a config when it is made; models, tokenizers, datasets and
+reward functions when the trainer is made. An error loses nothing: a run that ended in one continues exactly from its
+last checkpoint (`trainer.train(resume_from_checkpoint=True)`). Warnings do not stop a run.
+"""
+
+CLEAR = """\
+# Messages that explain themselves
+
+<!-- Written by `python tools/troubleshooting.py` from tests/support/mistakes: edit those, not this page. -->
+
+Errors and warnings that say all there is to do, by how they begin. The others are in
+[troubleshooting](troubleshooting.md).
 """
 
 QUOTED = (
@@ -119,30 +131,30 @@ def same(message: str, on_page: str) -> bool:
     return re.fullmatch(pattern, plain(message), re.DOTALL) is not None
 
 
-def read(page: str) -> dict[str, str]:
-    """Kind and message by what the user did, from a page."""
-    found = re.findall(r"^### ([^\n]+)\n\n```text\n(.*?)\n```$", page, flags=re.MULTILINE | re.DOTALL)
-    return dict(found)
+def read(docs: Path) -> dict[str, str]:
+    """Kind and beginning of the message by what the user did, from both pages."""
+    text = "".join((docs / name).read_text() for name in ("troubleshooting.md", "messages.md"))
+    return dict(re.findall(r"^### (.+)\n\n    (.+)$", text, flags=re.MULTILINE))
 
 
-def render(messages: dict[str, str]) -> str:
-    """The page; `messages` are those of `read`."""
-    parts = [HEAD]
+def render(messages: dict[str, str]) -> dict[str, str]:
+    """The text of each page; `messages` are those of `read`, in any length."""
+    pages = {"troubleshooting.md": [HEAD], "messages.md": [CLEAR]}
     for section, rows in SECTIONS.items():
-        parts.append(f"## {section}\n")
-        if section in INTRODUCTIONS:
-            parts.append(f"{INTRODUCTIONS[section]}\n")
-        for what, advice in rows.items():
-            message = "\n".join(wrapped(line) for line in messages[what].splitlines())
-            parts.append(f"### {what}\n\n```text\n{message}\n```\n")
-            if advice:
-                parts.append(f"{advice}\n")
-    return "\n".join(parts)
+        for name, parts in pages.items():
+            chosen = {what: advice for what, advice in rows.items() if bool(advice) == (name == "troubleshooting.md")}
+            if chosen:
+                parts.append(f"## {section}\n")
+            if chosen and section in INTRODUCTIONS and name == "troubleshooting.md":
+                parts.append(f"{INTRODUCTIONS[section]}\n")
+            for what, advice in chosen.items():
+                parts.append(f"### {what}\n\n    {beginning(messages[what])}\n")
+                if advice:
+                    parts.append(f"{advice}\n")
+    return {name: "\n".join(parts) for name, parts in pages.items()}
 
 
-def wrapped(line: str) -> str:
-    """A line of a message in several lines of at most 110 characters."""
-    indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.fill(
-        line, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
+def beginning(message: str) -> str:
+    """The first words of a message, on one line."""
+    words = message.split()
+    return " ".join([*words[:WORDS], "…"] if len(words) > WORDS + 1 else words)
