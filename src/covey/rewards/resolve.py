@@ -2,21 +2,19 @@
 
 import ast
 import difflib
-import importlib
 import inspect
 import os
 from collections.abc import Callable
 
-from covey import rewards
+from covey.rewards import accuracy, format, length, matching
 from covey.runtime.import_path import is_reference, resolve
-from covey.runtime.registry import Registry
 
-BUILT_IN: Registry[str] = Registry("built-in reward function")  # modules of the functions that need no import path
-
-for _name in rewards.__all__:
-    if _name.startswith("get_") or (_name.endswith("_reward") and _name != "resolve_reward"):
-        BUILT_IN.register(_name, "covey.rewards")
-
+BUILT_IN: dict[str, Callable] = {
+    name: value
+    for module in (accuracy, format, length, matching)
+    for name, value in vars(module).items()
+    if name.startswith("get_") or name.endswith("_reward")
+}  # functions that need no import path
 FORMS = "a built-in name, 'module:function', 'module.function', 'path/to/file.py:function', or a model's id or path"
 
 
@@ -46,7 +44,7 @@ def resolve_reward(text: str) -> Callable | str:
     text = text.strip()
     reference, call, arguments = text.partition("(")
     if reference in BUILT_IN:
-        found = getattr(importlib.import_module(BUILT_IN[reference]), reference)
+        found = BUILT_IN[reference]
     elif not os.path.isdir(reference) and is_reference(reference):
         found = resolve(reference, "reward", FORMS)
     else:
