@@ -193,10 +193,9 @@ def train_loader(
         stream = train_stream(rows, algebra, rank, shuffle=shuffle, seed=seed)
         return _loader(stream, batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed, with_slots=not choose_late)
-    workers = 0 if choose_late else workers
-    return _loader(
-        TrainingSteps(dataset), batch_sampler=sampler, num_workers=workers, seed=seed, timeout=timeout if workers else 0
-    )
+    workers, steps = 0 if choose_late else workers, TrainingSteps(dataset)
+    timeout = timeout if workers else 0
+    return _loader(steps, batch_sampler=sampler, num_workers=workers, seed=seed, timeout=timeout)
 
 
 def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> TrainingStream:

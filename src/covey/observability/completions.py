@@ -139,9 +139,8 @@ class CompletionLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.name}_{step:05d}.parquet"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        table = pa.table(
-            {name: _arrow_column(name, values, self.reward_names) for name, values in _columns_of([*self.rows])}
-        )
+        columns = _columns_of([*self.rows])
+        table = pa.table({name: _arrow_column(name, values, self.reward_names) for name, values in columns})
         try:
             pq.write_table(table, unfinished)
             os.replace(unfinished, path)

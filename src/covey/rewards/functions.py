@@ -158,7 +158,7 @@ class Log:
         """One log of several calls, with None for the samples of a call that did not log a column."""
         columns = dict.fromkeys(column for log in logs for column in log.extras)
         extras = {
-            column: [value for log in logs for value in log.extras.get(column, [None] * log.size)] for column in columns
+            name: [value for log in logs for value in log.extras.get(name, [None] * log.size)] for name in columns
         }
         return cls(sum(log.size for log in logs), extras, [metric for log in logs for metric in log.metrics])
 

@@ -16,6 +16,7 @@ from covey.runtime.user_code import settle
 
 T = TypeVar("T")
 Loop = asyncio.AbstractEventLoop
+Callbacks = list[Callable[[], Any]]
 
 OWNER_CHECK_SECONDS = 1.0  # between two checks that the owner of a loop still exists
 CLEANUP_SECONDS = 1.0  # for cancelled tasks
@@ -210,9 +211,7 @@ class CallbackRelay:
     """Callbacks for other event loops: those of one iteration of the sender run in one iteration of the receiver."""
 
     def __init__(self) -> None:
-        self._queues: weakref.WeakKeyDictionary[Loop, tuple[Loop, list[Callable[[], Any]]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._queues: weakref.WeakKeyDictionary[Loop, tuple[Loop, Callbacks]] = weakref.WeakKeyDictionary()
 
     def send(self, receiver: Loop, callback: Callable[[], Any]) -> None:
         """Run `callback()` in the loop `receiver`. Called from a running loop."""
@@ -225,7 +224,7 @@ class CallbackRelay:
             sender.call_soon(_flush, *queue)
 
 
-def _flush(receiver: Loop, queue: list[Callable[[], Any]]) -> None:
+def _flush(receiver: Loop, queue: Callbacks) -> None:
     callbacks = list(queue)
     queue.clear()
 

@@ -102,9 +102,7 @@ class RemoteEngine:
             timeout=timeout,
             timeout_setting=self.api.settings.timeout,
         )
-        self._weights = ServerWeights(
-            pool, self.api, self.sender, timeout=self._sync_timeout, resend=resend, sleeps=self._sleeps
-        )
+        self._weights = ServerWeights(pool, self.api, self.sender, self._sync_timeout, resend, self._sleeps)
         weights_ref = weakref.ref(self._weights)  # the pool's tasks must keep neither the engine nor its weights alive
         return pool
 

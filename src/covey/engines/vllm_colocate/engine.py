@@ -21,6 +21,7 @@ from torch import Tensor
 from covey.core.engine import EngineTraits, SampleRequest, TensorSpec, WeightUpdate
 from covey.core.media import images_of, unexpanded
 from covey.core.records import Completion, FinishReason
+from covey.engines.servers.completions import common_settings
 from covey.engines.vllm_colocate.process import is_running, repack_heads
 
 # Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras.
@@ -88,7 +89,7 @@ class VllmColocateEngine:
         make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,  # frees memory around waking and sleeping
         group: ModelGroup | None = None,  # the processes that share the model, this one among them
     ):
-        self._vllm, self._ends, self._regex = vllm, sorted(eos_token_ids), regex
+        self._vllm, self._ends, self._regex = vllm, frozenset(eos_token_ids), regex
         self._sleep_level, self._batches, self._make_room = sleep_level, batches, make_room
         self._group = group or ModelGroup()
         self._asleep: set[str] = set()
@@ -170,12 +171,8 @@ class VllmColocateEngine:
             )
         settings = {
             "max_tokens": request.token_budget(self.max_context),
-            "temperature": params.temperature,
             "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or 0.0,
-            "repetition_penalty": params.repetition_penalty,
-            "stop_token_ids": self._ends,
+            **common_settings(params, self._ends),
             "ignore_eos": True,  # all end tokens are listed above; vLLM's come from another config
             "logprobs": 0,
             "detokenize": "stop" in params.extra or "bad_words" in params.extra,

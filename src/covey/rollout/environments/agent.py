@@ -34,9 +34,8 @@ class EnvironmentAgent(ABC):
             lease = await self.pool.acquire()
         try:
             where = f"{lease.kind}.reset"
-            opening = await lease.call(
-                "reset", interface.checked_observation, **interface.accepted(lease.environment.reset, row)
-            )
+            columns = interface.accepted(lease.environment.reset, row)
+            opening = await lease.call("reset", interface.checked_observation, **columns)
             prompt = interface.initial_prompt(engine.row.get("prompt"), opening, where)
             episode = engine.begin(prompt, tools=self.schemas)
             reward = await self._play(lease, episode)

@@ -161,9 +161,8 @@ class _Trials:
             parts["model_init"] = lambda: make_model(make, trial)
         try:
             folder = os.path.join(original.args.output_dir or ".", name)
-            trainer: Any = type(original)(
-                **{**parts, "args": original.args.with_changes(**{"output_dir": folder, **changes})}
-            )
+            parts["args"] = original.args.with_changes(**{"output_dir": folder, **changes})
+            trainer: Any = type(original)(**parts)
             try:
                 return self._trained(trainer, trial)
             finally:  # release engine, weights and optimizer

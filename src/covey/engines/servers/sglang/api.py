@@ -86,9 +86,8 @@ class SglangApi:
         _, warm = await self._token(server, last // 2, 2.0, likeliest, deadline)
         if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # a token that is certain is so at any temperature
             hint = "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1."
-            raise ServerRefused(
-                server.url, f"sample at temperature {self._temperature:g}", completions.BEFORE_TEMPERATURE, hint
-            )
+            doing = f"sample at temperature {self._temperature:g}"
+            raise ServerRefused(server.url, doing, completions.BEFORE_TEMPERATURE, hint)
 
     async def _token(
         self, server: ServerClient, after: int, temperature: float, scored: int, deadline: float

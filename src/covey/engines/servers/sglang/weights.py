@@ -96,11 +96,8 @@ class SglangWeightApi(api.WeightApi):
         server, doing = endpoint.server, "join a group for weights"
         port = self._port and self._port + self._offsets.setdefault(server.url, len(self._offsets))
         hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-
-        group = api.listen_for(
-            server, port, hint, lambda address: SglangGroup(address, 1 + endpoint.processes, backend, port)
-        )
+        size, kind = 1 + endpoint.processes, "nccl" if self._device.type == "cuda" else "gloo"
+        group = api.listen_for(server, port, hint, lambda address: SglangGroup(address, size, kind, port))
         self._group_names[server.url] = group.name
         body = {
             "master_address": group.address,
@@ -188,9 +185,7 @@ class SglangWeightApi(api.WeightApi):
         }
         return inline(tensors), checksums
 
-    async def load_adapter(
-        self, endpoint: api.WeightEndpoint, adapter: api.AdapterTransfer, until: api.Deadline
-    ) -> None:
+    async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
         server, name, (text, checksums) = endpoint.server, adapter.name, adapter.source
         await self._try("/unload_lora_adapter", endpoint, {"lora_name": name})  # an earlier attempt may have loaded it
         body = {

@@ -137,9 +137,7 @@ class VllmWeightApi(api.WeightApi):
         models = answer.get("data", []) if isinstance(answer, dict) else []
         return model in {name for listed in models for name in (listed.get("root"), listed.get("id"))}
 
-    async def load_adapter(
-        self, endpoint: api.WeightEndpoint, adapter: api.AdapterTransfer, until: api.Deadline
-    ) -> None:
+    async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
         server, name, source, channel = endpoint.server, adapter.name, adapter.source, adapter.channel
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"

@@ -68,7 +68,7 @@ class BucketTransfer:
 
 
 @dataclass(frozen=True)
-class AdapterTransfer:
+class AdapterUpdate:
     """A version of an adapter: its `config`, and its weights in a folder or as `encode_adapter` made them."""
 
     name: str
@@ -147,7 +147,7 @@ class WeightApi(ABC):
         """Form of an adapter's bytes that `load_adapter` takes; computed once for all servers, in a thread."""
         return bucket
 
-    async def load_adapter(self, endpoint: WeightEndpoint, adapter: AdapterTransfer, until: Deadline) -> None:
+    async def load_adapter(self, endpoint: WeightEndpoint, adapter: AdapterUpdate, until: Deadline) -> None:
         """Load an adapter under its name."""
         raise NotImplementedError(f"{self.name} takes no adapters, and one was sent")
 

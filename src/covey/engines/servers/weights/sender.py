@@ -12,7 +12,7 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
-from covey.engines.servers.weights.api import AdapterTransfer, BucketTransfer, Deadline, WeightApi, WeightEndpoint
+from covey.engines.servers.weights.api import AdapterUpdate, BucketTransfer, Deadline, WeightApi, WeightEndpoint
 from covey.engines.servers.weights.buckets import BUCKET_BYTES
 from covey.engines.servers.weights.channels import Channel, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
@@ -203,7 +203,7 @@ class WeightSender:
                 if self._api.adapters_from_disk:
                     channel = await self._connect(endpoint, "group", on_gpu, until)
             try:
-                await self._api.load_adapter(endpoint, AdapterTransfer(name, config, source, channel), until)
+                await self._api.load_adapter(endpoint, AdapterUpdate(name, config, source, channel), until)
             except BaseException:
                 if channel is not None:
                     self._disconnect(server.url)

@@ -128,9 +128,7 @@ class ServerWeights:
                 await self._send(members, update, until, doing)
                 members = await self.pool.each(members, self.api.clear_prefix_cache)
                 stamp = f"covey-{self._run}-{update.version}"
-                members = await self.pool.each(
-                    members, lambda server, deadline: self.api.write_version(server, stamp, deadline)
-                )
+                members = await self.pool.each(members, lambda one, left: self.api.write_version(one, stamp, left))
         finally:
             members = await self.pool.each(members, self.api.resume)
         for member in members:
