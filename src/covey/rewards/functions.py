@@ -17,7 +17,7 @@ from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
 from covey.rewards.steps import STEPS, as_steps
 from covey.rewards.text import describe_sample
-from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, unwrap_partial
+from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
 """Arguments of every reward function, whose names dataset columns must not have."""
@@ -230,9 +230,8 @@ class FunctionReward:
 
 def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], frozenset[str]]:
     """True if it takes any keyword; the keywords it names; those of them without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some C functions have no signature
+    parameters = parameters_of(function)
+    if parameters is None:
         return True, frozenset(), frozenset()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:

@@ -15,7 +15,7 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.rollout.episode import EpisodeEngine, Generate
 from covey.runtime.loop_thread import CallbackRelay, LoopThread
-from covey.runtime.user_code import UserCodeError, is_async, settle
+from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
 
 T = TypeVar("T")
 
@@ -112,9 +112,8 @@ class GroupFunction(_IsolatedFunction):
 
 def form_of(function: Callable[..., Any]) -> str:
     """Form of a `rollout_func`: "rollout", "group" or, if it is no coroutine function, "batch"."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # compiled code without a signature
+    parameters = parameters_of(function)
+    if parameters is None:
         return "batch"
     positional = [one for one in parameters if one.kind in POSITIONAL]
     needed = [one.name for one in positional if one.default is one.empty]

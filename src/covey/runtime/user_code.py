@@ -5,7 +5,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from types import NoneType
@@ -82,13 +82,22 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def run_awaitable(awaitable: Awaitable[T]) -> T:
-    """Result of an awaitable that an ordinary function returned; for a thread without an event loop."""
+def call_and_wait(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Result of an ordinary function, which may return an awaitable; for a thread without an event loop."""
+    result = function(*args, **kwargs)
 
-    async def wait() -> T:
-        return await awaitable
+    async def wait() -> Any:
+        return await result
 
-    return asyncio.run(wait())
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None for a function without a signature, as some written in C."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        return None
 
 
 # ---- data that users' code is given or returns -----------------------------------------------------------------------

@@ -17,6 +17,10 @@ from covey.engines.servers.errors import (
 )
 
 CONNECT_SECONDS = 10.0  # to open a connection; a machine that drops packets must not use up the whole deadline
+HINTS = {
+    **dict.fromkeys((401, 403), "Give the server's API key, or check the one you gave."),
+    **dict.fromkeys((404, 405), "Is it the right server, of a version that can do this?"),
+}  # by status
 SHOWN = 2000  # characters of a server's answer that an error repeats
 
 
@@ -91,17 +95,11 @@ class ServerClient:
         return self._sessions[loop]
 
     def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:
-        message = f"HTTP {status}: {message_of(text)}"
         if status < 400:
             hint = "Requests are not sent on, and neither is the key: give the address of the server itself."
             return ServerRefused(self.url, doing, f"HTTP {status}: it sends requests on to {elsewhere!r}", hint)
-        if status in (401, 403):
-            return ServerRefused(self.url, doing, message, "Give the server's API key, or check the one you gave.")
-        if status in (404, 405):
-            return ServerRefused(self.url, doing, message, "Is it the right server, of a version that can do this?")
-        if status in (408, 429, 502, 503, 504):
-            return ServerBusy(self.url, doing, message)
-        return (ServerRefused if status < 500 else ServerError)(self.url, doing, message)
+        kind = ServerBusy if status in (408, 429, 502, 503, 504) else ServerRefused if status < 500 else ServerError
+        return kind(self.url, doing, f"HTTP {status}: {message_of(text)}", HINTS.get(status))
 
 
 def _as_json(text: str) -> Any:

@@ -15,7 +15,7 @@ from covey.core.records import Message
 from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.toolbox import parts_of
-from covey.runtime.user_code import format_value
+from covey.runtime.user_code import format_value, parameters_of
 
 NOT_TOOLS = frozenset({"reset", "step", "close", "get_reward"})
 """Public methods that the library calls, and not the policy."""
@@ -51,7 +51,7 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return row
     names = {parameter.name for parameter in parameters if _by_name(parameter)}
@@ -59,16 +59,8 @@ def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    parameters = _parameters(function) or ()
+    parameters = parameters_of(function) or ()
     return [one.name for one in parameters if one.default is one.empty and _by_name(one)]
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """None for a function without a signature, as some written in C."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):
-        return None
 
 
 def _by_name(parameter: inspect.Parameter) -> bool:

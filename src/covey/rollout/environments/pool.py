@@ -5,7 +5,6 @@ One that hung or failed is discarded. Each is closed exactly once, at the latest
 
 import asyncio
 import concurrent.futures
-import inspect
 import threading
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from covey.rollout.environments.interface import EnvironmentFailed
 from covey.runtime.deadlines import CallTimeout, WorkerThread, await_future
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, format_error, is_async, run_awaitable
+from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
 
 T = TypeVar("T")
 
@@ -65,11 +64,7 @@ class Caller:
 
             return await self._on_loop(name, start)
 
-        def run() -> T:
-            result = function(*args, **kwargs)
-            return read(run_awaitable(result) if inspect.isawaitable(result) else result)
-
-        future = self._thread.submit(run)
+        future = self._thread.submit(lambda: read(call_and_wait(function, *args, **kwargs)))
         try:
             return await await_future(future, self.seconds)
         except (CallTimeout, asyncio.CancelledError):

@@ -22,7 +22,7 @@ from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool, WrongArgument
 from covey.runtime.deadlines import CallTimeout, run_in_thread
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, format_error, is_async, run_awaitable
+from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
 
 Content = str | list[dict[str, Any]]
 """A text, or parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`."""
@@ -158,11 +158,7 @@ class Toolbox:
 
             return await self._loop.call(run_async, self.timeout)
 
-        def run() -> Content:
-            result = tool.function(**arguments)
-            return render(run_awaitable(result) if inspect.isawaitable(result) else result)
-
-        return await run_in_thread(run, self.timeout)
+        return await run_in_thread(lambda: render(call_and_wait(tool.function, **arguments)), self.timeout)
 
 
 def _failed(name: str, call_id: str, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:

@@ -25,16 +25,11 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-@dataclass
 class Deadline:
     """A moment in time, and the work that must end by then."""
 
-    doing: str
-    seconds: float
-    at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.at = time.monotonic() + self.seconds
+    def __init__(self, doing: str, seconds: float):
+        self.doing, self.seconds, self.at = doing, seconds, time.monotonic() + seconds
 
     def left(self, server: ServerClient) -> float:
         """Seconds until the deadline; raises `DeadlineExceeded` once it has passed."""
