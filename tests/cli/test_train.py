@@ -12,8 +12,7 @@ import pytest
 from covey.cli.config_file import RUN_KEYS, config_of
 from covey.cli.main import main
 from covey.cli.results import key_figures, samples
-from covey.cli.train import adapter, read_run, rewards, take_config, train
-from covey.cli.train_help import help_text
+from covey.cli.train import adapter, help_text, read_run, rewards, take_config, train
 from covey.trainer.checkpoint import resume_from
 
 ACTING = '''

@@ -38,13 +38,10 @@ FIGURES: dict[str, tuple[str, str]] = {
 """Metrics shown, in this order: label and format."""
 
 ALWAYS_SHOWN = ("loss", "grad_norm")  # metrics that are shown as nan or inf, too
-
 HISTORY = 60  # points of the reward's sparkline
-
 SPARKS = "▁▂▃▄▅▆▇█"
 PHASES = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue", "wait": "red"}
 PHASE_BAR = 30
-
 Figures = list[tuple[str, str]]  # labels and formatted values
 
 

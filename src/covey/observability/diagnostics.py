@@ -9,17 +9,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 STREAK = 5  # logs in a row that must agree before something is said
-
 FEWEST = 2  # logs that must agree at the end of a run that has fewer than `STREAK`
 
 Log = dict[str, Any]
 
 
 def advice(log_history: list[Log], args: Any, ended: bool = False) -> dict[str, str]:
-    """Findings about the latest logs of training (`Trainer.state.log_history`), by name.
-
-    Where a run has `ended` with fewer than `STREAK` logs, all of them are enough.
-    """
+    """Findings about the latest logs of training by name; all of them are enough if a run `ended` before `STREAK`."""
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
     needed = max(FEWEST, min(STREAK, len(logs))) if ended else STREAK
     found = {}

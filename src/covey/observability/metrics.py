@@ -21,7 +21,6 @@ ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("
 """Logged as 0 where a window has no value, so that the columns exist from the first log on."""
 
 Span = tuple[float, float]  # begin and end, seconds on one clock
-
 MAX_SPANS = 20_000  # most recent spans kept of each lane
 
 TRAINER, ROLLOUTS = "trainer", "rollouts"
@@ -31,13 +30,11 @@ _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum
 
 
 class MetricLog:
-    """Statistics by mode ("train", "eval"), reduced over processes when drained.
+    """Statistics by mode ("train", "eval"), reduced over processes when drained."""
 
-    `gather` takes this process's object and returns one of each process in the order of ranks; all processes call it
-    together. None: a single process.
-    """
-
-    def __init__(self, gather: Callable[[Any], list[Any]] | None = None):
+    def __init__(
+        self, gather: Callable[[Any], list[Any]] | None = None
+    ):  # collective: one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}
         self._assigned: dict[str, dict[str, float]] = {}

@@ -37,17 +37,13 @@ def write_report(
     title: str,
     config: Mapping[str, Any],
     log_history: list[dict[str, Any]],
-    figures: Sequence[str | Path] = (),
-    before: Sequence[Sample] = (),
+    figures: Sequence[str | Path] = (),  # PNG files to embed
+    before: Sequence[Sample] = (),  # next to those of `after`, in pairs
     after: Sequence[Sample] = (),
-    summary: Mapping[str, Any] | None = None,
-    advice: Sequence[str] = (),
+    summary: Mapping[str, Any] | None = None,  # key figures by label
+    advice: Sequence[str] = (),  # sentences above all else
 ) -> Path:
-    """Write the page; its folder is created.
-
-    `figures` are PNG files to embed, samples `before` and `after` stand side by side in pairs, `summary` has key
-    figures by label, and sentences of `advice` stand above all else.
-    """
+    """Write the page; its folder is created."""
     sections = [
         "".join(f'<p class="advice">{_text(sentence)}</p>\n' for sentence in advice),
         _key_figures(summary or {}),

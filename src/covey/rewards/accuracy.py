@@ -17,7 +17,6 @@ from covey.rewards.text import completion_text
 from covey.runtime.child_process import ScriptWorker, WorkerFailed
 
 CHECK_SECONDS = 5.0  # deadline for parsing and comparing one pair
-
 RECENT_CHECKS, MAX_FAILED_CHECKS = 64, 8  # after so many failures the deadline is 1 s, to spare that of the call
 
 

@@ -23,7 +23,6 @@ RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_stat
 """Arguments of every reward function, whose names dataset columns must not have."""
 
 NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns that the arguments above replace
-
 Row = dict[str, Any]  # of the dataset
 
 

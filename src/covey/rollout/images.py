@@ -9,9 +9,7 @@ from typing import Any
 from covey.core.records import Message
 
 SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of an image part that may name the image
-
 UNSUPPORTED = ("video", "video_url", "audio", "audio_url", "input_audio")  # parts that are neither text nor images
-
 FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': ...} as `datasets.Image` has them"
 
 

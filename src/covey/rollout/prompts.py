@@ -15,7 +15,6 @@ from covey.rollout.vision import Encoded, Vision
 Prompt = str | list[Message]
 
 IMAGE_COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
-
 LONGEST_TOKEN = 256  # most characters of a token: longer texts are refused unencoded, which could be gigabytes
 
 

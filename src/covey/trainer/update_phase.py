@@ -21,7 +21,7 @@ from covey.policy.scoring import TokenScorer
 from covey.trainer.checks import FiniteCheck
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
-from covey.trainer.distributed.gradients import average_gradients
+from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, entropy_threshold, load_survey
 from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts

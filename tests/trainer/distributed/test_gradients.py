@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from covey.trainer.distributed.gradients import average_gradients
+from covey.trainer.distributed.sharding import average_gradients
 
 
 def test_a_sum_that_float16_cannot_hold_is_never_made(monkeypatch):

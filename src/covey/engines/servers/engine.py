@@ -30,12 +30,7 @@ EMPTY_ABORTS = 10  # times in a row that a server may abort a completion without
 
 
 class RemoteEngine:
-    """A `RolloutEngine` over one or several servers, each of which holds the whole model.
-
-    Raises:
-        ServerRefused: the run cannot sample from a server.
-        NoServerLeft: a server is not up in time.
-    """
+    """A `RolloutEngine` over servers with the whole model; ServerRefused if they do not suit, NoServerLeft if late."""
 
     def __init__(
         self,

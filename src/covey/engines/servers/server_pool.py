@@ -13,7 +13,6 @@ from covey.engines.servers.protocols import ServerFacts
 
 T = TypeVar("T")
 Request = Callable[[ServerClient, float], Awaitable[None]]  # to a server, within the seconds
-
 ATTEMPTS = 3  # unusable answers to one request before it fails
 LATE = 2  # missed deadlines of one request before it fails: a server that is too slow will be so the next time as well
 QUICK_SECONDS = 15.0  # deadline of health checks and pauses: a server may be busy

@@ -72,11 +72,7 @@ class ModelGroup:
 
 
 class VllmColocateEngine:
-    """Samples with vLLM in this process.
-
-    At `sleep_level` 1 the weights move to host memory while the policy trains; at 2 they are discarded, so that the
-    last update is loaded again on every wake-up; None never sleeps.
-    """
+    """Samples with vLLM in this process."""
 
     def __init__(
         self,
@@ -84,7 +80,7 @@ class VllmColocateEngine:
         *,
         eos_token_ids: set[int],
         regex: str | None = None,  # that every completion must match
-        sleep_level: int | None = None,
+        sleep_level: int | None = None,  # 1: weights move to host memory; 2: they are discarded, and loaded at wake-up
         batches: int | None = None,  # that weights are gathered in before each is loaded; None: one by one
         make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,  # frees memory around waking and sleeping
         group: ModelGroup | None = None,  # the processes that share the model, this one among them
