@@ -151,9 +151,7 @@ def duration(seconds: float) -> str:
 class ProgressDisplay(TrainerCallback):
     """Shows progress on the main process; `plain`: one line per log on a terminal too."""
 
-    def __init__(
-        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, plain: bool = False
-    ):
+    def __init__(self, console: Console | None = None, clock: Any = time.monotonic, *, plain: bool = False):
         self.plain = plain
         self.console = console or rich.get_console()
         if isinstance(self.console.file, io.TextIOWrapper) and self.console.file.errors == "strict":

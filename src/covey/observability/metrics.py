@@ -32,9 +32,7 @@ _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum
 class MetricLog:
     """Statistics by mode ("train", "eval"), reduced over processes when drained."""
 
-    def __init__(
-        self, gather: Callable[[Any], list[Any]] | None = None
-    ):  # collective: one object to those of all ranks
+    def __init__(self, gather: Callable[[Any], list[Any]] | None = None):  # one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}
         self._assigned: dict[str, dict[str, float]] = {}

@@ -156,9 +156,7 @@ class Log:
     def joined(cls, logs: "list[Log]") -> "Log":
         """One log of several calls, with None for the samples of a call that did not log a column."""
         columns = dict.fromkeys(column for log in logs for column in log.extras)
-        extras = {
-            name: [value for log in logs for value in log.extras.get(name, [None] * log.size)] for name in columns
-        }
+        extras = {key: [value for log in logs for value in log.extras.get(key, [None] * log.size)] for key in columns}
         return cls(sum(log.size for log in logs), extras, [metric for log in logs for metric in log.metrics])
 
 

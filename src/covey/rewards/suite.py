@@ -117,11 +117,7 @@ class RewardSuite:
         return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
-        self,
-        rows: list[Row],
-        rollouts: list[Rollout],
-        context: RewardContext,
-        streamed: RewardStream | None = None,
+        self, rows: list[Row], rollouts: list[Rollout], context: RewardContext, streamed: RewardStream | None = None
     ) -> RewardResult:
         """Score rollouts; those that failed are shown to no function and get NaN.
 

@@ -128,11 +128,7 @@ class SglangWeightApi(api.WeightApi):
             await self._post("/begin_weight_update", endpoint, until)
 
     async def push(
-        self,
-        endpoint: api.WeightEndpoint,
-        channel: Channel | None,
-        transfer: api.BucketTransfer,
-        until: api.Deadline,
+        self, endpoint: api.WeightEndpoint, channel: Channel | None, transfer: api.BucketTransfer, until: api.Deadline
     ) -> None:
         server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
         body: dict[str, Any] = {"flush_cache": False}
