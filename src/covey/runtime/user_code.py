@@ -82,7 +82,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def call_and_wait(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_and_wait(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Result of an ordinary function, which may return an awaitable; for a thread without an event loop."""
     result = function(*args, **kwargs)
 

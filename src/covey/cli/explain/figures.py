@@ -6,7 +6,7 @@ import psutil
 
 from covey.cli.explain.run import ExplainedRun
 from covey.sizing.memory import MemoryEstimate, ShardCounts, cache_bytes_per_token, readable
-from covey.sizing.step_cost import MACHINES, ModelSize, StepCosts, StepTimes, step_costs, step_times
+from covey.sizing.step_cost import MACHINES, ModelSize, StepTimes, step_costs, step_times
 from covey.sizing.vllm_memory import DoesNotFit, EngineMemory, cpu_cache_bytes, utilization
 
 
@@ -131,7 +131,10 @@ def communication(run: ExplainedRun) -> Iterator[str]:
     yield f"""One optimizer step, all {spread.processes} processes, full completions: {step.training_flops:.2e}
     operations to train in {step.passes} pass{"es" * (step.passes != 1)} of {memory.pass_tokens:,} tokens each,
     {scoring}{step.sampling_flops:.2e} to sample {step.sampled_tokens:,} tokens."""
-    yield from _traffic(step)
+    parts = {"gather weights": step.gathered, "add up gradients": step.reduced, "after the update": step.refreshed}
+    parts |= {"gather for sync": step.sync_gathered, "send to server": step.sync_sent}
+    if table := [f"{name:<20}{readable(size):>12}" for name, size in parts.items() if size]:
+        yield from ("Each process receives (the first one sends the last):", *table)
     if cluster.machine is not None:
         text = config.get_text_config()
         times = step_times(
@@ -147,13 +150,6 @@ def communication(run: ExplainedRun) -> Iterator[str]:
             overlaps=bool(args.max_staleness),
         )
         yield from _seconds(times, cluster.machine)
-
-
-def _traffic(step: StepCosts) -> list[str]:
-    parts = {"gather weights": step.gathered, "add up gradients": step.reduced, "after the update": step.refreshed}
-    parts |= {"gather for sync": step.sync_gathered, "send to server": step.sync_sent}
-    table = [f"{name:<20}{readable(size):>12}" for name, size in parts.items() if size]
-    return ["Each process receives (the first one sends the last):", *table] if table else []
 
 
 def _seconds(times: StepTimes, machine: str) -> Iterator[str]:

@@ -97,7 +97,7 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
     """The model of a run, if it is on this machine, with so many images in each prompt if it sees them."""
     if run.model is None:
         return ModelPlan(missing="the run names no model")
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoProcessor
 
     try:
         config = AutoConfig.from_pretrained(run.model, local_files_only=True)
@@ -112,13 +112,15 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
     counted, note = Images(), "No images are counted (--images 0)."
     if images:
         try:
-            counted = images_of_prompt(run.model, config, images, image_size)
+            processor = AutoProcessor.from_pretrained(run.model, local_files_only=True)
+            counted = processed(processor, config, images, image_size)
             note = (
                 f"A prompt has {images} image(s) of {image_size[0]} x {image_size[1]} pixels (--images, --image_size),"
                 f" which are {counted.tokens:,} tokens and {counted.patches:,} patches for its processor."
             )
-        except ValueError as error:
-            note = f"Images are not counted: {error}."
+        except Exception as error:  # processors of other people's raise anything
+            reason = str(error).strip().partition("\n")[0][:200]
+            note = f"Images are not counted: its processor cannot be used here ({type(error).__name__}: {reason})."
     return ModelPlan(config, "", run.peft, quantization, counted, [note])
 
 
@@ -131,16 +133,6 @@ def _quantization(run: RunConfig, config: Any) -> Any:
         return quantisation(given)
     except ValueError:
         return None  # the section about the start reports it
-
-
-def images_of_prompt(model: str, config: Any, number: int, size: tuple[int, int]) -> Images:
-    from transformers import AutoProcessor
-
-    try:
-        return processed(AutoProcessor.from_pretrained(model, local_files_only=True), config, number, size)
-    except Exception as error:  # processors of other people's raise anything
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"its processor cannot be used here ({type(error).__name__}: {reason[:200]})") from error
 
 
 def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -> Images:
