@@ -159,7 +159,7 @@ class CompletionLog:
             if name in TRACKERS and rows:
                 headers = [column for column, _ in _columns_of(rows)]
                 module = importlib.import_module(name)
-                picture = PICTURES.get(name, _counted)
+                picture = _wandb_images if name == "wandb" else _counted
                 cells = [
                     [picture(module, row.get(h)) if h == "images" else _cell(row.get(h)) for h in headers]
                     for row in rows
@@ -235,10 +235,6 @@ def _wandb_images(wandb: Any, images: Sequence[bytes] | None) -> list[Any]:
     from PIL import Image
 
     return [wandb.Image(Image.open(BytesIO(image))) for image in images or ()]
-
-
-PICTURES: dict[str, Callable[[Any, Sequence[bytes] | None], Any]] = {"wandb": _wandb_images}
-"""Trackers whose tables hold pictures: the module and PNG files in, a cell out."""
 
 
 def _to_wandb(wandb: Any, table: str, headers: list[str], cells: list[list[Any]], step: int) -> None:

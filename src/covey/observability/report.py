@@ -16,9 +16,6 @@ from covey.observability.plots import series
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
 
-HEADINGS = {"timeline": "The latest rollout batch over time"}
-"""Above a figure, by its file's name; above any other stands Curves."""
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -74,7 +71,7 @@ def _key_figures(summary: Mapping[str, Any]) -> str:
 
 def _figure(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode("ascii")
-    heading = HEADINGS.get(path.stem, "Curves")
+    heading = "The latest rollout batch over time" if path.stem == "timeline" else "Curves"
     return (
         f'<section><h2>{heading}</h2><img alt="{heading} from {_text(path.name)}" '
         f'src="data:image/png;base64,{data}"></section>\n'

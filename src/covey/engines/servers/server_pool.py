@@ -189,9 +189,10 @@ class ServerPool:
                 self.leave_out(member, error)
                 self.recall([member])
 
-    async def each(self, members: list[PoolMember], do: Request, seconds: float = QUICK_SECONDS) -> list[PoolMember]:
+    async def each(self, members: list[PoolMember], do: Request, seconds: float | None = None) -> list[PoolMember]:
         """Members that succeed at a request to all at once; others are left out, and a `ServerRefused` is raised."""
-        results = await asyncio.gather(*(do(member.server, seconds) for member in members), return_exceptions=True)
+        deadline = QUICK_SECONDS if seconds is None else seconds
+        results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
         for member, error in zip(members, results, strict=True):
             if isinstance(error, ServerError) and not isinstance(error, ServerRefused):
                 self.leave_out(member, error)
