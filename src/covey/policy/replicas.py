@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.policy.quantization import is_quantized_layer
-from covey.policy.sharded_tensors import full_shape, full_tensor, reshard, sent_dtype
+from covey.policy.sharded_tensors import full_shape, full_tensor, own_shard, reshard, sent_dtype
 from covey.policy.weights import checkpoint_name
 
 
@@ -52,8 +52,8 @@ class Reference:
         reshard(self._copy)
         reshard(policy)
         for copied, current in zip(self._copy.parameters(), policy.parameters(), strict=True):
-            shard = _own_shard(copied)
-            shard.lerp_(_own_shard(current).to(shard), alpha)
+            shard = own_shard(copied)
+            shard.lerp_(own_shard(current).to(shard), alpha)
 
     def state_dict(self) -> dict[str, Any] | None:
         """This process's shards of the copy, or of the adapter; None if the reference has the adapter off."""
@@ -61,7 +61,7 @@ class Reference:
             return self._adapter
         reshard(self._copy)
         buffers = dict(self._copy.named_buffers())
-        shards = {name: _own_shard(parameter) for name, parameter in self._copy.named_parameters()}
+        shards = {name: own_shard(parameter) for name, parameter in self._copy.named_parameters()}
         return {name: tensor.detach().clone() for name, tensor in {**shards, **buffers}.items()}
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ def starts_as_identity(peft_config: Any) -> bool:
 @torch.no_grad()
 def _trained_shards(policy: Any) -> dict[str, Tensor]:
     reshard(policy)
-    return {name: _own_shard(p).detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+    return {name: own_shard(p).detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
@@ -93,18 +93,7 @@ def _set_shards(policy: Any, shards: dict[str, Tensor]) -> None:
     reshard(policy)
     for name, parameter in policy.named_parameters():
         if name in shards:
-            _own_shard(parameter).copy_(shards[name])
-
-
-def _own_shard(parameter: Any) -> Tensor:
-    """Data of a parameter in this process: its shard, if it is sharded."""
-    if hasattr(parameter, "ds_tensor"):
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-            parameter.partition()  # small parameters stay gathered; they are gathered again when used
-        return parameter.ds_tensor
-    return getattr(parameter, "_local_tensor", parameter)
+            own_shard(parameter).copy_(shards[name])
 
 
 def _frozen_copy(model: Any) -> Any:

@@ -15,6 +15,17 @@ def is_shard(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
+def own_shard(parameter: Any) -> Tensor:
+    """Data of a parameter in this process: its shard, if it is sharded."""
+    if hasattr(parameter, "ds_tensor"):
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            parameter.partition()  # small parameters stay gathered; they are gathered again when used
+        return parameter.ds_tensor
+    return getattr(parameter, "_local_tensor", parameter)
+
+
 def original_class(model: nn.Module) -> type:
     """Class of a module before FSDP2 replaced it."""
     from torch.distributed.fsdp import FSDPModule

@@ -19,6 +19,7 @@ from covey.core.mismatch import MismatchCorrection, mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
+from covey.trainer.engine_check.staleness import VersionTest
 
 RESHAPING = frozenset(
     (
@@ -77,6 +78,8 @@ def build_engine_check(
     """The comparison of the engine's first samples with the trainer's log-probs."""
     args, traits = context.args, traits_of(collector.engine)
     model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
+    comparable = not (traits.reports_after_cut and reshapes(args, params))
+    looks = comparable and args.engine_parity != "off" and not traits.shares_policy
     return EngineCheck(
         action=args.engine_parity,
         traits=traits,
@@ -88,5 +91,6 @@ def build_engine_check(
         bos_token_id=collector.codec.tokenizer.bos_token_id,
         corrected=context.algorithm.objective.correction is not None,
         together=context.sharding.weights,
-        comparable=not (traits.reports_after_cut and reshapes(args, params)),
+        versions=VersionTest(lambda: context.loop.policy, lambda: context.step) if looks else None,
+        comparable=comparable,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, segment_sum
 from covey.core.engine import EngineTraits
 from covey.policy.scoring import first_and_last
+from covey.trainer.engine_check.staleness import VersionTest
 
 CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
@@ -23,6 +24,7 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e
 """Mixed precisions by accelerate's names."""
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)  # temperatures that models' generation configs name
+ADVICE = "To train all the same, set engine_parity='warn'."
 FIRST = 4  # tokens that count as the beginning of a completion
 
 Rescore = Callable[[TrainBatch, float], Tensor]  # (rollouts, temperature) -> the policy's log-probs [N]
@@ -208,6 +210,7 @@ class EngineCheck:
     bos_token_id: int | None = None
     corrected: bool = False  # the loss uses the log-probs, so an engine that reports none is worth a warning
     together: bool = False  # scoring takes all processes, each in step with the others
+    versions: VersionTest | None = None  # looks for stale weights throughout the run
     comparable: bool = True  # False if the engine reports a distribution that sampling has cut: no score equals it
 
     def __post_init__(self) -> None:
@@ -215,35 +218,62 @@ class EngineCheck:
         self._agreed = self._warned = False
 
     def wants_samples(self) -> bool:
-        """True if samples for the check alone are wanted; at most `CHECKS` times."""
+        """True if samples for the check alone are wanted: for the first comparisons, and to look for stale weights."""
         self._asked += bool(self._left)
-        return bool(self._left) and self._asked <= CHECKS
+        first = bool(self._left) and self._asked <= CHECKS
+        return (self.versions is not None and self.versions.due()) or first
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
         """Look at a generation; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
         self._check_reported(batch)
-        if not self._left:
+        looks = self.versions is not None and self.versions.due()
+        if not (looks or self._left):
             return
         comparable = batch if fresh is None else batch.select(fresh)
+        if looks:
+            self._look_for_stale_weights(comparable)
+        if not self._left:
+            return
         findings = [finding for finding in self.gather(self._compare(comparable)) if finding is not None]
         problem = next((finding for finding in findings if finding), None)
-        if problem is not None and self.action == "raise":
-            raise ValueError(problem)
         if problem is not None:
-            warnings.warn(f"{problem} The run goes on, as engine_parity='warn' has it.", stacklevel=2)
+            self._complain(problem)
             self._left = 0
         elif findings:
             self._left -= 1
             self._agreed = True
 
-    def _compare(self, batch: TrainBatch) -> str | None:
-        """The error text, "" if there is no error, None if there is nothing to compare."""
+    def _complain(self, problem: str) -> None:
+        if self.action == "raise":
+            raise ValueError(problem)
+        warnings.warn(f"{problem} The run goes on, as engine_parity='warn' has it.", stacklevel=3)
+
+    def _look_for_stale_weights(self, batch: TrainBatch) -> None:
+        """Compare what current and earlier weights make of a few rollouts. Collective."""
+        assert self.versions is not None, "asked where they are looked at"
+        few, usable = self._few(batch)
+
+        def rescore(rollouts: TrainBatch) -> Tensor:
+            return self.rescore(rollouts, self.temperature)
+
+        votes = self.versions.votes(few, rescore) if usable or self.together else None
+        problem = self.versions.finding([share for share in self.gather(votes) if share is not None])
+        if problem is not None:
+            self.versions = None
+            self._complain(f"{problem} {ADVICE}")
+
+    def _few(self, batch: TrainBatch) -> tuple[TrainBatch, bool]:
+        """A few rollouts, for which the engine reported log-probs if it did for any; False if there are none."""
         reported = batch.engine_logprobs
         if reported is not None:  # rollouts of the user's own making may come without, and others with some
             reporting = segment_sum(batch.sampled & reported.isfinite(), batch.lengths) > 0
             batch = batch.select(reporting.nonzero()[:, 0]) if reporting.any() else batch
         few = batch.select(first_and_last(batch))
-        usable = reported is not None and bool(few.sampled.any())
+        return few, reported is not None and bool(few.sampled.any())
+
+    def _compare(self, batch: TrainBatch) -> str | None:
+        """The error text, "" if there is no error, None if there is nothing to compare."""
+        few, usable = self._few(batch)
         scored = self.rescore(few, self.temperature) if usable or self.together else None
         if not usable or scored is None:
             return None
@@ -260,14 +290,13 @@ class EngineCheck:
                 f" {self.model_name} is not sampled from as it is. Its attention is of a kind the built-in engine does"
                 " not know; please report the model."
             )
-        advice = "To train all the same, set engine_parity='warn'."
         if broken := no_numbers(comparison):
-            return f"the engine's log-probs are not usable: {broken} {advice}"
+            return f"the engine's log-probs are not usable: {broken} {ADVICE}"
         differences = comparison.differences.abs()
         return (
             f"the engine's log-probs differ from the trainer's by {comparison.gap:.2g} nats on average (at most"
             f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self.tolerance:g}:"
-            f" {likely_cause(comparison)} {advice}"
+            f" {likely_cause(comparison)} {ADVICE}"
         )
 
     def _check_reported(self, batch: TrainBatch) -> None:

@@ -1,0 +1,204 @@
+"""Stale weights are seen throughout a run: which version of the weights explains the engine's log-probs better?"""
+
+import itertools
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from covey.core.batch import TrainBatch
+from covey.trainer.engine_check import staleness
+from covey.trainer.engine_check.staleness import LOOKS, Snapshot, VersionTest
+from tests.support import runs, tiny
+from tests.support.engines import CopyEngine
+
+
+def layers():
+    """Matrices of 4, 16 and 8 bytes, the second of them frozen."""
+    made = nn.ModuleList(nn.Linear(size, 1, bias=False) for size in (1, 4, 2))
+    made[1].requires_grad_(False)
+    return made
+
+
+def values(model):
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def same(left, right):
+    return [torch.equal(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def test_earlier_weights_are_put_back_for_a_moment_alone():
+    model = layers()
+    before, snapshot = values(model), Snapshot(model)
+    for weight in model.parameters():
+        weight.data += 1.0
+    after = values(model)
+    with torch.no_grad(), snapshot.in_place():
+        assert same(values(model), before) == [True, False, True]  # what is not trained stays
+    assert same(values(model), after) == [True, True, True]
+    with pytest.raises(RuntimeError, match="in between"), torch.no_grad(), snapshot.in_place():
+        raise RuntimeError("in between")
+    assert same(values(model), after) == [True, True, True]
+
+
+def test_the_smallest_weights_are_copied_up_to_the_limit():
+    model = layers()
+    before, snapshot = values(model), Snapshot(model, limit=11)  # 4 bytes, and 8 are too many
+    for weight in model.parameters():
+        weight.data += 1.0
+    with torch.no_grad(), snapshot.in_place():
+        assert same(values(model), before) == [True, False, False]
+
+
+class Run:
+    """A test of versions whose model scores every token with its only weight."""
+
+    def __init__(self):
+        self.model, self.version = nn.Linear(1, 1, bias=False), 0
+        self.model.weight.data.fill_(0.0)
+        self.test = VersionTest(lambda: self.model, lambda: self.version)
+        assert not self.test.due()
+
+    def step(self):
+        self.version += 1
+        self.model.weight.data += 1.0
+
+    def look(self, *engine):
+        count = len(engine)
+        few = TrainBatch(
+            token_ids=torch.zeros(count, dtype=torch.long),
+            lengths=torch.ones(count, dtype=torch.long),
+            sampled=torch.ones(count, dtype=torch.bool),
+            prompt_ids=torch.tensor([10]),
+            prompt_lengths=torch.tensor([1]),
+            groups=torch.zeros(count, dtype=torch.long),
+            engine_logprobs=torch.tensor(engine),
+        )
+        return self.test.votes(few, lambda batch: self.model.weight.detach().view(1).expand(batch.num_tokens).clone())
+
+
+def test_each_token_votes_for_the_closer_version():
+    run = Run()
+    run.step()  # from 0 to 1: the engine's -1, 0, 0.25, 0.5 and 1 are -1 to 1 closer to the earlier one
+    assert run.test.due()
+    votes = [(2 - 1) / 3, (1 - 0) / 1, (0.75 - 0.25) / 1, 0.0, (0 - 1) / 1]
+    total, squares, sizes, now, then, tokens = run.look(-1.0, 0.0, 0.25, 0.5, 1.0)
+    assert total == pytest.approx(sum(votes))
+    assert squares == pytest.approx(sum(vote**2 for vote in votes))
+    assert sizes == pytest.approx(sum(map(abs, votes)))
+    assert (now, then, tokens) == (2 + 1 + 0.75 + 0.5 + 0, 1 + 0 + 0.25 + 0.5 + 1, 5)
+    assert run.model.weight.item() == 1.0
+
+
+def test_votes_of_one_sign_count_over_looks_until_they_suffice():
+    run = Run()
+    run.step()
+    assert run.test.finding([run.look(*[0.0] * 20)]) is None  # 20 / sqrt(20) = 4.5
+    assert run.test.finding([]) is None  # no process had anything to compare
+    run.step()
+    assert run.test.due()
+    found = run.test.finding([run.look(*[0.0] * 10), run.look(*[0.0] * 10)])  # 40 / sqrt(40) = 6.3, of two processes
+    assert "stale weights: 40 of its log-probs are explained better by weights of step 0" in found
+    assert "(mean difference 0 nats) than by those of step 2, which it should sample with (1.5)" in found
+
+
+def test_a_healthy_past_is_no_credit_and_split_votes_are_no_evidence():
+    run = Run()
+    run.step()
+    assert run.test.finding([run.look(*[1.0] * 1000)]) is None
+    run.step()
+    assert run.test.finding([run.look(*[0.0] * 70, *[2.0] * 30)]) is None  # 40 of 100 votes by size: too divided
+    run.step()
+    assert run.test.finding([run.look(*[0.0] * 1000)]) is not None
+
+
+def test_looks_are_far_apart_and_a_new_copy_follows_the_last():
+    run, looked = Run(), []
+    for version in range(2 * LOOKS[-1] + 1):
+        if run.test.due():
+            looked.append(version)
+            run.test.finding([run.look(float(version))])
+            assert not run.test.due()
+        run.step()
+    assert looked == [*LOOKS, *(LOOKS[-1] + look for look in LOOKS)]
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+
+class Deaf(CopyEngine):
+    """Takes no update after version `until`."""
+
+    until = 0
+
+    def load_weights(self, update):
+        if update.version <= self.until:
+            super().load_weights(update)
+
+    async def generate(self, request):
+        completions = await super().generate(request)
+        for completion in completions:
+            completion.versions = None  # it does not know better
+        return completions
+
+
+def trainer(folder, engine=Deaf, **settings):
+    model = settings.pop("model", None) or tiny.model()
+    parts = {"model": model, "engine": engine(model), **settings.pop("parts", {})}
+    return runs.trainer(folder, parts=parts, **{"max_steps": 30, "logging_steps": 30, **settings})
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4, 1e-3])
+def test_an_engine_that_drops_every_update_is_found_at_once(tmp_path, rate):
+    dropping = trainer(tmp_path, learning_rate=rate)
+    with pytest.raises(ValueError, match="the engine has stale weights"):
+        dropping.train()
+    assert dropping.state.global_step <= 3
+
+
+def test_an_engine_that_stops_taking_updates_is_found_later(tmp_path):
+    dropping = trainer(tmp_path, learning_rate=1e-5, max_completion_length=24)
+    dropping.collector.engine.until = 2
+    with pytest.raises(ValueError, match="explained better by weights of step 0 or about"):
+        dropping.train()
+    assert dropping.state.global_step in LOOKS[-2:]
+
+
+def test_an_adapter_that_never_arrives_is_found(tmp_path):
+    adapted = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
+    dropping = trainer(tmp_path, parts=adapted, learning_rate=1e-4)
+    with pytest.raises(ValueError, match="the engine has stale weights"):
+        dropping.train()
+    assert dropping.state.global_step <= 3
+
+
+def test_a_part_of_the_weights_tells_versions_apart(tmp_path, monkeypatch):
+    size = sum(weight.nbytes for weight in tiny.model().parameters())
+    monkeypatch.setattr(Snapshot.__init__, "__defaults__", (size // 4,))
+    dropping = trainer(tmp_path, learning_rate=1e-5)
+    with pytest.raises(ValueError, match="the engine has stale weights"):
+        dropping.train()
+
+
+def test_a_warning_is_given_once(tmp_path):
+    with pytest.warns(UserWarning, match="stale weights.*The run goes on") as caught:
+        trainer(tmp_path, learning_rate=1e-5, max_steps=8, engine_parity="warn").train()
+    assert len([one for one in caught if "stale weights" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize(("rate", "bf16"), [(1e-6, False), (1e-3, True)])
+def test_a_healthy_engine_is_not_accused_and_nothing_changes(tmp_path, monkeypatch, rate, bf16):
+    monkeypatch.setattr(staleness, "LOOKS", (1,))
+    looks, votes = itertools.count(), VersionTest.votes
+    monkeypatch.setattr(VersionTest, "votes", lambda *given: (next(looks), votes(*given))[1])
+    trained = []
+    for parity in ("raise", "off"):
+        healthy = trainer(
+            tmp_path / parity, CopyEngine, learning_rate=rate, bf16=bf16, engine_parity=parity, max_steps=12
+        )
+        healthy.train()
+        trained.append(runs.weights(healthy))
+    assert next(looks) == 11
+    assert all(same(*trained))
