@@ -1,13 +1,15 @@
 """A run that was stopped and resumed ends where an uninterrupted one does, bit by bit."""
 
 import os
+import re
 import time
+import warnings
 
 import pytest
 import torch
 
 from covey.trainer.checkpoint import superfluous_checkpoints
-from tests.support import runs
+from tests.support import runs, tiny
 
 VARIANTS = {
     "between generations": {},
@@ -189,3 +191,56 @@ def test_the_checkpoints_of_the_earliest_steps_are_superfluous(tmp_path, limit, 
     keep = [str(tmp_path / "checkpoint-3"), best and str(tmp_path / f"checkpoint-{best}")]  # 3 was just written
     found = superfluous_checkpoints(str(tmp_path), limit, keep)
     assert [int(path.name[11:]) for path in found] == deleted
+
+
+def once(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+CHANGES = {
+    "nothing": ({}, {}, None),
+    "places": ({"save_steps": 9, "logging_steps": 2, "run_name": "again"}, {}, None),
+    "settings": (
+        {"max_steps": 3, "beta": 0.1, "learning_rate": 1e-5, "weight_decay": 0.1},
+        {},
+        r"has changed\. Takes effect: beta=0\.1 \(was 0\.0\), max_steps=3 \(was 2\)\. Has no effect: learning_rate=1e-0"
+        r"5 \(was 0\.01\), weight_decay=0\.1 \(was 0\.0\), as the checkpoint holds it\.",
+    ),
+    "rows": (
+        {},
+        {"train_dataset": tiny.rows()[:-1]},
+        r"another dataset \(\d+ rows, now \d+\); the run goes on at its place",
+    ),
+    "content": ({}, {"train_dataset": tiny.rows()[::-1]}, r"another dataset \(as many rows, others\)"),
+    "reward": ({}, {"reward_funcs": once}, r"Takes effect: other reward functions \(longer, once\)"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_since_the_checkpoint_are_listed(tmp_path, name):
+    settings, parts, says = CHANGES[name]
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = runs.trainer(tmp_path, parts=parts, **{"max_steps": 2, **settings})
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    heard = [str(one.message) for one in caught if "was saved, this run has changed" in str(one.message)]
+    assert len(heard) == (says is not None), heard
+    assert says is None or re.search(says, heard[0]), heard
+
+
+def test_what_is_said_to_have_no_effect_has_none(tmp_path):
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
+    resumed = runs.trainer(
+        tmp_path, max_steps=2, learning_rate=1e-5, weight_decay=0.5, adam_beta1=0.1, adam_epsilon=0.1
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    group = resumed.optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"][0], group["eps"]) == (0.01, 0.0, 0.9, 1e-8)
+
+
+def test_a_resumed_run_reports_its_own_steps(tmp_path, capsys):
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    assert "trained 2 steps in" in capsys.readouterr().out
+    runs.trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    assert "trained 1 step, from 2 to 3, in" in capsys.readouterr().out

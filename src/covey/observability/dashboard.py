@@ -181,8 +181,10 @@ class ProgressDisplay(TrainerCallback):
             return
         self._move_to(state)
         if "train_runtime" in logs:
-            steps = f"{state.global_step} step{'' if state.global_step == 1 else 's'}"
-            self._say(f"trained {steps} in {duration(logs['train_runtime'])}")
+            first = self._began[0] if self._began else 0  # of a resumed run, the checkpoint's
+            own = state.global_step - first
+            resumed = f", from {first} to {state.global_step}," if first else ""
+            self._say(f"trained {own} step{'' if own == 1 else 's'}{resumed} in {duration(logs['train_runtime'])}")
         elif any(name.startswith("eval_") for name in logs):
             for name in evaluation_sets(logs):
                 metrics = self.board.evaluations[name] = metrics_of(name, logs)

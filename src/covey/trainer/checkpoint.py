@@ -1,7 +1,11 @@
 """Checkpoints that appear whole or not at all: what Hugging Face's Trainer writes, and the state of the method."""
 
+import functools
 import glob
+import hashlib
+import inspect
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,12 +17,23 @@ import torch
 
 from covey.policy.adapters import has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
+from covey.rewards import RewardSuite
 from covey.runtime.files import MANIFEST, damage, flush, naming_disk_errors, seal
 from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 AUTO = "auto"
+OF_THE_OPTIMIZER = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "weight_decay"})
+"""Settings that a checkpoint's optimizer holds: loading it puts the old ones back."""
+
+NOT_OF_TRAINING = re.compile(
+    "(eval|hub|log|logging|push|report|resume|save|trackio|vllm_server|sglang_server)_.*|.*_(dir|folder|name|rank|key|token|url|urls)"
+    "|disable_tqdm|do_.*|log_.*|project|accelerator_config"
+)
+"""Settings of a run's place and output, which may change unmentioned."""
+
+SAMPLED_ROWS = 16  # rows of a dataset that are compared
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 
 
@@ -37,6 +52,7 @@ class Checkpointer:
     context: RunContext
     parts: Mapping[str, Stateful]
     before_saving: Callable[[], None]  # collective
+    described: Callable[[], "Described"] = lambda: {}
 
     def __post_init__(self) -> None:
         self.staging = False  # a checkpoint is being written, into a folder that is moved when it is complete
@@ -59,7 +75,7 @@ class Checkpointer:
             with naming_disk_errors(name, run_dir, "Earlier checkpoints are whole: make room and resume."):
                 write()
                 if not args.save_only_model:
-                    state = {"batches": self._binding_sizes(), "method": self.method_state()}
+                    state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -128,6 +144,9 @@ class Checkpointer:
         state = torch.load(own if os.path.isfile(own) else any_rank, map_location="cpu", weights_only=True)
         _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         self.load_method_state(state["method"])
+        changes = changes_since(state.get("run", {}), self.described())
+        if changes and self.context.args.should_log:
+            warnings.warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}", stacklevel=3)
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
         _check_kind(folder, adapter=has_adapter(model))
@@ -189,6 +208,74 @@ class Checkpointer:
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
+
+
+Described = dict[str, dict[str, str]]
+"""Settings, dataset and reward functions of a run, as texts by kind and name."""
+
+
+def describe_run(args: Any, dataset: Any, rewards: RewardSuite) -> Described:
+    """Texts that a resumed run is compared with; datasets without a length are left out."""
+    with args.without_keys():
+        settings = {name: repr(value) for name, value in args.to_dict().items() if not NOT_OF_TRAINING.fullmatch(name)}
+    rows: dict[str, str] = {}
+    if hasattr(dataset, "__len__") and len(dataset):
+        places = sorted({number * (len(dataset) - 1) // (SAMPLED_ROWS - 1) for number in range(SAMPLED_ROWS)})
+        rows = {"rows": str(len(dataset)), "content": _digest(_plain([dict(dataset[place]) for place in places]))}
+    functions = (getattr(one, "function", one) for one in rewards.functions)
+    codes = {name: _digest(_code(function)) for name, function in zip(rewards.names, functions, strict=True)}
+    return {"settings": settings, "dataset": rows, "rewards": codes}
+
+
+def changes_since(saved: Described, current: Described) -> list[str]:
+    """Sentences on what has changed and which of it takes effect; nothing of what either did not describe."""
+    was, now = saved.get("settings", {}), current.get("settings", {})
+    held = OF_THE_OPTIMIZER | ({"entropy_coef"} if now.get("use_adaptive_entropy") == "True" else set())
+    changed = {
+        name: f"{name}={now[name]} (was {was[name]})" for name in _changed(was, now) if name in was and name in now
+    }
+    taken = [text for name, text in changed.items() if name not in held]
+    idle = [text for name, text in changed.items() if name in held]
+    sentences = [f"Takes effect: {', '.join(taken)}."] if taken else []
+    if idle:
+        sentences.append(
+            f"Has no effect: {', '.join(idle)}, as the checkpoint holds it. For another value begin a new run from the"
+            " weights, with the checkpoint as `model`."
+        )
+    was, now = saved.get("dataset", {}), current.get("dataset", {})
+    if was and now and was != now:
+        size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, others"
+        sentences.append(f"Takes effect: another dataset ({size}); the run goes on at its place, counted in rows.")
+    if names := _changed(saved.get("rewards", {}), current.get("rewards", {})) if "rewards" in saved else []:
+        sentences.append(f"Takes effect: other reward functions ({', '.join(names)}).")
+    return sentences
+
+
+def _changed(was: dict[str, str], now: dict[str, str]) -> list[str]:
+    return sorted(name for name in was | now if was.get(name) != now.get(name))
+
+
+def _code(function: Any) -> str:
+    """The source of a function, of the class of a callable object, or the name of a model."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        return inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _plain(value: Any) -> Any:
+    """The value with names of types for what has no text of its own, such as images."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in sorted(value.items(), key=str)}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()
 
 
 def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:

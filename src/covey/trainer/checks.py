@@ -220,7 +220,10 @@ class FiniteCheck:
         found = numbered_checkpoints(self._context.args.output_dir or ".")
         if not found:
             return "No checkpoint was saved before; start again with other settings."
-        return f"The last checkpoint, {found[-1]}, is kept: resume from it with other settings."
+        return (
+            f"The last checkpoint, {found[-1]}, is kept: resume from it, or begin a new run with it as `model`, as"
+            " another learning rate has no effect on a resumed one."
+        )
 
 
 CAUSES = (

@@ -28,7 +28,7 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.files import locked
 from covey.trainer import build
-from covey.trainer.checkpoint import Checkpointer, Stateful, resume_from
+from covey.trainer.checkpoint import Checkpointer, Stateful, describe_run, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
@@ -182,7 +182,8 @@ class OnlineTrainer(Trainer):
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
         parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
-        self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
+        described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
+        self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described)
         self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
 
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]

@@ -59,7 +59,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Trained into numbers that are NaN or infinite": (
             "A step with such a loss or gradient is not taken: a warning names its passes and rewards, and the third in"
             " a row ends the run, as do weights that are no numbers already. Nothing is saved over the last checkpoint:"
-            " resume from it with a lower learning rate, or in bfloat16 or float32."
+            " resume from it in bfloat16 or float32, or begin a new run with it as `model` and a lower learning rate."
         ),
         "Asked for the load-balancing loss of a model without experts": (
             "Leave `router_aux_loss_coef` unset; DeepSeek's models balance their experts without a loss."

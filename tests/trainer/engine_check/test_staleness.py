@@ -104,7 +104,7 @@ def test_votes_of_one_sign_count_over_looks_until_they_suffice():
     assert "(mean difference 0 nats) than by those of step 2, which it should sample with (1.5)" in found
 
 
-def test_a_healthy_past_is_no_credit_and_split_votes_are_no_evidence():
+def test_a_healthy_past_is_no_credit_nor_split_votes_evidence():
     run = Run()
     run.step()
     assert run.test.finding([run.look(*[1.0] * 1000)]) is None
