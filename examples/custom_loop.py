@@ -16,7 +16,7 @@ from covey.core.advantages import group_relative
 from covey.core.batch import collate, expand
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.losses import clip
-from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.objective import Objective, policy_loss
 from covey.core.records import Rollout
 from covey.engines.native.engine import NativeEngine
 from covey.policy.scoring import TokenScorer
@@ -63,7 +63,7 @@ def main():
         )
         batch.advantages = expand(group_relative(rewards_PG).flatten(), batch.lengths)  # [N]
         batch.weights = torch.full((batch.num_tokens,), 1.0 / batch.num_tokens)  # the mean over all tokens
-        loss = policy_loss(LossInputs.of(batch, scorer(model, batch).logprobs, None), objective).loss
+        loss = policy_loss(batch, scorer(model, batch).logprobs, None, objective).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ import runpy
 import sys
 import tokenize
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,9 +86,10 @@ def test_a_loop_by_hand_changes_the_policy_as_its_rewards_say(tiny_folder, monke
 def test_an_advantage_of_ones_own_is_relative_to_the_median(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     above_median = runpy.run_path(str(EXAMPLES / "custom_advantage.py"))["above_median"]
-    rewards = torch.tensor([[[0.0], [0.0], [1.0]], [[1.0], [2.0], [math.nan]]])
-    # medians 0 and 1 (the lower one of two); a completion without a reward gets 0
-    assert above_median(rewards, torch.ones(1), None).tolist() == [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    totals = torch.tensor([[0.0, 0.0, 1.0], [1.0, 2.0, math.nan]])
+    # medians 0 and 1 (the lower one of two); the trainer gives a completion without a reward 0
+    found = above_median(SimpleNamespace(totals=totals))
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, math.nan]]), equal_nan=True)
 
 
 def test_a_loss_of_ones_own_takes_less_than_twenty_lines():

@@ -43,7 +43,8 @@ TOOLBOX = Toolbox([lookup])
 def templates_of(name: str) -> TurnTemplates:
     tokenizer = TOKENIZERS[name]
     ends = [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name].ends]
-    return TurnTemplates(PromptCodec(tokenizer, None, None, TOOLBOX.schemas), ends)
+    codec = PromptCodec(tokenizer, None, None, TOOLBOX.schemas, allow_control_tokens=True)  # as `Scene._encode` reads
+    return TurnTemplates(codec, ends)
 
 
 # --- conversations -----------------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ class EngineCheck:
         if not self._left:
             return
         findings = [finding for finding in self.gather(self._compare(comparable)) if finding is not None]
-        problem = next((finding for finding in findings if finding), None)
+        problem = next(filter(None, findings), None)
         if problem is not None:
             self._complain(problem)
             self._left = 0
