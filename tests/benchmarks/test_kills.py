@@ -25,6 +25,7 @@ def known(tmp_path_factory):
         ("backward", 5, "SIGTERM", 143),
     ],
 )
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path, known, place, number, signal, status):
     assert Launch(tmp_path, MODE, (place, str(number), signal)).end() == [status]
     assert now_in(tmp_path, 0) == (place if status < 0 else "between")
@@ -32,12 +33,14 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path, known, place, number,
     assert differences(known["outcome"], outcome(tmp_path, 1)) == []
 
 
+@pytest.mark.slow
 def test_places_are_entered_as_often_as_there_is_something_to_do(known):
     places = known["places"]
     # Eight steps of one micro-batch; a generation is sampled for every four, and a checkpoint saved every two.
     assert (places["optimizer"], places["sampling"], places["checkpoint: manifest"]) == (8, 2, 4)
 
 
+@pytest.mark.slow
 def test_a_difference_is_seen(known):
     found = known["outcome"]
     logs = [{**found["logs"][0], "loss": 0.5}, *found["logs"][1:]]

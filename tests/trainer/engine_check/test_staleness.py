@@ -150,7 +150,7 @@ def trainer(folder, engine=Deaf, **settings):
     return runs.trainer(folder, parts=parts, **{"max_steps": 30, "logging_steps": 30, **settings})
 
 
-@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("rate", [1e-6, 1e-3])
 def test_an_engine_that_drops_every_update_is_found_at_once(tmp_path, rate):
     dropping = trainer(tmp_path, learning_rate=rate)
     with pytest.raises(ValueError, match="the engine has stale weights"):
@@ -158,6 +158,7 @@ def test_an_engine_that_drops_every_update_is_found_at_once(tmp_path, rate):
     assert dropping.state.global_step <= 3
 
 
+@pytest.mark.slow
 def test_an_engine_that_stops_taking_updates_is_found_later(tmp_path):
     dropping = trainer(tmp_path, learning_rate=1e-5, max_completion_length=24)
     dropping.collector.engine.until = 2
