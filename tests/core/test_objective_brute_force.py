@@ -48,7 +48,15 @@ def settings(loss_type: str, level: str, name: str) -> Options | None:
     return None if loss_type == "vespo" and name.startswith("sequence") else Options(loss_type, level, **OPTIONS[name])
 
 
-CASES = [(*c, name) for c in COMBINATIONS for name in OPTIONS if settings(*c, name) is not None]
+FAST = {"plain", "off-policy-mask", "token_mask-max", "sequence_mask-max", "everything"}
+"""Options that `make test` tries at every level; the others at the token level."""
+
+CASES = [
+    pytest.param(*c, name, marks=() if c[1] == "token" or name in FAST else pytest.mark.slow)
+    for c in COMBINATIONS
+    for name in OPTIONS
+    if settings(*c, name) is not None
+]
 
 
 def compare(o: Options, *, seed: int = 3, update: int = 1, dtype=torch.float64, tolerance: float = 1e-6, **shape):

@@ -28,6 +28,7 @@ def test_logs_are_compared_without_times(tool):
     assert without_times({**kept, **dict.fromkeys(times, 1.0)}) == kept
 
 
+@pytest.mark.slow
 def test_every_configuration_has_a_launch_and_its_own_name(tool, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare_commits.py", "--list", "--only", "grpo,ddp*,fsdp*"])
     assert tool.main() == 0
