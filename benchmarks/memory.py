@@ -258,14 +258,16 @@ def _rank(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 def _predicted(args: Any, model: str, what: Parts) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoProcessor
 
-    from covey.cli.explain.run import images_of_prompt
+    from covey.cli.explain.run import processed
     from covey.cli.train import quantisation
     from covey.sizing.memory import Images, available_bytes, estimate
 
     config = AutoConfig.from_pretrained(model)
-    images = images_of_prompt(model, config, what.images, IMAGE_SIZE) if what.images else Images()
+    images = Images()
+    if what.images:
+        images = processed(AutoProcessor.from_pretrained(model), config, what.images, IMAGE_SIZE)
     given = {"peft": what.peft, "quantization": quantisation(what.quantization), "images": images}
     given["device_bytes"] = available_bytes(args)
     m = estimate(config, args, prompt_tokens=PROMPT_TOKENS, **given)
