@@ -254,10 +254,7 @@ def _estimate(
         gaps=_gaps(counts, precision, tokens * max(kept, 1), patches) if device == "cpu" else 0,
         unpacked=counts.quantised.largest * computed,
         casts=_cast_numbers(counts, precision, kept, layers) * computed,
-        apart=min(
-            trainable * precision.casts * computed * (layers - max(kept, 1)) // layers,
-            tokens * (layer_temporaries(text, precision) + layer_bytes(text, precision) * (kept == 0)),
-        ),
+        apart=_apart(text, precision, trainable, tokens, kept),
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         passes=passes,
@@ -295,6 +292,12 @@ def _cast_numbers(counts: ModelSpec, precision: "Precision", kept: int, layers: 
     if precision.sharded or precision.computed >= precision.stored:
         frozen = 0
     return counts.trainable * precision.casts + frozen * max(kept, 1) // layers
+
+
+def _apart(text: Any, precision: "Precision", trainable: int, tokens: int, kept: int) -> int:
+    layers = text.num_hidden_layers
+    casts = trainable * precision.casts * precision.computed * (layers - max(kept, 1)) // layers
+    return min(casts, tokens * (layer_temporaries(text, precision) + layer_bytes(text, precision) * (kept == 0)))
 
 
 def _packed_numbers(counts: ModelSpec, images: Images) -> int:

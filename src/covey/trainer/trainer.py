@@ -415,7 +415,7 @@ class OnlineTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""
         if not _internal_call:
-            self.finite.check_weights(together=False)
+            self.finite.check_weights(together=self.sharding.weights)  # else one process may save alone
         with self.balance.config_as_loaded(self.policy):
             if not self.sharding.weights:
                 super().save_model(output_dir, _internal_call)

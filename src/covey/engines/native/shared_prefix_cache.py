@@ -260,6 +260,7 @@ class SharedPrefixCache(Cache):
     def end_fixed_steps(self) -> None:
         """Return to shapes that follow the sequences, and close the column just opened."""
         self._slot_map = self._fixed_slot_map = self._fixed_column = None
+        self.fused = False
         self._column -= 1
 
     def masks(self, positions: Tensor, config: Any) -> Any:
