@@ -123,17 +123,20 @@ def algorithm(config: Any) -> Algorithm:
     return method("GRPO", config, _advantages, _step_advantages, kl_in_reward=config.kl_in_reward)
 
 
-def _advantages(
-    config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, lengths_PG: Tensor | None = None
+def compared(
+    config: Any, total_PG: Tensor, rewards_PGF: Tensor, kl_PG: Tensor | None, lengths: tuple[Tensor, ...], usual: Any
 ) -> Tensor:
-    if config.multi_objective_aggregation == "normalize_then_sum":
-        return normalize_then_sum(rewards_PGF, weights_F)
-    total_PG = weighted_total(rewards_PGF, weights_F)
+    """Advantages of total rewards less the KL penalty: those that the config names, or the method's `usual` ones."""
     if kl_PG is not None:
         total_PG = total_PG - config.beta * kl_PG
-    if config.advantages:
-        return registered_advantages(config, total_PG, rewards_PGF, lengths_PG)
-    return group_relative(total_PG, config.scale_rewards)
+    return registered_advantages(config, total_PG, rewards_PGF, *lengths) if config.advantages else usual(total_PG)
+
+
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *lengths: Tensor) -> Tensor:
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        return normalize_then_sum(rewards_PGF, weights_F)
+    usual = partial(group_relative, scale=config.scale_rewards)
+    return compared(config, weighted_total(rewards_PGF, weights_F), rewards_PGF, kl_PG, lengths, usual)
 
 
 def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:

@@ -93,9 +93,8 @@ def register_advantages(name: str, function: Advantages) -> Advantages:
     return ADVANTAGES.register(name, function)
 
 
-def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, lengths: Tensor | None) -> Tensor:
+def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, lengths: Tensor) -> Tensor:
     """Advantages [P, G] float32 by the function that the config names; 0 for a completion without a reward."""
-    assert lengths is not None, "credit assignment gives them"
     x = AdvantageInputs(totals.double(), rewards.double(), lengths.double(), config.pass_at_k)
     found = ADVANTAGES[config.advantages](x)
     if not isinstance(found, Tensor) or found.shape != totals.shape:

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
-from covey.algorithms.grpo import EPSILONS, clip_fractions, method, with_epsilons
-from covey.algorithms.registered import registered_advantages
+from covey.algorithms.grpo import EPSILONS, clip_fractions, compared, method, with_epsilons
 from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
 from covey.core.losses import clip, mean_per_sequence, sequence_sum_level
@@ -29,18 +28,13 @@ def algorithm(config: Any) -> Algorithm:
     return method("RLOO", config, _advantages, _step_advantages, kl_in_reward=True)
 
 
-def _advantages(
-    config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, lengths_PG: Tensor | None = None
-) -> Tensor:
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *lengths: Tensor) -> Tensor:
     """R = clip(Σ w r) - β KL(π_old || π_ref) of the whole completion, then leave one out."""
     total_PG = weighted_total(rewards_PGF, weights_F)
     if config.reward_clip_range is not None:
         total_PG = total_PG.clamp(*config.reward_clip_range)
-    if kl_PG is not None:
-        total_PG = total_PG - config.beta * kl_PG
-    if config.advantages:
-        return registered_advantages(config, total_PG, rewards_PGF, lengths_PG)
-    return leave_one_out(total_PG, config.normalize_advantages)
+    usual = partial(leave_one_out, normalize=config.normalize_advantages)
+    return compared(config, total_PG, rewards_PGF, kl_PG, lengths, usual)
 
 
 def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class RewardFields:
     `group`, False `none`."""
     advantages: str | None = None
     """Advantages in the place of the method's own: reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo,
-    pass_at_k, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name."""
+    pass_at_k, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name. Rewards of steps are
+    compared as without it."""
     pass_at_k: int = limited(4, ge=1)
     """advantages=pass_at_k: completions of which the best counts."""
     process_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")

@@ -71,7 +71,7 @@ class MicroBatchRunner:
             whole = sequences
             if self._padded_until_proven() == "shared_prefix":
                 whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths)
-            longest, largest = (int(sizes.max()) if len(sizes) else 1 for sizes in (sequences, whole))
+            longest, largest = (int(sequences.max()), int(whole.max())) if len(sequences) else (1, 1)
             wanted = derived_budget(rows, longest, largest, self.device_type, self.room)
         return wanted if self.limit is None else min(wanted, self.limit)
 
