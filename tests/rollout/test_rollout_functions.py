@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
-from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
+from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, _run_into, form_of
 from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
@@ -253,6 +254,21 @@ def test_nothing_is_sampled_for_a_rollout_that_has_ended():
     wait_for(lambda: all(task.done() for task in tasks))
     assert len(engine.served) == before
     assert all("the rollout has ended" in str(one.exception()) for one in tasks if not one.cancelled())
+
+
+def test_a_request_cancelled_before_it_starts_is_answered():
+    future = Future()
+
+    async def never_entered():
+        raise AssertionError("it was cancelled")
+
+    async def cancels():
+        _run_into(never_entered(), future)
+        (task,) = asyncio.all_tasks() - {asyncio.current_task()}
+        task.cancel()
+
+    asyncio.run(cancels())
+    assert future.cancelled()
 
 
 def test_a_function_that_will_not_be_cancelled_is_left_behind():

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,23 +55,7 @@ class _IsolatedFunction:
 
         async def submit(request: SampleRequest) -> list[Completion]:
             future: Future[list[Completion]] = Future()
-
-            async def work() -> None:
-                try:
-                    settle(future, await generate(request))
-                except BaseException as error:
-                    if isinstance(error, asyncio.CancelledError):
-                        future.cancel()
-                    settle(future, error=error, wrap=False)
-                    if not isinstance(error, Exception):
-                        raise
-
-            def cancel(future: Future[Any], task: asyncio.Task[None]) -> None:
-                if future.cancelled():
-                    with suppress(RuntimeError):  # the loop is closed
-                        home.call_soon_threadsafe(task.cancel)
-
-            self._relay.send(home, lambda: future.add_done_callback(partial(cancel, task=home.create_task(work()))))
+            self._relay.send(home, lambda: _run_into(generate(request), future))
             return await asyncio.wrap_future(future)
 
         return submit
@@ -108,6 +92,31 @@ class GroupFunction(_IsolatedFunction):
                 f" of {n} Rollouts, such as `episode.done()` gives."
             )
         return [self._limits.checked(rollout) for rollout in rollouts]  # copies, also of one that is returned twice
+
+
+def _run_into(work: Coroutine[Any, Any, T], future: "Future[T]") -> None:
+    """Run a coroutine on the running loop; result, exception and cancellation go to `future`, and cancellation back.
+
+    By callbacks of the task: one that is cancelled before it starts runs no line of its coroutine.
+    """
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+
+    def done(task: "asyncio.Task[T]") -> None:
+        if task.cancelled():
+            future.cancel()
+        elif (error := task.exception()) is not None:
+            settle(future, error=error, wrap=False)
+        else:
+            settle(future, task.result())
+
+    def cancel_task(future: "Future[T]") -> None:
+        if future.cancelled():
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+    task.add_done_callback(done)
+    future.add_done_callback(cancel_task)
 
 
 def form_of(function: Callable[..., Any]) -> str:
