@@ -5,13 +5,13 @@ See also `covey.core.credit` for the advantages of steps.
 
 import math
 import operator
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from contextlib import suppress
 from typing import Any, SupportsIndex
 
 import torch
+from tokenizers.decoders import DecodeStream
 
 from covey.core.records import Rollout, StepRewards
 from covey.rewards.text import content_text
@@ -173,8 +173,6 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" + ("" if count == 1 else "s")
 
 
-# Characters and tokens need not align. The bytes of tokens are read from their names, as byte-level and byte-fallback
-# tokenizers write them, and used only if they give the text that the tokenizer decodes; else prefixes are decoded.
 MALFORMED = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no text
 
 
@@ -183,77 +181,37 @@ class CharacterEnds:
 
     def __init__(self, tokenizer: Any, token_ids: list[int]):
         self._tokenizer, self._ids = tokenizer, token_ids
-        self.text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
-        self._ends = _spelled_ends(tokenizer, token_ids, self.text)
+        self.text = self._decode(len(token_ids))
+        self._lengths, self._tokens = [0], [-1]  # whole characters so far, and the token that ends the last of them
+        streamed = ""
+        for token, piece in enumerate(_pieces(tokenizer, token_ids)):
+            if piece:
+                streamed += piece
+                self._lengths.append(len(streamed))
+                self._tokens.append(token)
+        if not self.text.startswith(streamed):  # some decoders change a text as it goes on
+            self._lengths, self._tokens = [0], [-1]
+        self._lengths.append(len(self.text))
+        self._tokens.append(len(token_ids) - 1)
 
     def token(self, characters: int) -> int:
         assert 0 < characters <= len(self.text), "checked by the caller"
-        if self._ends is not None:
-            return self._ends[characters - 1]
-        return bisect_left(range(len(self._ids) - 1), True, key=lambda token: self._is_complete(characters, token))
+        piece = bisect_left(self._lengths, characters)
+        first, last = self._tokens[piece - 1] + 1, self._tokens[piece]
+        return bisect_left(range(last), True, lo=first, key=lambda token: self._is_complete(characters, token))
 
     def _is_complete(self, characters: int, token: int) -> bool:
-        decoded = self._tokenizer.decode(self._ids[: token + 1], skip_special_tokens=True)
-        return bool(decoded[:characters] == self.text[:characters])
+        if self.text[characters - 1] == MALFORMED:  # until another character begins
+            return len(self._decode(token + 2)) > characters
+        return self._decode(token + 1)[:characters] == self.text[:characters]
+
+    def _decode(self, tokens: int) -> str:
+        return str(self._tokenizer.decode(self._ids[:tokens], skip_special_tokens=True))
 
 
-def _spelled_ends(tokenizer: Any, token_ids: list[int], text: str) -> list[int] | None:
-    """Token that each character of `text` ends with; None if token names do not spell the text."""
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids)
-    named = list(enumerate(tokenizer.convert_ids_to_tokens(token_ids)))
-    written = [(index, name) for index, name in named if token_ids[index] not in special]
-    if not all(isinstance(name, str) for _, name in written):
-        return None
-    for spell in (_byte_level, _byte_fallback):
-        characters = list(spell(written))
-        spelled = "".join(character for character, _ in characters)
-        blank = int(spelled[:1] == " " and spelled[1:] == text)  # some tokenizers add a space and remove it again
-        if spelled[blank:] == text:
-            return [index for _, index in characters[blank:]]
-    return None
-
-
-def _byte_level(written: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
-    """Characters in GPT-2's notation: each character of a name is a byte; a name with other characters is text."""
-    indices: list[int] = []
-    data = bytearray()
-    for index, name in written:
-        values = [_BYTES.get(character) for character in name]
-        data += name.encode() if None in values else bytes(values)  # type: ignore[arg-type]
-        indices += [index] * (len(data) - len(indices))
-    start = 0
-    while start < len(data):
-        try:
-            good, bad = data[start:].decode(), 0
-        except UnicodeDecodeError as error:
-            good, bad = data[start : start + error.start].decode(), error.end - error.start
-        for character in good:
-            start += len(character.encode())
-            yield character, indices[start - 1]
-        if bad:
-            start += bad
-            yield MALFORMED, indices[start - 1]
-
-
-def _byte_fallback(written: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
-    """Characters in SentencePiece's notation: ▁ is a space, <0xE2> a byte; malformed bytes are one character each."""
-    for is_byte, run in groupby(written, key=lambda one: bool(re.fullmatch("<0x[0-9A-Fa-f]{2}>", one[1]))):
-        tokens = list(run)
-        if not is_byte:
-            yield from ((character, index) for index, name in tokens for character in name.replace("▁", " "))
-            continue
-        try:
-            text, start = bytes(int(name[3:5], 16) for _, name in tokens).decode(), 0
-        except UnicodeDecodeError:
-            yield from ((MALFORMED, index) for index, _ in tokens)
-            continue
-        for character in text:
-            start += len(character.encode())
-            yield character, tokens[start - 1][0]
-
-
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-"""Characters that encode bytes: printable ones encode themselves, the others follow from U+0100 on."""
+def _pieces(tokenizer: Any, token_ids: list[int]) -> Iterator[str | None]:
+    """Text that each token completes, None where it ends amid a character; ends where a decoder cannot go on."""
+    stream = DecodeStream(skip_special_tokens=True)
+    with suppress(Exception):  # the library raises nothing more special; or the tokenizer is of another one
+        for token_id in token_ids:
+            yield stream.step(tokenizer.backend_tokenizer, token_id)
