@@ -17,7 +17,7 @@ from typing import Any
 
 from covey.core.records import Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError
-from covey.rewards.functions import FunctionReward, Log, RewardBatch, Row, Unusable, Values
+from covey.rewards.functions import FailedReward, FunctionReward, Log, RewardBatch, Row, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
 from covey.runtime import deadlines
@@ -31,87 +31,72 @@ LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; 
 class CallResult:
     """Rewards of a batch by one function, one per sample."""
 
-    values: list[float]  # NaN where it abstained, failed or was late; the sum where it rewarded steps
+    values: list[
+        float
+    ]  # NaN where it abstained, a `FailedReward` where it failed or was late; the sum of a sample's steps
     steps: list[StepRewards | None]  # as the function returned them; None where it returned a number
     log: Log  # of the calls that succeeded
     seconds: float = 0.0  # wall time
-    failures: int = 0  # samples on which it raised, or returned NaN or something that is no reward
-    timeouts: int = 0  # samples that it had not scored at the deadline
-    culprit: int = 0  # index of the first failure
-    error: BaseException | None = None  # of the culprit, or of the call on the whole batch if every sample failed
-    text: str = ""  # that error, formatted
+    whole: FailedReward | None = None  # of the call on the whole batch, where no sample was scored alone either
 
     @classmethod
     def of(cls, returned: Values, log: Log) -> "CallResult":
         values: list[float] = []
-        steps: list[StepRewards | None] = []
-        failures, culprit, text = 0, 0, ""
-        for index, item in enumerate(returned):
-            steps.append(item if isinstance(item, list) else None)
+        for item in returned:
             value = total(item) if isinstance(item, list) else item
-            if value is not None and math.isnan(value):
-                if not failures:
-                    culprit, text = index, item.why if isinstance(item, Unusable) else ""
-                failures += 1
+            if value is not None and math.isnan(value) and not isinstance(value, FailedReward):
+                value = FailedReward(None, "it returned NaN; None is how to abstain")
             values.append(math.nan if value is None else value)
-        error = RewardError(text) if text else None
-        return cls(values, steps, log, failures=failures, culprit=culprit, error=error, text=text)
+        return cls(values, [item if isinstance(item, list) else None for item in returned], log)
 
     @classmethod
-    def failed(cls, size: int, error: BaseException) -> "CallResult":
+    def failed(cls, size: int, error: BaseException, seconds: float = 0.0) -> "CallResult":
         """Result of a call that raised; formats the error, which may run code of the user."""
-        text = str(error) if isinstance(error, RewardError) else format_error(error)
-        return cls([math.nan] * size, [None] * size, Log(size), failures=size, error=error, text=text)
+        ours = isinstance(error, RewardError | deadlines.CallTimeout)
+        failure = FailedReward(error, str(error) if ours else format_error(error))
+        return cls([failure] * size, [None] * size, Log(size), seconds)
 
     @classmethod
-    def timed_out(cls, size: int, seconds: float) -> "CallResult":
-        return cls([math.nan] * size, [None] * size, Log(size), seconds, timeouts=size, error=deadlines.CallTimeout())
+    def timed_out(cls, size: int, timeout: float) -> "CallResult":
+        return cls.failed(size, deadlines.CallTimeout(f"no answer within {timeout:g} s"), timeout)
 
     @classmethod
     def joined(cls, parts: "list[CallResult]") -> "CallResult":
-        failed = next((number for number, part in enumerate(parts) if part.failures), None)
-        before = sum(len(part.values) for part in parts[:failed]) if failed is not None else 0
-        late = next((part.error for part in parts if part.timeouts), None)
         return cls(
             values=[value for part in parts for value in part.values],
             steps=[steps for part in parts for steps in part.steps],
             log=Log.joined([part.log for part in parts]),
             seconds=sum(part.seconds for part in parts),
-            failures=sum(part.failures for part in parts),
-            timeouts=sum(part.timeouts for part in parts),
-            culprit=0 if failed is None else before + parts[failed].culprit,
-            error=late if failed is None else parts[failed].error,
-            text="" if failed is None else parts[failed].text,
+            whole=next((part.whole for part in parts if part.failures), None),
         )
+
+    @property
+    def failures(self) -> dict[int, FailedReward]:
+        """Samples on which it raised, returned NaN or something that is no reward, or was late."""
+        return {index: value for index, value in enumerate(self.values) if isinstance(value, FailedReward)}
+
+    @property
+    def first_failure(self) -> FailedReward | None:
+        """One that explains the others: it came first, and was late only if all were."""
+        return self.whole or min(self.failures.values(), key=lambda one: one.is_late, default=None)
 
     def with_retries(self, parts: "list[CallResult]", seconds: float) -> "CallResult":
         """This result of the whole batch, or that of its samples where they were retried alone."""
         if not parts:
             return replace(self, seconds=seconds)
         joined = CallResult.joined(parts)
-        if joined.failures in (0, len(parts)):
-            joined = replace(joined, error=self.error, text=self.text)
-        return replace(joined, seconds=seconds)
+        return replace(
+            joined, seconds=seconds, whole=self.first_failure if len(joined.failures) == len(parts) else None
+        )
 
     def without(self, unusable: dict[int, str]) -> "CallResult":
         """The same result with more failures."""
-        first = min(unusable)
+        failures = {sample: FailedReward(RewardError(text), text) for sample, text in unusable.items()}
         return replace(
             self,
-            values=[math.nan if sample in unusable else value for sample, value in enumerate(self.values)],
+            values=[failures.get(sample, value) for sample, value in enumerate(self.values)],
             steps=[None if sample in unusable else steps for sample, steps in enumerate(self.steps)],
-            failures=self.failures + len(unusable),
-            culprit=first,
-            error=RewardError(unusable[first]),
-            text=unusable[first],
         )
-
-    def describe_error(self, timeout: float) -> str:
-        if self.error is None:
-            return "it returned NaN; None is how to abstain"
-        if isinstance(self.error, deadlines.CallTimeout):
-            return f"no answer within {timeout:g} s"
-        return self.text
 
 
 def score(
@@ -169,19 +154,12 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
     return whole.with_retries(list(parts), time.monotonic() - start)
 
 
-def collect_async(loop: LoopThread, call: Future[CallResult], size: int, seconds: float, timeout: float) -> CallResult:
-    """Result of `score_async` on another thread; that of a late call if a coroutine blocks the loop."""
-    try:
-        return loop.wait(call, max(seconds, 0.0) + LOOP_GRACE)
-    except deadlines.CallTimeout:
-        return CallResult.timed_out(size, timeout)
-
-
 def _samples_to_retry(whole: CallResult, batch: RewardBatch) -> list[RewardBatch]:
-    if isinstance(whole.error, MissingArgument):
-        raise whole.error
+    error = whole.first_failure.error if whole.first_failure is not None else None
+    if isinstance(error, MissingArgument):
+        raise error
     # A function that returned another number of rewards might return one for a single sample whatever that is.
-    if whole.error is None or isinstance(whole.error, deadlines.CallTimeout | RewardError):
+    if error is None or isinstance(error, deadlines.CallTimeout | RewardError):
         return []
     return [batch.take([index]) for index in range(len(batch))]
 
@@ -256,9 +234,12 @@ class _AsyncLane:
         return future
 
     def result(self, future: "Future[CallResult]") -> CallResult:
+        """Wait for a result; a coroutine that blocks the loop counts as late."""
         begun, size = self._begun[future]
-        left = begun + self._timeout - time.monotonic()
-        return collect_async(self._loop, future, size, left, self._timeout)
+        try:
+            return self._loop.wait(future, max(begun + self._timeout - time.monotonic(), 0.0) + LOOP_GRACE)
+        except deadlines.CallTimeout:
+            return CallResult.timed_out(size, self._timeout)
 
     def close(self) -> None: ...  # the loop belongs to the suite
 
@@ -289,9 +270,9 @@ class _ThreadLane:
 
     def _score(self, batch: RewardBatch) -> CallResult:
         if self._late >= MAX_LATE_CALLS:
-            return CallResult.timed_out(len(batch), 0.0)
+            return replace(CallResult.timed_out(len(batch), self._timeout), seconds=0.0)
         begun = time.perf_counter()
         outcome = score(self._function, batch, self._state, self._timeout, self._calls.call)
         self.spans.append((begun, time.perf_counter()))
-        self._late += bool(outcome.timeouts)
+        self._late += any(failure.is_late for failure in outcome.failures.values())
         return outcome

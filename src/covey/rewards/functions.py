@@ -17,6 +17,7 @@ from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
 from covey.rewards.steps import STEPS, as_steps
 from covey.rewards.text import describe_sample
+from covey.runtime.deadlines import CallTimeout
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
@@ -167,15 +168,20 @@ Values = Sequence[Value]
 _NOT_A_NUMBER = object()
 
 
-class Unusable(float):
-    """NaN in place of a returned value that is no reward."""
+class FailedReward(float):
+    """NaN in place of a reward that a function did not give; without an `error` where it returned NaN itself."""
 
-    why: str
+    error: BaseException | None
+    text: str
 
-    def __new__(cls, why: str) -> "Unusable":
+    def __new__(cls, error: BaseException | None, text: str) -> "FailedReward":
         made = super().__new__(cls, math.nan)
-        made.why = why
+        made.error, made.text = error, text.rstrip(".")
         return made
+
+    @property
+    def is_late(self) -> bool:
+        return isinstance(self.error, CallTimeout)
 
 
 def function_name(function: Callable) -> str:
@@ -246,8 +252,8 @@ def as_values(returned: Any, size: int) -> Values:
     """Validate the result of a reward function for `size` samples.
 
     Accepted are lists and tuples of numbers, booleans, numpy or torch scalars and None, and one-dimensional arrays and
-    tensors; instead of a number, a list of (end, reward) pairs. Any other element, or an infinite one, becomes
-    `Unusable`.
+    tensors; instead of a number, a list of (end, reward) pairs. Any other element, or an infinite one, becomes a
+    `FailedReward`.
 
     Example:
         >>> as_values((1, None, "two"), 3)
@@ -272,7 +278,7 @@ def as_values(returned: Any, size: int) -> Values:
     return values
 
 
-def _unusable(item: Any, expected: str) -> Unusable:
+def _unusable(item: Any, expected: str) -> FailedReward:
     rewards = [item]
     if isinstance(item, list | tuple):
         rewards = [pair[1] for pair in item if isinstance(pair, list | tuple) and len(pair) == 2]
@@ -281,7 +287,8 @@ def _unusable(item: Any, expected: str) -> Unusable:
         hint = " Give finite numbers of ordinary size, None where there is no reward."
     elif isinstance(item, list | tuple):
         hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    return Unusable(f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}")
+    text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}"
+    return FailedReward(RewardError(text), text)
 
 
 def _number(item: Any) -> Any:

@@ -8,7 +8,6 @@ in `_adapt`.
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from covey.core.records import Rollout, StepRewards
 from covey.core.stats import Mean, Stat, Sum
-from covey.rewards.call import CallResult, RewardStream, collect_async, score, score_async
+from covey.rewards.call import CallResult, RewardStream, score
 from covey.rewards.contract import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, Log, RewardBatch, RewardContext, Row, arguments_with, function_name
 from covey.rewards.models import Device, ModelReward, is_reward_model, load_reward_model, model_name
@@ -162,27 +161,20 @@ class RewardSuite:
 
     def _score_all(self, batch: RewardBatch, trainer_state: Any, stream: RewardStream | None) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
-        pending: dict[int, Future[CallResult]] = {}
-        results: dict[int, CallResult] = {}
-        try:
-            for index, function in enumerate(self.functions):
-                streamed = stream is not None and index in stream
-                if isinstance(function, FunctionReward) and function.is_async and not streamed:
-                    pending[index] = self._loop.start(score_async(function, batch, trainer_state, self.timeout))
-            for index, function in enumerate(self.functions):
-                if index not in pending and (stream is None or index not in stream):
-                    results[index] = score(function, batch, trainer_state, self.timeout)
-            for index, call in pending.items():
-                results[index] = collect_async(self._loop, call, len(batch), self.timeout, self.timeout)
-        finally:
-            for call in pending.values():
-                call.cancel()
-        ordered = []
-        for index in range(len(self.functions)):
-            result = results[index] if stream is None or index in results else stream.result(index)
-            assert len(result.values) == len(batch), "every rollout was streamed"
-            ordered.append(result)
-        return ordered
+        left = {index: one for index, one in enumerate(self.functions) if stream is None or index not in stream}
+        waiting = {index: one for index, one in left.items() if isinstance(one, FunctionReward) and one.is_async}
+        with RewardStream({}, waiting, self._loop, trainer_state, self.timeout) as started:
+            started.on_group(0, batch.rows, batch.rollouts)
+            results = {
+                index: score(one, batch, trainer_state, self.timeout)
+                for index, one in left.items()
+                if index not in waiting
+            }
+            results |= {index: started.result(index) for index in waiting}
+        if stream is not None:
+            results |= {index: stream.result(index) for index in range(len(self.functions)) if index not in left}
+        assert all(len(result.values) == len(batch) for result in results.values()), "every rollout was streamed"
+        return [results[index] for index in range(len(self.functions))]
 
     def _resolve_steps(
         self, index: int, call: CallResult, batch: RewardBatch, scorable: list[int], steps: list[dict[int, StepRewards]]
@@ -197,26 +189,27 @@ class RewardSuite:
         return call.without(unusable) if unusable else call
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
-        name, size = self.names[index], len(batch)
-        reason = result.describe_error(self.timeout).rstrip(".") if result.failures + result.timeouts else ""
-        if result.failures + result.timeouts < size:
+        name, size, first = self.names[index], len(batch), result.first_failure
+        failed = [sample for sample, failure in result.failures.items() if not failure.is_late]
+        late = len(result.failures) - len(failed)
+        if first is None or len(result.failures) < size:
             self._has_scored[index] = True
             self._failed_batches[index] = 0
         else:
             self._failed_batches[index] += 1
-            broken = bool(result.text) and not self._has_scored[index]
+            broken = first.error is not None and not first.is_late and not self._has_scored[index]
             if broken or self._failed_batches[index] >= FAILED_BATCHES:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
-                    + f": {reason}. First sample:\n{batch.describe(0)}"
-                ) from result.error
-        if result.failures:
-            text = f"reward function {name!r} failed on {result.failures} of {size} samples ({reason}); they get no"
+                    + f": {first.text}. First sample:\n{batch.describe(0)}"
+                ) from first.error
+        if first is not None and failed:
+            text = f"reward function {name!r} failed on {len(failed)} of {size} samples ({first.text}); they get no"
             text += f" reward from it and are counted in rewards/{name}/failures. The first of them:\n"
-            self._warn_once(name, "failures", text + batch.describe(result.culprit))
-        if result.timeouts:
-            text = f"reward function {name!r} did not score {result.timeouts} of {size} samples within"
+            self._warn_once(name, "failures", text + batch.describe(failed[0]))
+        if late:
+            text = f"reward function {name!r} did not score {late} of {size} samples within"
             text += f" {self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First"
             self._warn_once(name, "timeouts", f"{text} sample of the batch:\n{batch.describe(0)}")
 
@@ -229,8 +222,9 @@ class RewardSuite:
         """Statistics with the same keys on every call and every process."""
         stats: dict[str, Stat] = {}
         for name, result in zip(self.names, results, strict=True):
-            stats[f"rewards/{name}/failures"] = Sum(float(result.failures))
-            stats[f"rewards/{name}/timeouts"] = Sum(float(result.timeouts))
+            late = sum(failure.is_late for failure in result.failures.values())
+            stats[f"rewards/{name}/failures"] = Sum(float(len(result.failures) - late))
+            stats[f"rewards/{name}/timeouts"] = Sum(float(late))
             stats[f"rewards/{name}/seconds"] = Mean.of([result.seconds])
         return stats
 
