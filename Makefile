@@ -52,6 +52,8 @@ lint: .venv/dev.done
 # Three workers for two cores, as tests also wait; one thread each, because tiny models run fastest so and threads that
 # spin disturb.
 test: WORKERS = 3
+# Compiled modules are kept even where this variable is set: each worker would compile 350 test modules for itself.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.done
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

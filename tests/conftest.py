@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 
@@ -15,10 +16,15 @@ import torch
 
 from tests.support import known_attributes, tiny
 
+gc.disable()  # until all tests are collected: what is imported stays
 # The same examples on every machine, however slow; ten times as many with COVEY_TEST_EXAMPLES=nightly.
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("steady"), max_examples=200)
 hypothesis.settings.load_profile(os.environ.get("COVEY_TEST_EXAMPLES", "steady"))
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

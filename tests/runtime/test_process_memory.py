@@ -1,6 +1,5 @@
 """Reuse of freed memory, and errors that mean memory ran out."""
 
-import subprocess
 import sys
 
 import pytest
@@ -13,33 +12,30 @@ from covey.runtime.process_memory import (
     available_memory,
     is_out_of_memory,
 )
+from tests.support import launching
 
 COUNT = """
 import resource, torch
 from covey.runtime.process_memory import reuse_freed_memory
-keep = {keep} and reuse_freed_memory()
-def work():
-    for _ in range(20):
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
         torch.ones(12_000_000)
-work()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-work()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, keep)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+usual = faults()
+kept = reuse_freed_memory()
+faults()
+print(int(kept), usual, faults())
 """
 
 
-def faults(keep: bool) -> tuple[int, bool]:
-    done = subprocess.run([sys.executable, "-c", COUNT.format(keep=keep)], capture_output=True, text=True, check=True)
-    count, kept = done.stdout.split()
-    return int(count), kept == "True"
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
-def test_large_tensors_reuse_pages():
-    count, kept = faults(True)
+def test_large_tensors_reuse_pages(tmp_path):
+    (tmp_path / "count.py").write_text(COUNT)
+    kept, usual, count = map(int, launching.run([sys.executable, str(tmp_path / "count.py")]).split())
     if not kept:
         pytest.skip("another C library")
-    assert count < faults(False)[0] / 10  # 48 MB a tensor: 12,000 pages of 4 KB each time without
+    assert count < usual / 10  # 48 MB a tensor: 12,000 pages of 4 KB each time
 
 
 @pytest.mark.parametrize(

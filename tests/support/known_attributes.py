@@ -16,8 +16,9 @@ _seen: set[str] = set()
 
 def guard() -> None:
     """Refuse unknown attributes from now on, in every module of Covey that is new since the last call."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "covey" and name not in _seen]:
-        _seen.add(name)
+    new = sys.modules.keys() - _seen
+    _seen.update(new)
+    for name in (name for name in new if name.partition(".")[0] == "covey"):
         module = sys.modules[name]
         module.__class__ = _GuardedModule
         for kind in list(vars(module).values()):

@@ -24,10 +24,15 @@ def receiver(port, rank, world_size, seconds):
     cpu = torch.device("cpu")
     try:
         for size in (1000, 3):
-            print(json.dumps((rank, channel.receive(size, cpu, {}, seconds).sum().item())), flush=True)
+            say(rank, channel.receive(size, cpu, {}, seconds).sum().item())
     except RuntimeError as error:
-        print(json.dumps((rank, str(error))), flush=True)
+        say(rank, str(error))
     channel.close()
+
+
+def say(rank, what):
+    """Print a line in one piece: `print` may write its end apart, after another process's line."""
+    os.write(1, f"{json.dumps((rank, what))}\n".encode())
 
 
 class Printed:
