@@ -36,7 +36,7 @@ def test_files_are_loaded_once(my_rewards):
 
 def test_factories_are_called_with_literals(my_rewards):
     assert resolve_reward("my_rewards_module:get_scaled(factor=2.5)")(["ab"]) == [2.5]
-    assert resolve_reward("get_soft_overlong_punishment(100, soft_punish_cache=20)").soft_punish_cache == 20
+    assert resolve_reward("get_soft_overlong_punishment(100, soft_punish_cache=20)").args == (100, 20)
 
 
 @pytest.mark.parametrize("text", ["org/model", "./folder/model", "gpt2", "Qwen2.5-0.5B-RM"])

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from covey.rewards.contract import with_settings
 from covey.rewards.text import completion_text
 
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
@@ -22,29 +22,21 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     return [1.0 if _THINK.match(completion_text(completion)) else 0.0 for completion in completions]
 
 
-@dataclass(frozen=True)
-class JsonReward:
-    """See `get_json_reward`; a class so that it can be pickled."""
+def _json(required_keys: Sequence[str], allow_fence: bool, completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(_is_json(completion_text(one), required_keys, allow_fence)) for one in completions]
 
-    required_keys: tuple[str, ...] = ()
-    allow_fence: bool = True
 
-    __name__ = "json_reward"
-
-    def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return [float(self.accepts(completion_text(completion))) for completion in completions]
-
-    def accepts(self, text: str) -> bool:
-        """True for a JSON object or array; with required keys, for an object that has all of them."""
-        text = text.strip()
-        fenced = _FENCED.match(text) if self.allow_fence else None
-        try:
-            value = json.loads(fenced.group(1) if fenced else text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            return False
-        if self.required_keys:
-            return isinstance(value, dict) and all(key in value for key in self.required_keys)
-        return isinstance(value, dict | list)
+def _is_json(text: str, required_keys: Sequence[str], allow_fence: bool) -> bool:
+    """True for a JSON object or array; with required keys, for an object that has all of them."""
+    text = text.strip()
+    fenced = _FENCED.match(text) if allow_fence else None
+    try:
+        value = json.loads(fenced.group(1) if fenced else text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    if required_keys:
+        return isinstance(value, dict) and all(key in value for key in required_keys)
+    return isinstance(value, dict | list)
 
 
 def _refuse_constant(name: str) -> None:
@@ -58,7 +50,7 @@ def json_reward(completions: list[Any], **kwargs: Any) -> list[float]:
         >>> json_reward(['{"answer": 4}', 'The answer is {"answer": 4}', "4"])
         [1.0, 0.0, 0.0]
     """
-    return JsonReward()(completions)
+    return _json((), True, completions)
 
 
 def get_json_reward(required_keys: Sequence[str] = (), allow_fence: bool = True) -> Callable[..., list[float]]:
@@ -77,24 +69,12 @@ def get_json_reward(required_keys: Sequence[str] = (), allow_fence: bool = True)
     """
     if isinstance(required_keys, str):
         raise ValueError(f"required_keys must be a list of keys; for one key pass [{required_keys!r}].")
-    return JsonReward(tuple(required_keys), allow_fence)
+    return with_settings(_json, "json_reward", tuple(required_keys), allow_fence)
 
 
-@dataclass(frozen=True)
-class RegexReward:
-    """See `get_regex_reward`; a class so that it can be pickled."""
-
-    pattern: re.Pattern[str]
-    match: Literal["search", "fullmatch"]
-    name: str
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        matches = self.pattern.fullmatch if self.match == "fullmatch" else self.pattern.search
-        return [1.0 if matches(completion_text(completion)) else 0.0 for completion in completions]
+def _regex(pattern: re.Pattern[str], match: str, completions: list[Any], **kwargs: Any) -> list[float]:
+    matches = pattern.fullmatch if match == "fullmatch" else pattern.search
+    return [1.0 if matches(completion_text(completion)) else 0.0 for completion in completions]
 
 
 def get_regex_reward(
@@ -122,6 +102,6 @@ def get_regex_reward(
     if match not in ("search", "fullmatch"):
         raise ValueError(f"match={match!r}; choose 'search' or 'fullmatch'.")
     try:
-        return RegexReward(re.compile(pattern, flags), match, name)
+        return with_settings(_regex, name, re.compile(pattern, flags), match)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}.") from error

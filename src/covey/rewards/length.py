@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from covey.rewards.contract import per_completion
+from covey.rewards.contract import per_completion, with_settings
 from covey.rewards.text import completion_text
 
 
@@ -24,18 +23,8 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     return -1.0
 
 
-@dataclass(frozen=True)
-class SoftOverlongPunishment:
-    """See `get_soft_overlong_punishment`; a class so that it can be pickled."""
-
-    max_completion_len: int
-    soft_punish_cache: int
-
-    __name__ = "soft_overlong_punishment_reward"
-
-    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        limits = self.max_completion_len, self.soft_punish_cache
-        return [soft_overlong_punishment(len(ids), *limits) for ids in completion_ids]
+def _soft_overlong(limit: int, cache: int, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [soft_overlong_punishment(len(ids), limit, cache) for ids in completion_ids]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
@@ -56,7 +45,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
         raise ValueError(
             f"soft_punish_cache={soft_punish_cache} must lie between 0 and max_completion_len={max_completion_len}."
         )
-    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+    return with_settings(_soft_overlong, "soft_overlong_punishment_reward", max_completion_len, soft_punish_cache)
 
 
 def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> float:
@@ -70,33 +59,25 @@ def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> f
 
 
 @per_completion
-@dataclass(frozen=True)
-class CosineScaledReward:
-    """See `get_cosine_scaled_reward`; a class so that it can be pickled."""
+def _cosine_scaled(
+    max_len: int,
+    of_wrong: tuple[float, float],
+    of_correct: tuple[float, float],
+    completions: list[Any],
+    solution: list[str],
+    completion_ids: list[list[int]],
+    **kwargs: Any,
+) -> list[float | None]:
+    """Rewards between two values each: of an empty answer, and of one of `max_len` tokens."""
+    from covey.rewards.accuracy import verify_answers
 
-    max_len: int
-    min_value_wrong: float = -1.0
-    max_value_wrong: float = -0.5
-    min_value_correct: float = 0.5
-    max_value_correct: float = 1.0
-
-    __name__ = "cosine_scaled_reward"
-
-    def __call__(
-        self, completions: list[Any], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
-    ) -> list[float | None]:
-        from covey.rewards.accuracy import verify_answers
-
-        comparisons = verify_answers([completion_text(completion) for completion in completions], solution)
-        return [
-            comparison.reward if comparison.correct is None else self.scale(comparison.correct, len(ids))
-            for comparison, ids in zip(comparisons, completion_ids, strict=True)
-        ]
-
-    def scale(self, correct: bool, length: int) -> float:
-        if correct:
-            return cosine_scaled(length, self.max_len, at_zero=self.max_value_correct, at_max=self.min_value_correct)
-        return cosine_scaled(length, self.max_len, at_zero=self.min_value_wrong, at_max=self.max_value_wrong)
+    comparisons = verify_answers([completion_text(completion) for completion in completions], solution)
+    return [
+        one.reward
+        if one.correct is None
+        else cosine_scaled(len(ids), max_len, *(of_correct if one.correct else of_wrong))
+        for one, ids in zip(comparisons, completion_ids, strict=True)
+    ]
 
 
 def get_cosine_scaled_reward(
@@ -129,7 +110,8 @@ def get_cosine_scaled_reward(
     """
     if max_len <= 0:
         raise ValueError(f"max_len={max_len} must be a positive number of tokens.")
-    return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+    of_wrong, of_correct = (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct)
+    return with_settings(_cosine_scaled, "cosine_scaled_reward", max_len, of_wrong, of_correct)
 
 
 def repeated_fraction(token_ids: list[int], ngram_size: int) -> float:
@@ -143,17 +125,8 @@ def repeated_fraction(token_ids: list[int], ngram_size: int) -> float:
     return 1.0 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-@dataclass(frozen=True)
-class RepetitionPenaltyReward:
-    """See `get_repetition_penalty_reward`; a class so that it can be pickled."""
-
-    ngram_size: int = 3
-    max_penalty: float = -1.0
-
-    __name__ = "repetition_penalty_reward"
-
-    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [self.max_penalty * repeated_fraction(ids, self.ngram_size) or 0.0 for ids in completion_ids]  # no -0.0
+def _repetition(ngram_size: int, most: float, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [most * repeated_fraction(ids, ngram_size) or 0.0 for ids in completion_ids]  # no -0.0
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
@@ -174,4 +147,4 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ValueError(f"max_penalty={max_penalty} would reward repetition; pass 0 or a negative number.")
     if ngram_size < 1:
         raise ValueError(f"ngram_size={ngram_size}; an n-gram has at least one token.")
-    return RepetitionPenaltyReward(ngram_size, max_penalty)
+    return with_settings(_repetition, "repetition_penalty_reward", ngram_size, max_penalty)

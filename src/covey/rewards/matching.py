@@ -2,53 +2,48 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
-from covey.rewards.contract import answers
+from covey.rewards.contract import answers, with_settings
 from covey.rewards.text import completion_text
 
 
-class MatchReward:
-    """Compares each completion with the column `answer`, else `solution`; None where that is None."""
-
-    def __call__(
-        self, completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
-    ) -> list[float | None]:
-        expected = answer if answer is not None else solution
-        if expected is None:
-            raise ValueError("this reward needs a dataset column 'answer' or 'solution', and there is neither.")
-        pairs = zip(completions, expected, strict=True)
-        return [None if one is None else self.compare(completion_text(given), str(one)) for given, one in pairs]
-
-    def compare(self, given: str, expected: str) -> float | None:
-        """Reward of one completion; None where the expected text is no reference."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class ExactMatchReward(MatchReward):
-    """See `get_exact_match_reward`; a class so that it can be pickled."""
-
-    ignore_case: bool = False
-    ignore_whitespace: bool = True
-
-    __name__ = "exact_match_reward"
-
-    def compare(self, given: str, expected: str) -> float:
-        return float(self.normalise(given) == self.normalise(expected))
-
-    def extract(self, completion: Any) -> str:
-        return self.normalise(completion_text(completion))
-
-    def normalise(self, text: str) -> str:
-        if self.ignore_whitespace:
-            text = " ".join(text.split())
-        return text.casefold() if self.ignore_case else text
+def _match(
+    extract: Callable[[Any], Any],
+    tolerance: float,
+    completions: list[Any],
+    answer: list[Any] | None = None,
+    solution: list[Any] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Compare what is in each completion with what is in the column `answer`, else `solution`."""
+    expected = answer if answer is not None else solution
+    if expected is None:
+        raise ValueError("this reward needs a dataset column 'answer' or 'solution', and there is neither.")
+    pairs = zip(completions, expected, strict=True)
+    return [None if one is None else _rate(extract(given), extract(str(one)), tolerance) for given, one in pairs]
 
 
-@answers(ExactMatchReward().extract)
+def _rate(value: Any, target: Any, tolerance: float) -> float | None:
+    """1 where they are equal, up to a share of the target; None without a target."""
+    if value is None or target is None:
+        return None if target is None else 0.0
+    return float(value == target or (tolerance > 0 and abs(value - target) <= Fraction(tolerance) * abs(target)))
+
+
+def _normalised(ignore_case: bool, ignore_whitespace: bool, completion: Any) -> str:
+    text = completion_text(completion)
+    if ignore_whitespace:
+        text = " ".join(text.split())
+    return text.casefold() if ignore_case else text
+
+
+_without_whitespace = partial(_normalised, False, True)
+
+
+@answers(_without_whitespace)
 def exact_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -58,7 +53,7 @@ def exact_match_reward(
         >>> exact_match_reward([" Paris\\n", "paris", "It is Paris"], answer=["Paris"] * 3)
         [1.0, 0.0, 0.0]
     """
-    return ExactMatchReward()(completions, answer=answer, solution=solution)
+    return _match(_without_whitespace, 0.0, completions, answer, solution)
 
 
 def get_exact_match_reward(
@@ -74,7 +69,8 @@ def get_exact_match_reward(
         >>> get_exact_match_reward(ignore_case=True)(["paris", "Rome"], answer=["Paris", "Paris"])
         [1.0, 0.0]
     """
-    return ExactMatchReward(ignore_case, ignore_whitespace)
+    extract = partial(_normalised, ignore_case, ignore_whitespace)
+    return answers(extract)(with_settings(_match, "exact_match_reward", extract, 0.0))
 
 
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
@@ -103,25 +99,11 @@ def last_number(text: str) -> Fraction | None:
     return (-1 if found["sign"] in ("-", "\u2212") else 1) * numerator / denominator
 
 
-@dataclass(frozen=True)
-class NumericMatchReward(MatchReward):
-    """See `get_numeric_match_reward`; a class so that it can be pickled."""
-
-    relative_tolerance: float = 0.0
-
-    __name__ = "numeric_match_reward"
-
-    def extract(self, completion: Any) -> Fraction | None:
-        return last_number(completion_text(completion))
-
-    def compare(self, given: str, expected: str) -> float | None:
-        number, target = last_number(given), last_number(expected)
-        if number is None or target is None:
-            return None if target is None else 0.0
-        return float(abs(number - target) <= Fraction(self.relative_tolerance) * abs(target))
+def _number(completion: Any) -> Fraction | None:
+    return last_number(completion_text(completion))
 
 
-@answers(NumericMatchReward().extract)
+@answers(_number)
 def numeric_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -133,7 +115,7 @@ def numeric_match_reward(
         >>> numeric_match_reward(["That makes 1,234.", "It is 0.5", "no idea"], answer=["#### 1234", "1/2", 3])
         [1.0, 1.0, 0.0]
     """
-    return NumericMatchReward()(completions, answer=answer, solution=solution)
+    return _match(_number, 0.0, completions, answer, solution)
 
 
 def get_numeric_match_reward(relative_tolerance: float = 0.0) -> Callable[..., list[float | None]]:
@@ -151,4 +133,4 @@ def get_numeric_match_reward(relative_tolerance: float = 0.0) -> Callable[..., l
     """
     if not 0 <= relative_tolerance < float("inf"):
         raise ValueError(f"relative_tolerance={relative_tolerance} must be a finite number, at least 0.")
-    return NumericMatchReward(relative_tolerance)
+    return answers(_number)(with_settings(_match, "numeric_match_reward", _number, relative_tolerance))
