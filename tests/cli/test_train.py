@@ -160,6 +160,18 @@ def test_environments_are_named_like_rewards_and_may_need_none(acting):
     assert "acting.py:Room" in (Path(trained.args.output_dir) / "summary.html").read_text()
 
 
+def test_environments_by_name_need_no_dataset(acting):
+    run_file = Path(acting[0])
+    run = json.loads(run_file.read_text())
+    factory = {"one": "acting.py:Room", "two": "acting.py:Room"}
+    run = {key: value for key, value in run.items() if key not in ("reward_funcs", "dataset")}
+    run_file.write_text(json.dumps(run | {"environment_factory": factory, "max_steps": 1}))
+    assert main(["explain", acting[0]]) == 0
+    trained = train(read_run(acting[0], [], "grpo"))
+    assert [row["environment"] for row in trained.train_dataset[:3]] == ["one", "two", "one"]
+    assert {"environment/one/reward", "environment/two/reward"} & trained.state.log_history[0].keys()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

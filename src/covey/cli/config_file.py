@@ -25,7 +25,8 @@ RUN_KEYS = {
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
     "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
     "rollout_func": "A function that runs rollouts in place of the built-in loop, named like a tool.",
-    "environment_factory": "A factory of the environments that rollouts act in, named like a tool.",
+    "environment_factory": "A factory of the environments that rollouts act in, named like a tool, or a mapping of "
+    "names to such. With `max_steps` it needs no dataset.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
     "quantization": "Store the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
     "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",
@@ -63,8 +64,10 @@ class RunConfig:
 
     @property
     def needed(self) -> list[str]:
-        """Keys that a run requires. Environments may have a reward of their own."""
-        return ["model", "dataset"] if self.environment_factory else ["model", "dataset", "reward_funcs"]
+        """Keys that a run requires. Environments may have a reward and prompts of their own."""
+        if not self.environment_factory:
+            return ["model", "dataset", "reward_funcs"]
+        return ["model"] if self.args.max_steps > 0 else ["model", "dataset"]
 
     def require(self, *names: str) -> None:
         for name in names:

@@ -77,7 +77,7 @@ def settings(run: RunConfig) -> dict[str, Any]:
     named: dict[str, Any] = {
         "method": run.method,
         "model": run.model,
-        "dataset": f"{run.dataset}, split {run.dataset_split}",
+        "dataset": f"{run.dataset}, split {run.dataset_split}" if run.dataset else None,
         "eval_dataset": run.eval_dataset,
         "reward_funcs": ", ".join(map(str, run.reward_funcs)),
         "peft": run.peft,

@@ -96,7 +96,6 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
     from covey.cli.data import load_evaluations, load_rows
 
     trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
-    assert run.dataset is not None or not training, "required when the run was read"
     return trainer_class(
         model=run.model,
         reward_funcs=rewards(run.reward_funcs) or None,
@@ -105,7 +104,7 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
         eval_dataset=load_evaluations(run.eval_dataset),
         tools=[named(tool, "tool") for tool in run.tools] or None,
         rollout_func=named(run.rollout_func, "rollout_func"),
-        environment_factory=named(run.environment_factory, "environment_factory"),
+        environment_factory=environments(run.environment_factory),
         peft_config=adapter(run.peft),
         quantization_config=quantisation(run.quantization),
     )
@@ -132,6 +131,13 @@ def named(reference: Any, kind: str) -> Any:
     if not isinstance(reference, str):
         raise ValueError(f"{kind} {reference!r} is a {type(reference).__name__}; name a function as {FORMS}.")
     return resolve(reference, kind, needs_call=kind == "rollout_func")
+
+
+def environments(factory: Any) -> Any:
+    """The factory, or factories by name, that a run names."""
+    if isinstance(factory, dict):
+        return {name: named(one, "environment_factory") for name, one in factory.items()}
+    return named(factory, "environment_factory")
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:

@@ -2,9 +2,9 @@
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from covey.config.base import OnlineConfig
@@ -14,12 +14,15 @@ from covey.rollout.collector import RolloutSpec, run_async
 from covey.rollout.environments.agent import (
     OBJECTS,
     REWARD,
+    SCORES,
     EnvironmentAgent,
+    NamedEnvironments,
+    PlayedEnvironment,
     TextEnvironmentAgent,
     ToolEnvironmentAgent,
 )
 from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
-from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
+from covey.rollout.environments.pool import EnvironmentPool
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
@@ -28,8 +31,9 @@ from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
-from covey.runtime.user_code import format_error
 from covey.trainer.context import RunContext
+
+OWN_ROWS = 1000  # of each environment, where there is no training data
 
 
 def build_rollout_spec(
@@ -48,7 +52,8 @@ def build_rollout_spec(
     limits = RolloutValidator(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
     if environment_factory is not None:
-        play = build_environment(args, environment_factory, tools, limits, partial(_parser, args, templates))
+        play = build_environments(args, environment_factory, tools, limits, partial(_parser, args, templates))
+        codec.tools = () if isinstance(play, NamedEnvironments) else codec.tools  # each environment shows its own
     elif rollout_func is None:
         toolbox = Toolbox(tools, timeout=args.tool_timeout)
         play = ToolAgent(toolbox, _parser(args, templates, toolbox.schemas), args.max_tool_calling_iterations)
@@ -110,41 +115,38 @@ def plays_functions(spec: RolloutSpec | None) -> bool:
     return spec is not None and isinstance(spec.play, RolloutFunction | GroupFunction | BatchFunction)
 
 
-def refuse_plain_prompts(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
-    """Refuse strings as prompts, where tools and environments need conversations."""
-    if spec is None or not isinstance(spec.play, ToolAgent | EnvironmentAgent):
-        return
-    needs = "tools need" if isinstance(spec.play, ToolAgent) else "an environment needs"
+def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
+    """Refuse strings as prompts, where tools and environments need conversations, and unknown environments."""
+    play = None if spec is None else spec.play
     for number, row in enumerate(rows):
-        if isinstance(prompt := row.get("prompt"), str):
+        player: Any = play
+        if isinstance(play, NamedEnvironments):
+            try:
+                player = play.agents[play.checked_name(row)]
+            except EnvironmentFailed as unknown:
+                raise ValueError(f"row {number} of `{role}`: {unknown}.") from None
+        if isinstance(player, ToolAgent | EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
+            needs = "tools need" if isinstance(player, ToolAgent) else "an environment needs"
             raise ValueError(
                 f"row {number} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
                 f' [{{"role": "user", "content": {prompt[:40]!r}}}].'
             )
 
 
-class PlayedEnvironment(RolloutFunction):
-    """An environment that plays whole rollouts itself: an object with `async play(row, engine)`, closed at the end."""
-
-    gives_reward = True
-
-    def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
-        super().__init__(environment.play, timeout, limits)
-        self._environment = environment
-        self._at_end = weakref.finalize(self, _close, environment)
-
-    def close(self) -> None:
-        _close(self._environment)
-
-
-def _close(environment: Any) -> None:
-    close = getattr(environment, "close", None)
-    try:
-        if callable(close):
-            close()
-    except Exception as error:
-        message = f"an environment could not be closed: {format_error(error)}."
-        warnings.warn(message, EnvironmentWarning, stacklevel=3)
+def build_environments(
+    args: OnlineConfig, factory: Any, tools: Sequence[Callable[..., Any] | Tool], limits: RolloutValidator, parser: Any
+) -> EnvironmentAgent | PlayedEnvironment | NamedEnvironments:
+    """The agent for a factory, or for factories by name."""
+    if not isinstance(factory, dict):
+        return build_environment(args, factory, tools, limits, parser)
+    if not factory or not all(isinstance(name, str) for name in factory):
+        raise ValueError(
+            f"`environment_factory` has the keys {list(factory)!r}; a dictionary gives each factory a name, as in"
+            ' {"shop": Shop}, that rows have in their column `environment`.'
+        )
+    return NamedEnvironments(
+        {name: build_environment(args, one, tools, limits, parser) for name, one in factory.items()}
+    )
 
 
 def build_environment(
@@ -173,20 +175,17 @@ def build_environment(
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
         return TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
+    gives_reward = callable(getattr(example, "get_reward", None))
     methods = tool_methods(example)
-    if not methods:
-        raise ValueError(
-            f"`environment_factory` made a {kind}, which the policy can do nothing with: it has neither public methods"
-            " to call as tools nor `step(text)`."
-        )
-    schemas = [Tool.of(tool).schema for tool in [*methods, *tools]]
-    rounds, gives_reward = args.max_tool_calling_iterations, callable(getattr(example, "get_reward", None))
+    if not methods and not tools:
+        return EnvironmentAgent(pool, gives_reward, required(example.reset))
+    schemas, rounds = [Tool.of(tool).schema for tool in [*methods, *tools]], args.max_tool_calling_iterations
     return ToolEnvironmentAgent(pool, gives_reward, example, parser(schemas), tools, rounds)
 
 
 def environment(**columns: Any) -> list[Any]:
     """The reward that environments gave their rollouts, as a reward function; their scores become metrics."""
-    for scores in columns.get("environment_scores") or ():
+    for scores in columns.get(SCORES) or ():
         for name, value in (scores or {}).items():
             columns["log_metric"](f"environment/{name}", value)
     return columns.get(REWARD) or [None] * len(columns["completions"])
@@ -206,11 +205,27 @@ def reward_sources(functions: Any, weights: Any, processing_classes: Any, player
 
 
 def given_by(player: Any) -> set[str]:
-    return {OBJECTS} if isinstance(player, EnvironmentAgent) and player.pool.limit is None else set()
+    return {OBJECTS} if getattr(player, "gives_objects", False) else set()
+
+
+def environment_rows(args: OnlineConfig, factory: Any) -> list[dict[str, Any]] | None:
+    """Training rows where there is no data: tasks of each factory, or rows with a seed; None without `max_steps`."""
+    if args.max_steps <= 0:
+        return None
+
+    def rows(factory: Any, **name: str) -> list[dict[str, Any]]:
+        if isinstance(factory, type) or not hasattr(factory, "dataset"):
+            return [{"prompt": None, "seed": seed, **name} for seed in range(OWN_ROWS)]
+        tasks = factory.dataset(OWN_ROWS)  # fewer, if there are no more
+        return [tasks[number % len(tasks)] | name for number in range(OWN_ROWS)]
+
+    if not isinstance(factory, dict):
+        return rows(factory)
+    return list(chain.from_iterable(zip(*(rows(one, environment=name) for name, one in factory.items()), strict=True)))
 
 
 def check_columns(player: Any, columns: set[str], role: str) -> None:
-    missing = [name for name in player.needs if name not in columns] if isinstance(player, EnvironmentAgent) else []
+    missing = [name for name in getattr(player, "needs", ()) if name not in columns]
     if missing:
         raise ValueError(
             f"`reset` of the environment asks for {', '.join(map(repr, missing))}, and `{role}` has no such column; it"

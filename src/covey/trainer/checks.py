@@ -14,7 +14,7 @@ from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector
-from covey.trainer.build_rollouts import check_columns, given_by, plays_functions, refuse_plain_prompts
+from covey.trainer.build_rollouts import check_columns, check_rows, given_by, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
@@ -26,6 +26,9 @@ MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each h
 
 def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool) -> None:
     """Look at the rows of datasets, before a model is loaded."""
+    if train_dataset is None and eval_dataset is None:
+        way = "with a `prompt` column" if prompts_required else "or `max_steps`: the environments then give the prompts"
+        raise ValueError(f"neither `train_dataset` nor `eval_dataset` was given. Give rows to train on, {way}.")
     if train_dataset is not None:
         check_dataset(train_dataset, "train_dataset", prompts_required)
     for dataset in evaluation_sets(eval_dataset):
@@ -80,7 +83,7 @@ def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, rol
     spec = collector.spec
     player = None if spec is None else spec.play
     columns = check_prompts(dataset, role, collector.codec)
-    refuse_plain_prompts(spec, first_rows(dataset), role)
+    check_rows(spec, first_rows(dataset), role)
     check_columns(player, columns, role)
     if not plays_functions(spec):  # what these give to reward functions is known when they have
         rewards.check_columns(columns | given_by(player))

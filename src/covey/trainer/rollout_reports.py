@@ -20,7 +20,6 @@ from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext
 from covey.rollout.collector import RolloutSpec
-from covey.rollout.environments.agent import TextEnvironmentAgent
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import plays_functions
@@ -135,8 +134,8 @@ def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
 
 def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Stat]:
     """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, outcomes and seconds of calls."""
-    own = plays_functions(spec) or isinstance(spec.play, TextEnvironmentAgent)
-    tools = not own or any(rollout.calls for rollout in rollouts)
+    has_tools = not plays_functions(spec) and getattr(spec.play, "schemas", True)
+    tools = has_tools or any(rollout.calls for rollout in rollouts)
     seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
     return {
         "rollouts/turns": Mean.of([float(rollout.num_turns) for rollout in rollouts]),

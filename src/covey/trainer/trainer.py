@@ -28,6 +28,7 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.files import locked
 from covey.trainer import build
+from covey.trainer.build_rollouts import environment_rows
 from covey.trainer.checkpoint import Checkpointer, Stateful, describe_run, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
@@ -64,7 +65,8 @@ class OnlineTrainer(Trainer):
         rollout_func: plays rollouts in the place of the built-in loop: `async (row, engine) -> Rollout` for one, or
             `(prompts, trainer) -> dict` for a whole generation (`covey.rollout.user_functions`).
         environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
-            arguments, or an adapter (`covey.rollout.environments`).
+            arguments, an adapter (`covey.rollout.environments`), or several by name, `{name: factory}`, each for the
+            rows with its name in the column `environment`.
         engine: samples in the place of the one that the config names (`covey.core.engine.RolloutEngine`).
         optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
         model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.
@@ -112,6 +114,8 @@ class OnlineTrainer(Trainer):
         args = build.resolve_args(args, model, self.config_class)
         build.check_engine_choice(args, engine)
         prompts_required = environment_factory is None
+        if train_dataset is None and environment_factory is not None:
+            train_dataset = environment_rows(args, environment_factory)
         check_datasets(args, train_dataset, eval_dataset, prompts_required)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)

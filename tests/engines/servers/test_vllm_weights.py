@@ -247,6 +247,8 @@ def test_adapters_get_a_name_each_and_old_ones_go(servers, weights, elsewhere):
         wanted = dict(adapter(version).tensors())
         assert all(torch.equal(tensor, wanted[key]) for key, tensor in server.adapters[name].items())
     assert one.model_name(facts, 1) == "tiny"  # gone
+    written = {path.name for path in server.home.glob("*-*")}  # by the server: named by its start too
+    assert written == ({f"{name}-{server.born}" for name in names} if elsewhere else set())
 
 
 def test_other_processes_learn_the_names(servers, weights):

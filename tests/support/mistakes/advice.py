@@ -155,7 +155,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave an environment_factory that fails": "Where it needs arguments, give `lambda: Environment(...)`.",
         "Gave an adapter without its library": "Install the extra that the message names.",
         "Gave an environment without reset": "Write one; it may return None ([agents](agents.md#environments)).",
-        "Gave an environment that offers nothing to do": "Write one of the two ([agents](agents.md#environments)).",
+        "Gave environments by name, and a row that names none of them": "Correct the row's column `environment`.",
+        "Gave environments by names that are no text": "",
         "Gave an environment a method without type hints or docstring": (
             "Describe it, or begin its name with an underscore if it is no tool."
         ),
@@ -194,6 +195,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Datasets": {
         "Gave an empty dataset": "Look at the filter or the split.",
+        "Gave no dataset at all": "Environments give prompts of their own ([agents](agents.md#environments)).",
         "Called train() on a trainer without a training dataset": "",
         "Called evaluate() on a trainer without an evaluation dataset": "",
         "Gave a file name instead of a dataset": (

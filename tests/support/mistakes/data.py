@@ -45,8 +45,13 @@ NOT_A_PROMPT = [
 DATASETS = [
     data("Gave an empty dataset", [], "`train_dataset` is empty", "Give at least one row with a 'prompt' column"),
     Mistake(
+        "Gave no dataset at all",
+        lambda b: b.build(train_dataset=None),
+        ("neither `train_dataset` nor `eval_dataset`", "Give rows to train on"),
+    ),
+    Mistake(
         "Called train() on a trainer without a training dataset",
-        lambda b: b.train(train_dataset=None),
+        lambda b: b.train(train_dataset=None, eval_dataset=tiny.rows()),
         ("training needs a `train_dataset`", "made without one"),
         when=TRAINING,
     ),

@@ -32,11 +32,6 @@ class NoReset:
         return ""
 
 
-class Nothing:
-    def reset(self):
-        return ""
-
-
 class Undescribed(Walk):
     def helper(self, what):
         return what
@@ -116,9 +111,14 @@ ENVIRONMENTS = [
     ),
     Mistake("Gave an environment without reset", lambda b: acting(b, NoReset), ("made a NoReset", "no method `reset")),
     Mistake(
-        "Gave an environment that offers nothing to do",
-        lambda b: acting(b, Nothing),
-        ("made a Nothing", "neither public methods", r"nor `step\(text\)`"),
+        "Gave environments by name, and a row that names none of them",
+        lambda b: acting(b, {"walk": Walk, "talk": Talks}),
+        ("row 0 of `train_dataset`", "column `environment` is None", "the environments are 'walk', 'talk'"),
+    ),
+    Mistake(
+        "Gave environments by names that are no text",
+        lambda b: acting(b, {1: Walk}),
+        (r"has the keys \[1\]", "gives each factory a name"),
     ),
     Mistake(
         "Gave an environment a method without type hints or docstring",

@@ -7,6 +7,7 @@ arrives is loaded into a transformers model, so a wrong name, shape or number fo
 import asyncio
 import copy
 import json
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -178,4 +179,5 @@ class FakeVllmWeights(FakeVllm):
         return {"folder": str(folder)}
 
     def _covey_forget_adapter(self, name: str) -> dict[str, Any]:
+        shutil.rmtree(self.home / name, ignore_errors=True)  # in a folder of the trainer's
         return {"removed": name}

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from typing import ClassVar
 
 import pytest
 
@@ -331,3 +332,72 @@ def test_environments_that_play_rollouts_themselves(tmp_path):
     logged = trained.state.log_history[0]
     assert logged["rewards/environment/mean"] == 4 and logged["environment/words"] == 2.0
     assert plays.closed == 1
+
+
+class Riddle:
+    """An environment of one answer: `reset` asks, `get_reward` judges what the object was told."""
+
+    asked: ClassVar = []
+
+    def reset(self, seed):
+        Riddle.asked.append(seed)
+        return f"What is {seed}?"
+
+    def get_reward(self):
+        return 5.0
+
+
+NAMED = [
+    {"prompt": [{"role": "user", "content": "Count."}], "answer": "2", "environment": "counter"},
+    {"prompt": None, "answer": None, "environment": "talk"},
+]
+
+
+def test_rows_name_their_environment_and_see_its_tools_alone(tmp_path):
+    prompts = []
+
+    def script(prompt_ids, seed):
+        prompts.append(TOKENIZER.decode(prompt_ids))
+        return says(CALL, "done").script(prompt_ids, seed)
+
+    engine, factory = ScriptedEngine(script), {"counter": Counter, "talk": Talk}
+    trained = trainer(tmp_path, factory, engine, rows=NAMED * 2, max_steps=1, shuffle_dataset=False)
+    trained.train()
+    shown = {("Count." in prompt, "tool: add" in prompt) for prompt in prompts if "assistant: " in prompt}
+    assert shown == {(True, True), (False, False)}
+    logged = trained.state.log_history[0]
+    assert logged["rollouts/failed"] == 0
+    assert logged["environment/counter/reward"] == pytest.approx(2.05)  # every second one says 2.1
+    assert logged["environment/talk/reward"] == 1  # the digit of the call, in the first of two turns
+    mean = (logged["environment/counter/reward"] + logged["environment/talk/reward"]) / 2
+    assert logged["rewards/environment/mean"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("name", ["shop", None])
+def test_an_unknown_environment_is_named_with_its_row(tmp_path, name):
+    rows = [NAMED[0], NAMED[0] | {"environment": name}]
+    with pytest.raises(ValueError, match=rf"row 1 .*is {name!r}, and the environments are 'counter', 'talk'"):
+        trainer(tmp_path, {"counter": Counter, "talk": Talk}, rows=rows)
+
+
+def test_environments_need_no_data(tmp_path):
+    Riddle.asked.clear()
+    factory = {"riddle": Riddle, "talk": Talk}
+    trained = trainer(tmp_path, factory, says("done"), parts={"train_dataset": None}, shuffle_dataset=False)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["environment/riddle/reward"] == 5 and logged["rollouts/failed"] == 0
+    # Two generations of two prompts with four rollouts each, of which every second is a riddle.
+    assert sorted(Riddle.asked) == [0] * 4 + [1] * 4
+
+
+def test_without_data_steps_have_to_be_given(tmp_path):
+    with pytest.raises(ValueError, match=r"or `max_steps`: the environments then give the prompts"):
+        trainer(tmp_path, Riddle, parts={"train_dataset": None}, max_steps=-1)
+
+
+def test_an_environment_may_have_reset_alone(tmp_path):
+    trained = trainer(tmp_path, Riddle, says("done"), parts={"train_dataset": None}, max_steps=1)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert (logged["rollouts/turns"], logged["rewards/environment/mean"]) == (1, 5)

@@ -55,7 +55,9 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
             if isinstance(one, str) and not Path(one).is_dir():
                 start.unchecked.append(f"reward {one!r}, which names no function and so is a reward model from the hub")
     references: list[tuple[str, Any]] = [("tool", tool) for tool in run.tools]
-    references += [("rollout_func", run.rollout_func), ("environment_factory", run.environment_factory)]
+    factories = run.environment_factory if isinstance(run.environment_factory, dict) else {"": run.environment_factory}
+    references += [("rollout_func", run.rollout_func)]
+    references += [("environment_factory", factory) for factory in factories.values()]
     for kind, reference in references:
         if reference:
             with start.reporting(f"{kind} {reference!r}"):

@@ -1,31 +1,33 @@
 """Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments import interface
-from covey.rollout.environments.pool import EnvironmentPool, Lease, unchanged
+from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, unchanged
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult, content_of
-from covey.runtime.user_code import UserCodeError
+from covey.rollout.user_functions import RolloutFunction, RolloutValidator
+from covey.runtime.user_code import UserCodeError, format_error
 
-OBJECTS, REWARD = "environments", "environment_reward"
-"""Keyword arguments of reward functions: the objects, and the reward that each gave its rollout."""
+OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
+"""Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
 
 
-class EnvironmentAgent(ABC):
-    """Plays rollouts in environments of a pool."""
+class EnvironmentAgent:
+    """Plays rollouts in environments of a pool; rollouts of one turn, in environments that have `reset` alone."""
 
     def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
         self.pool = pool
-        self.gives_reward = gives_reward
+        self.gives_reward, self.gives_objects = gives_reward, pool.limit is None
         self.needs = list(needs)  # columns that `reset` has no defaults for
         self.schemas: Sequence[dict[str, Any]] = ()  # of tools, for the chat template
 
@@ -42,13 +44,13 @@ class EnvironmentAgent(ABC):
             if hasattr(lease.environment, "get_reward"):
                 reward = await lease.call("get_reward", interface.checked_reward)
             extras: dict[str, Any] = {REWARD: reward} if self.gives_reward else {}
-            if self.pool.limit is None:
+            if self.gives_objects:
                 extras[OBJECTS] = lease.environment
             rollout = episode.done(**extras)
         except BaseException:
             self.pool.discard(lease)  # its state is unknown
             raise
-        if self.pool.limit is not None:  # other rollouts wait for it
+        if not self.gives_objects:  # other rollouts wait for it
             self.pool.release(lease.environment)
         return rollout
 
@@ -60,9 +62,10 @@ class EnvironmentAgent(ABC):
     def close(self) -> None:
         self.pool.close()
 
-    @abstractmethod
     async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
         """Play from the prompt to the end; returns rewards of turns, where the environment gives them."""
+        await episode.sample()
+        return None
 
 
 class ToolEnvironmentAgent(EnvironmentAgent):
@@ -155,3 +158,68 @@ class TextEnvironmentAgent(EnvironmentAgent):
             return [(self._turn_end(turn), reward) for turn, reward in enumerate(rewards)]
         given = [reward for reward in rewards if reward is not None]
         return sum(given) if given else None
+
+
+class PlayedEnvironment(RolloutFunction):
+    """An environment that plays whole rollouts itself: an object with `async play(row, engine)`, closed at the end."""
+
+    gives_reward = True
+
+    def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
+        super().__init__(environment.play, timeout, limits)
+        self._environment = environment
+        self._at_end = weakref.finalize(self, _close, environment)
+
+    def close(self) -> None:
+        _close(self._environment)
+
+
+def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception as error:
+        message = f"an environment could not be closed: {format_error(error)}."
+        warnings.warn(message, EnvironmentWarning, stacklevel=3)
+
+
+class NamedEnvironments:
+    """Plays each rollout in the environment that the column `environment` of its row names."""
+
+    COLUMN = "environment"
+
+    def __init__(self, agents: Mapping[str, EnvironmentAgent | PlayedEnvironment]):
+        self.agents = dict(agents)
+        self._pooled = [agent for agent in self.agents.values() if isinstance(agent, EnvironmentAgent)]
+        self.gives_reward = any(getattr(agent, "gives_reward", False) for agent in self.agents.values())
+        self.gives_objects = all(getattr(agent, "gives_objects", False) for agent in self.agents.values())
+        self.needs = list(dict.fromkeys(name for agent in self._pooled for name in agent.needs))
+        self.schemas = [schema for agent in self._pooled for schema in agent.schemas]
+
+    async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
+        name = self.checked_name(row)
+        rollout = await self.agents[name](row, engine)
+        reward = rollout.extras.get(REWARD)
+        given = [one for _, one in reward if one is not None] if isinstance(reward, list) else [reward]
+        if given and all(isinstance(one, int | float) for one in given):
+            scores = rollout.extras.get(SCORES) or {}
+            rollout.extras[SCORES] = {**scores, f"{name}/reward": sum(given)}
+        return rollout
+
+    def checked_name(self, row: Mapping[str, Any]) -> str:
+        name = row.get(self.COLUMN)
+        if name in self.agents:
+            return str(name)
+        known = ", ".join(map(repr, self.agents))
+        raise interface.EnvironmentFailed(f"its column `{self.COLUMN}` is {name!r}, and the environments are {known}")
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            if (environment := rollout.extras.pop(OBJECTS, None)) is not None:
+                for agent in self._pooled:
+                    agent.pool.release(environment)  # the others' pools do not know it
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            agent.close()

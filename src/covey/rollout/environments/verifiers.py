@@ -14,15 +14,12 @@ from itertools import islice
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
-from covey.rollout.environments.agent import REWARD
+from covey.rollout.environments.agent import REWARD, SCORES
 from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library
 from covey.rollout.environments.pool import EnvironmentWarning
 from covey.rollout.episode import EpisodeEngine
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
-
-SCORES = "environment_scores"
-"""Keyword argument of reward functions: the environment's single rewards and metrics by name."""
 
 CLOSING = 10.0  # seconds that closing waits for the environment's servers to end
 

@@ -142,7 +142,7 @@ class VllmWeightApi(api.WeightApi):
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
             seconds = until.left(server)
-            kwargs = {"name": name, "config": json.dumps(adapter.config), "seconds": seconds}
+            kwargs = {"name": _folder(endpoint, name), "config": json.dumps(adapter.config), "seconds": seconds}
             kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
             answers, _ = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
@@ -161,10 +161,15 @@ class VllmWeightApi(api.WeightApi):
         server, doing, body = endpoint.server, f"unload {name}", {"lora_name": name}
         await server.call("POST", "/v1/unload_lora_adapter", doing, until.left(server), body)
         if endpoint.details:
-            await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=name)
+            await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=_folder(endpoint, name))
 
     def close(self) -> None:
         self._stores.clear()
+
+
+def _folder(endpoint: api.WeightEndpoint, name: str) -> str:
+    """Name of an adapter's folder: another for each start of a server, and one that nobody can guess."""
+    return f"{name}-{endpoint.start_id}"
 
 
 async def call_workers(server: ServerClient, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:

@@ -143,7 +143,7 @@ class CoveyWorker:
             raise RuntimeError(f"an adapter can be taken by the weight transfer backend {BACKEND!r} alone")
         tensors = {key: tensor.cpu() for key, tensor in self.weight_transfer_engine.take(manifest, note, seconds)}
         folder = _adapter_folder(name)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "adapter_config.json").write_text(json.dumps(json.loads(config)))
         staging = folder / f"{uuid.uuid4().hex}.partial"  # workers of one machine write the same file
         save_file(tensors, staging)
@@ -158,7 +158,7 @@ class CoveyWorker:
 def _adapter_folder(name: str) -> Path:
     if not name.replace("-", "").replace(".", "").isalnum() or ".." in name:
         raise ValueError(f"{name!r} is not the name of an adapter: letters, digits, '-' and '.' are allowed")
-    return Path(tempfile.gettempdir()) / "covey-adapters" / name
+    return Path(tempfile.gettempdir()) / f"covey-adapter-{name}"
 
 
 with contextlib.suppress(ValueError):  # this module was imported under another name before
