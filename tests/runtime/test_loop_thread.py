@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -237,3 +239,35 @@ def test_a_loop_ends_with_the_last_reference_to_it():
     del loop
     gc.collect()
     wait_until(lambda: threads() <= before)
+
+
+EXITS = """
+import asyncio, sys, time, torch
+from covey.runtime.deadlines import CallTimeout, WorkerThread
+from covey.runtime.loop_thread import LoopThread
+
+matrix = torch.randn(200, 200)
+
+def multiply():
+    while True:
+        matrix @ matrix
+
+async def multiply_for_ever():
+    while True:
+        matrix @ matrix
+        await asyncio.sleep(0)
+
+loop, worker, late = LoopThread("loop"), WorkerThread("worker"), WorkerThread("late")
+loop.start(multiply_for_ever())
+worker.submit(multiply)
+try:
+    late.call(multiply, 0.1)
+except CallTimeout:
+    sys.exit(3)
+"""
+
+
+def test_a_process_with_calls_under_way_exits_in_order():
+    """Python before 3.14 ends daemon threads by unwinding them, and aborts where it meets torch's frames."""
+    ended = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "")

@@ -285,4 +285,3 @@ if __name__ == "__main__":
     if done.accelerator.is_main_process:
         torch.save(found, folder / "result.pt")
     torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter
-    os._exit(0)  # those of groups with servers have done so, rarely; all that is looked at is written by now

@@ -8,6 +8,7 @@ runs on a thread of its own, which is abandoned when it is late. Code that only 
 
 import _thread
 import asyncio
+import atexit
 import concurrent.futures
 import contextvars
 import ctypes
@@ -33,6 +34,7 @@ INTERRUPT_INTERVAL = 1.0  # seconds between two interrupts of a call, for its cl
 SPACED_INTERRUPTS = 3  # that a call may catch; then every instruction outside the handler raises until the call ends
 STOP_INTERVAL = 1.0  # seconds between two attempts to stop a thread
 STOP_ATTEMPTS = 60
+EXIT_SECONDS = 2.0  # for calls under way when Python exits
 
 
 class CallTimeout(TimeoutError):
@@ -192,7 +194,6 @@ class WorkerThread:
         self._name, self._settings, self._wrap_errors = name, settings, wrap_errors
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._busy = False
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
@@ -222,21 +223,36 @@ class WorkerThread:
         self._jobs.put(None)
         if self._thread is not None:
             thread = self._thread
-            stop_thread(thread, lambda: self._busy and thread.is_alive())
+            stop_thread(thread, lambda: thread in _busy)
 
     def _work(self, jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
+        thread = threading.current_thread()
         with suppress(StopThread), self._settings():  # it may arrive between two functions
             while (job := jobs.get()) is not None:
                 future, function = job
                 if not future.set_running_or_notify_cancel():
                     continue
-                self._busy = True
+                _busy.add(thread)
                 try:
                     settle(future, function())
                 except BaseException as error:  # SystemExit too, which would end the thread in silence
                     settle(future, error=error, wrap=self._wrap_errors)
-                self._busy = False
+                _busy.discard(thread)
                 del job, future, function  # or the thread keeps the last result alive while it waits
+        _busy.discard(thread)
+
+
+_busy: set[threading.Thread] = set()  # of worker threads
+
+
+@atexit.register
+def _stop_calls() -> None:
+    """Stop calls under way: a thread that is in torch when Python (before 3.14) exits aborts the process."""
+    until = time.monotonic() + EXIT_SECONDS
+    for thread in list(_busy):
+        stop_thread(thread, partial(_busy.__contains__, thread))
+        while thread in _busy and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager[None]]:

@@ -1,6 +1,7 @@
 """Event loops on daemon threads, for work in the background and for coroutines of users."""
 
 import asyncio
+import atexit
 import concurrent.futures
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from covey.runtime.deadlines import CallTimeout, await_future, stop_thread, torch_settings
+from covey.runtime.deadlines import EXIT_SECONDS, CallTimeout, await_future, stop_thread, torch_settings
 from covey.runtime.user_code import settle
 
 T = TypeVar("T")
@@ -139,6 +140,7 @@ class _RunningLoop:
         self._last_ping: Future[None] | None = None
         work = partial(self._serve, weakref.ref(owner), settings)
         self.thread = threading.Thread(target=work, name=name, daemon=True)
+        _running.add(self)
         self.thread.start()
 
     def track(self, future: "Future[Any]") -> None:
@@ -161,6 +163,10 @@ class _RunningLoop:
         blocked = self.thread.is_alive() and self._last_ping is not None and not self._last_ping.done()
         self._last_ping = self.ping()
         return blocked
+
+    def cancel_tasks(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
 
     def end(self, seconds: float = 0.0) -> bool:
         """End the loop; True if it has ended within `seconds`."""
@@ -205,6 +211,22 @@ class _RunningLoop:
     def _fail_unfinished(self) -> None:
         for future in list(self._futures):
             settle(future, error=RuntimeError("the event loop was closed before this coroutine ended"), wrap=False)
+
+
+_running: weakref.WeakSet[_RunningLoop] = weakref.WeakSet()
+
+
+@atexit.register
+def _cancel_tasks() -> None:
+    """Cancel coroutines under way: a thread in torch at the end of Python (before 3.14) aborts the process.
+
+    The loops stay, since finalizers that close environments may need them.
+    """
+    loops = [running for running in _running if running.thread.is_alive()]
+    for running in loops:
+        with suppress(RuntimeError):  # closed
+            running.loop.call_soon_threadsafe(running.cancel_tasks)
+    concurrent.futures.wait([running.ping() for running in loops], EXIT_SECONDS)
 
 
 class CallbackRelay:
