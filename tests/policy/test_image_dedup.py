@@ -13,9 +13,8 @@ from tests.trainer.vision.test_vision_training import FAMILIES, rollouts, scores
 def counted(model):
     """The rows of pixels of each pass that the encoder's first layer computes."""
     seen = []
-    first = next(
-        module for module in image_encoder(model).modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d)
-    )
+    kinds = (torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.Linear)
+    first = next(module for module in image_encoder(model).modules() if isinstance(module, kinds))
     first.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     return seen
 

@@ -186,8 +186,49 @@ def _smolvlm() -> tuple[Any, Any]:
     return transformers.SmolVLMForConditionalGeneration(config), processor
 
 
+def _internvl() -> tuple[Any, Any]:
+    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+             "video_token": "<video>"}  # fmt: skip
+    tok = tokenizer(list(named.values()), "<IMG_CONTEXT>", **named)
+    size = {"height": 16, "width": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": [16, 16], "patch_size": [4, 4]}  # fmt: skip
+    config = transformers.InternVLConfig(
+        text_config={**TEXT, "vocab_size": len(tok), "model_type": "qwen2"}, vision_config=vision,
+        image_token_id=tok.convert_tokens_to_ids("<IMG_CONTEXT>"), image_seq_length=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    images = transformers.GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=3)
+    videos = transformers.InternVLVideoProcessor(size=size)
+    processor = transformers.InternVLProcessor(images, tok, videos, image_seq_length=4, chat_template=tok.chat_template)
+    return transformers.InternVLForConditionalGeneration(config), processor
+
+
+def _lfm2_vl() -> tuple[Any, Any]:
+    named = {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
+             "image_thumbnail_token": "<|img_thumbnail|>"}  # fmt: skip
+    rows = [f"<|img_row_{r}_col_{c}|>" for r in range(1, 4) for c in range(1, 4)]
+    tok = tokenizer([*named.values(), *rows], "<image>", **named)
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_patches": 64, "patch_size": 4}  # fmt: skip
+    text = {**TEXT, "vocab_size": len(tok), "model_type": "lfm2", "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}  # fmt: skip
+    config = transformers.Lfm2VlConfig(
+        text_config=text, vision_config=vision, image_token_id=tok.convert_tokens_to_ids("<image>"),
+        projector_hidden_size=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    images = transformers.Lfm2VlImageProcessor(
+        tile_size=16, encoder_patch_size=4, downsample_factor=2, min_image_tokens=4, max_image_tokens=16,
+        min_tiles=2, max_tiles=4, max_num_patches=64, max_pixels_tolerance=2.0,
+    )  # fmt: skip
+    return transformers.Lfm2VlForConditionalGeneration(config), transformers.Lfm2VlProcessor(
+        images, tok, chat_template=tok.chat_template
+    )
+
+
 MAKERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3": _gemma3,
+    "internvl": _internvl,
+    "lfm2_vl": _lfm2_vl,
     "llava_next": _llava_next,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
@@ -195,7 +236,7 @@ MAKERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "smolvlm": _smolvlm,
 }
-NEEDS_TORCHVISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"}
+NEEDS_TORCHVISION = {"internvl", "lfm2_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"}
 HAS_TORCHVISION = find_spec("torchvision") is not None
 
 

@@ -147,8 +147,9 @@ def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -
     (media,) = encoded.media
     pixels = media.tensors["pixel_values"]
     tokens = len(encoded.ids) - len(media.short_ids) + number
-    if pixels.dim() == 2:  # a row for each patch
-        return Images(tokens, len(pixels), pixels.numel())
+    if pixels.dim() < 4:  # a row for each patch, by tiles or not
+        return Images(tokens, pixels.shape[:-1].numel(), pixels.numel())
     side = config.vision_config.patch_size
+    side = side[0] if isinstance(side, list | tuple) else side
     tiles = pixels.shape[:-3].numel()
     return Images(tokens, tiles * (pixels.shape[-2] // side) * (pixels.shape[-1] // side), pixels.numel())
