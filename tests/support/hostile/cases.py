@@ -170,6 +170,8 @@ class Case:
         harmless: nothing at all differs from the benign run, the weights included.
         benign: of the run to compare with, where that is not the one of its list.
         check: looks further at a hostile rollout, next to the one of the benign run.
+        shown_by: the test of a lower layer that shows the same in `make test`; the run, which takes about a second of
+            computing, is then one of `make test-slow`.
     """
 
     what: str
@@ -184,6 +186,7 @@ class Case:
     harmless: bool = False
     benign: "Case | None" = None
     check: Callable[[Rollout, Rollout], bool] = lambda mine, theirs: True
+    shown_by: str = ""
 
     @property
     def steps(self) -> int:

@@ -130,6 +130,8 @@ def leaves_threads(scene: Scene) -> None:
 BENIGN = Case("nothing", NOTHING, text())
 BENIGN_TOOLS = Case("nothing", NOTHING, tools())
 
+FAULT = "rollout/environments/test_environment_faults.py::test_a_fault_costs_its_own_rollout"
+HANGING_CLOSE = "rollout/environments/test_environment_faults.py::test_a_close_that_hangs_is_given_up"
 FAILED = ("rollouts/failed",)
 HANGS, HANGS_TWICE = deadline("tool_timeout"), deadline("tool_timeout", steps=2)
 
@@ -155,7 +157,11 @@ ENVIRONMENTS = [
     fails("An environment returns something else from reset", text(reset=returns(5)), "Talk.reset returned 5"),
     fails("An environment returns what cannot be printed", text(reset=returns(Unprintable())), "cannot be printed"),
     fails(
-        "An environment's answer takes forever to print", text(reset=returns(Endless())), "took longer", settings=HANGS
+        "An environment's answer takes forever to print",
+        text(reset=returns(Endless())),
+        "took longer",
+        settings=HANGS,
+        shown_by=FAULT,
     ),
     fails("An environment begins with 1 GB of text", text(reset=large), "leaves no room to answer"),
     Case(
@@ -183,10 +189,18 @@ ENVIRONMENTS = [
     ),
     fails_with_tools("An environment's get_reward is NaN", tools(get_reward=returns(float("nan"))), "reward nan"),
     fails_with_tools(
-        "An environment loops forever in get_reward", tools(get_reward=loops), "took longer", settings=HANGS
+        "An environment loops forever in get_reward",
+        tools(get_reward=loops),
+        "took longer",
+        settings=HANGS,
+        shown_by=FAULT,
     ),
     fails_with_tools(
-        "A method of an environment loops forever", tools(act=loops), "World.act was given up", settings=HANGS
+        "A method of an environment loops forever",
+        tools(act=loops),
+        "World.act was given up",
+        settings=HANGS,
+        shown_by=FAULT,
     ),
     Case(
         "A method of an environment raises",
@@ -197,6 +211,13 @@ ENVIRONMENTS = [
         benign=BENIGN_TOOLS,
     ),
     Case("An environment raises in close", NOTHING, text(close=raises(lambda: ValueError("no"))), harmless=True),
-    Case("An environment loops forever in close", NOTHING, text(close=loops), settings=HANGS_TWICE, harmless=True),
+    Case(
+        "An environment loops forever in close",
+        NOTHING,
+        text(close=loops),
+        settings=HANGS_TWICE,
+        harmless=True,
+        shown_by=HANGING_CLOSE,
+    ),
     Case("An environment leaves threads behind", NOTHING, text(reset=leaves_threads), harmless=True),
 ]

@@ -162,6 +162,8 @@ BENIGN = Case("nothing", NOTHING, returns(ones))
 
 FAILURES, TIMEOUTS = ("rewards/judge/failures",), ("rewards/judge/timeouts",)
 HANGS, HANGS_TWICE = deadline("reward_timeout"), deadline("reward_timeout", steps=2)
+INTERRUPTED = "runtime/test_deadlines.py::test_a_call_on_the_main_thread_is_interrupted"
+STUBBORN = "runtime/test_deadlines.py::test_a_main_thread_call_ends_whatever_it_catches"
 EXPECTED = r"expected a list of 8 numbers \(or None\), one per completion"
 
 
@@ -180,8 +182,8 @@ def ends(what: str, parts: Callable[[Scene], dict[str, Any]], *says: str, **more
 REWARDS = [
     late("A reward loops forever", reward(loops)),
     late("A reward sleeps too long", reward(sleeps)),
-    late("A reward's regular expression backtracks without end", reward(backtracks)),
-    late("A reward catches every interrupt", reward(catches_everything)),
+    late("A reward's regular expression backtracks without end", reward(backtracks), shown_by=INTERRUPTED),
+    late("A reward catches every interrupt", reward(catches_everything), shown_by=STUBBORN),
     late("An async reward never answers", async_reward(never_answers)),
     late("An async reward blocks the event loop", async_reward(blocks), lingers=True, settings=HANGS_TWICE),
     partly("A reward is NaN", lambda: float("nan")),

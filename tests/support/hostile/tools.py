@@ -297,6 +297,10 @@ def prints(scene: Scene) -> str:
 BENIGN = Case("nothing", NOTHING, tool(returns(lambda: "fine")), harmless=True)
 
 TIMEOUT, EXCEPTION = ("tools/failures/timeout",), ("tools/failures/exception",)
+HUNG = "rollout/tools/test_toolbox.py::test_a_tool_that_hangs_is_given_up_and_costs_only_itself"
+NEW_LOOP = "rollout/tools/test_toolbox.py::test_a_call_after_a_blocked_loop_gets_a_new_loop"
+ERROR = "runtime/test_deadlines.py::test_an_endless_error_message_is_under_the_deadline"
+ENDLESS = "rollout/tools/test_toolbox.py::test_endless_results_are_rendered_up_to_the_limit"
 LATE = ("act took longer than 0.5 s",)
 HANGS, HANGS_TWICE = deadline("tool_timeout"), deadline("tool_timeout", steps=2)
 
@@ -312,15 +316,21 @@ TOOLS = [
     late("A tool waits for a lock forever", tool(waits_for_a_lock), lingers=True),
     late("An async tool never answers", async_tool(never_answers)),
     late("An async tool blocks the event loop", async_tool(blocks), lingers=True, delays=True, settings=HANGS_TWICE),
-    late("An async tool loops without awaiting", async_tool(loops_without_awaiting), delays=True),
+    late("An async tool loops without awaiting", async_tool(loops_without_awaiting), delays=True, shown_by=NEW_LOOP),
     late("An async tool catches its cancellation", async_tool(will_not_be_cancelled), lingers=True),
-    late("A tool's result takes forever to print", tool(returns(Endless))),
-    late("A tool's exception takes forever to print", tool(raises(EndlessError))),
+    late("A tool's result takes forever to print", tool(returns(Endless)), shown_by=HUNG),
+    late("A tool's exception takes forever to print", tool(raises(EndlessError)), shown_by=ERROR),
     Case("A tool returns 1 GB of text", SHOWN, tool(once(lambda: "x" * 10**9)), check=is_full),
     Case("A tool returns 1 GB of bytes", SHOWN, tool(once(lambda: b"x" * 10**9)), check=is_full),
-    Case("A tool returns a list with 2^60 members", SHOWN, tool(returns(lambda: nested(60, 2))), check=is_full),
+    Case(
+        "A tool returns a list with 2^60 members",
+        SHOWN,
+        tool(returns(lambda: nested(60, 2))),
+        check=is_full,
+        shown_by=ENDLESS,
+    ),
     Case("A tool returns a list that contains itself", SHOWN, tool(returns(itself)), (r"\[\.\.\.\]",)),
-    Case("A tool returns a list 100,000 deep", SHOWN, tool(returns(lambda: nested(100_000, 1)))),
+    Case("A tool returns a list 100,000 deep", SHOWN, tool(returns(lambda: nested(100_000, 1))), shown_by=ENDLESS),
     Case(
         "A tool's result cannot be printed",
         CALL_FAILS,

@@ -29,7 +29,7 @@ def broken(bench: Bench):
 
 
 def broken_later(bench: Bench):
-    made = seeing(bench, Rows(40), {"shuffle_dataset": False, "max_steps": 30})
+    made = seeing(bench, Rows(20), {"shuffle_dataset": False, "max_steps": 9})
     made.train()
 
 

@@ -142,7 +142,7 @@ def test_weights_that_wait_in_the_memory_of_the_cpu_are_such(fsdp2):
 
 
 def test_processes_receive_what_the_formulas_say(fsdp2):
-    found = fsdp2["uneven last batches"]["traffic"]
+    found = fsdp2[sharded_runs.COUNTED]["traffic"]
     received = formulas("fsdp2")
     assert found["passes"] >= 5
     assert found["reduced"] == received.reduced(found["passes"])
@@ -204,7 +204,7 @@ def test_zero3_ends_where_one_process_does(alone, zero3, case):
 
 @pytest.mark.deepspeed
 def test_processes_receive_what_the_formulas_say_under_zero3(zero3):
-    found, received = zero3["uneven last batches"]["traffic"], formulas("zero3")
+    found, received = zero3[sharded_runs.COUNTED]["traffic"], formulas("zero3")
     assert found["reduced"] == received.reduced(found["passes"])
     # DeepSpeed gathers all weights once more in a run, and embeddings that are the head as well more often.
     more = found["gathered"] - received.gathered(found["passes"], found["forwards"]) - received.whole // 2

@@ -135,22 +135,29 @@ def refused(case, scene):
     assert all(re.search(pattern, str(caught.value)) for pattern in case.says), str(caught.value)
 
 
-@pytest.mark.parametrize("case", hostile_tools.TOOLS, ids=named)
+def each(cases):
+    """Every case; those that a test of a lower layer shows are slow."""
+    slow = [[pytest.mark.slow] if case.shown_by else [] for case in cases]
+    marked = [pytest.param(case, id=named(case), marks=marks) for case, marks in zip(cases, slow, strict=True)]
+    return pytest.mark.parametrize("case", marked)
+
+
+@each(hostile_tools.TOOLS)
 def test_a_hostile_tool_costs_its_own_call(case, scene, without, nothing_is_left):
     play(case, scene, without, hostile_tools.BENIGN, lambda place, rollout: acts_badly(rollout))
 
 
-@pytest.mark.parametrize("case", hostile_functions.FUNCTIONS, ids=named)
+@each(hostile_functions.FUNCTIONS)
 def test_a_hostile_rollout_function_costs_its_own_rollout(case, scene, without, nothing_is_left):
     play(case, scene, without, hostile_functions.BENIGN, lambda place, rollout: place % 4 == hostile_functions.HOSTILE)
 
 
-@pytest.mark.parametrize("case", hostile_environments.ENVIRONMENTS, ids=named)
+@each(hostile_environments.ENVIRONMENTS)
 def test_a_hostile_environment_costs_its_own_rollout(case, scene, without, nothing_is_left):
     play(case, scene, without, hostile_environments.BENIGN, lambda place, rollout: place >= 4)  # of the odd prompt
 
 
-@pytest.mark.parametrize("case", hostile_rewards.REWARDS, ids=named)
+@each(hostile_rewards.REWARDS)
 def test_a_hostile_reward_costs_its_own_rewards(case, scene, without, nothing_is_left):
     if case.outcome == ENDS:
         return refused(case, scene)
@@ -213,6 +220,14 @@ def memory():
 def test_there_are_as_many_cases_as_were_promised():
     cases = [case.what for cases in SECTIONS.values() for case in cases]
     assert len(set(cases)) == len(cases) >= 30
+
+
+def test_slow_cases_are_shown_by_a_test_that_exists():
+    shown = {case.shown_by for cases in SECTIONS.values() for case in cases if case.shown_by}
+    assert len(shown) > 5
+    for test in shown:
+        path, name = test.split("::")
+        assert f"def {name}(" in (Path(__file__).parents[2] / path).read_text(), test
 
 
 def test_the_page_has_every_case():
