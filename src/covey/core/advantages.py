@@ -12,8 +12,7 @@ from torch import Tensor
 
 from covey.core.batch import expand, segment_starts
 
-EPSILON = 1e-4
-"""Added to a standard deviation before dividing by it."""
+EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
 
 def weighted_total(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:

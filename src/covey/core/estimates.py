@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
-Z95 = statistics.NormalDist().inv_cdf(0.975)
-"""Standard deviations to each side that hold 95% of a normal distribution."""
+Z95 = statistics.NormalDist().inv_cdf(0.975)  # standard deviations to each side that hold 95% of a normal distribution
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -35,6 +35,12 @@ def name_of(model: Any) -> str:
     return type(without_adapter(model)).__name__
 
 
+def compute_dtype(model: Any) -> torch.dtype:
+    """Dtype of the model's products, autocast included."""
+    device = next(model.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
 def sdpa_suits(model: Any) -> bool:
     """True if transformers' SDPA computes all of the model's attention; it has neither soft-capping nor sinks."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)  # some releases offer SDPA anyway

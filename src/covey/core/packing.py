@@ -26,8 +26,7 @@ class RolloutSizes(Protocol):
     def __len__(self) -> int: ...
 
 
-Unit = list[int]
-"""Rollouts of one group that stay together."""
+Unit = list[int]  # rollouts of one group that stay together
 
 
 @dataclass(frozen=True)

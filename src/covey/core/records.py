@@ -33,8 +33,7 @@ StepRewards = list[tuple[int, float]]
 """Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
 `TurnEnd` or a token index) until they are resolved to token indexes."""
 
-Message = dict[str, Any]
-"""One chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads."""
+Message = dict[str, Any]  # one chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,10 @@ class MicroStep(NamedTuple):
 class FinishReason(StrEnum):
     """Why a rollout ended."""
 
-    STOP = "stop"
-    """The policy emitted an end-of-sequence token."""
-    LENGTH = "length"
-    """The completion reached `max_completion_length`, or the context ended: truncated."""
-    TOOL_BUDGET = "tool_budget"
-    """The tool-calling iterations were used up."""
-    ERROR = "error"
-    """Something outside the policy failed; the rollout carries what there was until then."""
+    STOP = "stop"  # the policy emitted an end-of-sequence token
+    LENGTH = "length"  # the completion reached `max_completion_length`, or the context ended: truncated
+    TOOL_BUDGET = "tool_budget"  # the tool-calling iterations were used up
+    ERROR = "error"  # something outside the policy failed; the rollout carries what there was until then
 
 
 @dataclass(slots=True)

@@ -7,11 +7,8 @@ from enum import StrEnum
 from io import BytesIO
 from typing import Any
 
-FAILED = "Error: "
-"""Prefix of a tool message that reports a failed call."""
-
-LEAST = 60
-"""Minimum characters of an entry in an excerpt; below it, entries are omitted."""
+FAILED = "Error: "  # prefix of a tool message that reports a failed call
+LEAST = 60  # minimum characters of an entry in an excerpt; below it, entries are omitted
 
 
 class Kind(StrEnum):
@@ -21,8 +18,7 @@ class Kind(StrEnum):
     CALL = "call"
     RESULT = "result"
     FAILURE = "failure"
-    GAP = "gap"
-    """Omitted entries of an excerpt."""
+    GAP = "gap"  # omitted entries of an excerpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,8 @@ def content_text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        known = [part["text"] if isinstance(part, dict) and "text" in part else f"<{_type(part)}>" for part in content]
-        return "".join(map(str, known))
+        known = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+        return "".join(str(part["text"]) if "text" in part else f"<{part.get('type', 'part')}>" for part in known)
     return str(content)
 
 
@@ -229,12 +225,7 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _type(part: Any) -> str:
-    return str(part.get("type", "part")) if isinstance(part, dict) else type(part).__name__
-
-
-LARGEST = 256
-"""Pixels of a thumbnail's longer side."""
+LARGEST = 256  # pixels of a thumbnail's longer side
 
 
 def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> list[bytes]:

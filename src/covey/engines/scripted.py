@@ -67,7 +67,8 @@ class ScriptedEngine:
         served = ServedRequest(request, self.version or 0, time.monotonic())
         self.served.append(served)
         seconds = self._seconds(number) if callable(self._seconds) else self._seconds
-        async with self._lane():
+        lanes = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._lanes or 2**31))
+        async with lanes:
             await asyncio.sleep(seconds)
         served.ended = time.monotonic()
         return [self._completion(request, seed, served.version) for seed in request.seeds]
@@ -81,13 +82,6 @@ class ScriptedEngine:
     def awake(self) -> AbstractContextManager[None]:
         """Do nothing: the engine never sleeps."""
         return nullcontext()
-
-    def _lane(self) -> asyncio.Semaphore:
-        """Semaphore of the running event loop, which bounds the requests processed at once."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(self._lanes or 2**31)
-        return self._semaphores[loop]
 
     def _completion(self, request: SampleRequest, seed: int, version: int) -> Completion:
         ids = self.script(request.prompt_ids, seed)

@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 
 from covey.policy.quantization import quantization_method
-from covey.policy.vlm_parts import adapted_parts, exclude_parts, image_encoder
+from covey.policy.vlm_parts import exclude_parts, image_encoder, part_names
 
-NEED_INPUTS = ("POLY", "XLORA", "CPT")
-"""PEFT types that need more than tokens in a forward pass, or two forward passes."""
+NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
 
 
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
@@ -148,7 +147,9 @@ def why_not_alone(model: Any) -> str | None:
     ):
         if getattr(config, name, None):
             return why
-    if image_encoder(model) is not None and adapted_parts(model) != {"llm"}:
+    if image_encoder(model) is not None and {part for name, part in part_names(model).items() if "lora_" in name} != {
+        "llm"
+    }:
         return "it changes the image encoder, for which servers support none"
     return "it trains biases" if getattr(config, "bias", "none") != "none" else None
 

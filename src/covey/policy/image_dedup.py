@@ -20,8 +20,7 @@ from covey.policy.vlm_parts import image_encoder
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of a number, to compare pixels by their bits."""
 
-TOLERANCE = 1e-2
-"""Largest difference between two computations of the same output, relative to its largest number."""
+TOLERANCE = 1e-2  # largest difference between two computations of the same output, relative to its largest number
 
 _in_order: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """True for encoders whose output for two images is the concatenation of their outputs for each."""

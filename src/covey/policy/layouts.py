@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, expand, segment_starts
-from covey.core.model import decoder_of, name_of, sdpa_suits
+from covey.core.model import compute_dtype, decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION, TokenTree
 from covey.runtime.process_memory import is_out_of_memory
 
@@ -34,11 +34,9 @@ class ModelInputs:
     sum_over_readers: Callable[[Tensor], Tensor]
 
 
-Layout = Callable[[TrainBatch, int], ModelInputs]
-"""(batch, pad token id) -> model inputs."""
+Layout = Callable[[TrainBatch, int], ModelInputs]  # (batch, pad token id) -> model inputs
 
-Span = tuple[int, int]
-"""(start, stop) of the batch's tokens, `prompt_ids` then `token_ids`."""
+Span = tuple[int, int]  # (start, stop) of the batch's tokens, `prompt_ids` then `token_ids`
 
 
 class Segment(NamedTuple):
@@ -192,11 +190,9 @@ def _prompt_and_completion_spans(batch: TrainBatch) -> tuple[list[Span], list[Sp
 # ---- selection: the fastest layout that gives the log-probs of padded rows, found by trials, once for every model ----
 # The trials use synthetic rollouts: all processes run the same forward passes, and single rollouts can be packed too.
 
-LONGEST_WINDOW = 512
-"""Longest sliding window that trials exceed; the layouts treat longer ones no differently."""
+LONGEST_WINDOW = 512  # longest sliding window that trials exceed; the layouts treat longer ones no differently
 
-Score = Callable[[str, TrainBatch], Tensor]
-"""(layout, batch) -> the model's log-probs [N] in that layout."""
+Score = Callable[[str, TrainBatch], Tensor]  # (layout, batch) -> the model's log-probs [N] in that layout
 
 
 def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
@@ -204,7 +200,11 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
     if wanted == "padded":
         return wanted
     if wanted != "auto":
-        _check_insisted(wanted, model, score, device)
+        if (objection := _objection(wanted, model, score, *_padded_scores(model, score, device))) is not None:
+            message = f"attn_layout='{wanted}' is wrong for {name_of(model)}: {objection}."
+            if compute_dtype(model).itemsize >= 4 or not objection.startswith("log-probs differ"):
+                raise ValueError(f"{message} Set attn_layout='auto' or 'padded'.")
+            _warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
         return wanted
     chosen = model.config._attn_implementation
     is_default = not sdpa_suits(model) if chosen == "eager" else chosen in ("sdpa", PACKED_ATTENTION)
@@ -283,7 +283,7 @@ def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: f
         return f"log-probs differ by {difference:.2g} on average with {layout}, by {noise:.2g} through rounding alone"
     leak = _leak(layout, model, score, actual)
     # Nothing but the changed tokens differs, so most models give the same bits; experts may round differently.
-    if not leak <= noise + (1e-6 if _precision(model).itemsize >= 4 else 1e-3):
+    if not leak <= noise + (1e-6 if compute_dtype(model).itemsize >= 4 else 1e-3):
         return f"log-probs differ by {leak:.2g} on average with {layout} when another rollout of the row changes"
     return None
 
@@ -296,25 +296,9 @@ def _leak(layout: str, model: Any, score: Score, actual: Tensor) -> float:
     return (score(layout, changed) - actual)[first:].abs().mean().item()
 
 
-def _check_insisted(layout: str, model: Any, score: Score, device: torch.device) -> None:
-    if (objection := _objection(layout, model, score, *_padded_scores(model, score, device))) is None:
-        return
-    message = f"attn_layout='{layout}' is wrong for {name_of(model)}: {objection}."
-    if _precision(model).itemsize < 4 and objection.startswith("log-probs differ"):
-        _warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
-    else:
-        raise ValueError(f"{message} Set attn_layout='auto' or 'padded'.")
-
-
 def tolerance(model: Any, noise: float) -> float:
     """Largest mean difference of log-probs between layouts, in nats; experts that nearly tie need room for rounding."""
-    return 5 * noise + (1e-5 if _precision(model).itemsize >= 4 else 0.05)
-
-
-def _precision(model: Any) -> torch.dtype:
-    """Floating-point dtype of the model's products, autocast included."""
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    return 5 * noise + (1e-5 if compute_dtype(model).itemsize >= 4 else 0.05)
 
 
 def _warn(message: str) -> None:

@@ -96,7 +96,7 @@ def _from_pretrained(
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
     config = _config_of(name, kwargs)
     check_quantization(quantization or getattr(config, "quantization_config", None))
-    auto_class = _auto_class(config)
+    auto_class = auto_class_of(config)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
     if quantization is not None:
         kwargs["quantization_config"] = quantization
@@ -133,7 +133,7 @@ def _config_of(name: str, kwargs: dict[str, Any]) -> Any:
         return None
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class_of(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
@@ -266,7 +266,11 @@ def load_processing_class(
                 " vision-language model."
             )
         tokenizer = given.tokenizer
-    _check_is_tokenizer(tokenizer)
+    if not hasattr(tokenizer, "eos_token_id") or not callable(tokenizer):
+        raise ValueError(
+            f"`processing_class` must be a tokenizer, got {type(tokenizer).__name__}: {tokenizer!r:.80}. Load one"
+            " with AutoTokenizer.from_pretrained, or leave it out to use the model's own."
+        )
     ends = end_token_ids(model, tokenizer)
     if not ends:
         raise ValueError(
@@ -298,14 +302,6 @@ def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
             f" ({what}.save_pretrained) or pass `processing_class={what}`. transformers says:"
             f" {_first_line(error)}"
         ) from error
-
-
-def _check_is_tokenizer(tokenizer: Any) -> None:
-    if not hasattr(tokenizer, "eos_token_id") or not callable(tokenizer):
-        raise ValueError(
-            f"`processing_class` must be a tokenizer, got {type(tokenizer).__name__}: {tokenizer!r:.80}. Load one"
-            " with AutoTokenizer.from_pretrained, or leave it out to use the model's own."
-        )
 
 
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:

@@ -37,7 +37,9 @@ class Reference:
             with policy.disable_adapter():
                 yield policy
         else:  # the trained parameters of the first call, within the context
-            current = _trained_shards(policy)
+            reshard(policy)
+            trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+            current = {name: own_shard(parameter).detach().clone() for name, parameter in trained.items()}
             self._adapter = current if self._adapter is None else self._adapter
             _set_shards(policy, self._adapter)
             try:
@@ -80,12 +82,6 @@ def starts_as_identity(peft_config: Any) -> bool:
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
     begins = getattr(peft_config, "init_lora_weights", None)
     return kind == "LORA" and begins in (True, "gaussian") and peft_config.bias == "none"
-
-
-@torch.no_grad()
-def _trained_shards(policy: Any) -> dict[str, Tensor]:
-    reshard(policy)
-    return {name: own_shard(p).detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()

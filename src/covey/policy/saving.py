@@ -10,8 +10,7 @@ from covey.policy.adapters import has_adapter, unwrapped
 from covey.policy.sharded_tensors import full_tensor, original_class, reshard
 from covey.policy.weights import weight_update
 
-FILE_BYTES = 5 * 10**9
-"""Most bytes of a file, unless one tensor has more."""
+FILE_BYTES = 5 * 10**9  # most bytes of a file, unless one tensor has more
 
 
 def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = FILE_BYTES) -> None:
@@ -73,7 +72,9 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
     reshard(policy)
     embeddings = [policy.get_input_embeddings(), policy.get_output_embeddings()]
     of_embeddings = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
-    base = {id(parameter) for name, parameter in policy.named_parameters() if not _is_added(policy, name)}
+    marks = (policy.base_model.prefix, "modules_to_save", "trainable_tokens")
+    added = {name for name, _ in policy.named_parameters() if any(part.startswith(marks) for part in name.split("."))}
+    base = {id(parameter) for name, parameter in policy.named_parameters() if name not in added}
     state = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or id(parameter) not in base or id(parameter) in of_embeddings:
@@ -82,11 +83,6 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
                 state[name] = tensor.cpu()
     if writes:
         policy.save_pretrained(folder, state_dict=state)
-
-
-def _is_added(policy: Any, name: str) -> bool:
-    marks = (policy.base_model.prefix, "modules_to_save", "trainable_tokens")
-    return any(part.startswith(marks) for part in name.split("."))
 
 
 def saves_other_names(model: Any) -> bool:

@@ -42,11 +42,6 @@ def part_names(model: Any) -> dict[str, str]:
     return {name: part(name, parameter) for name, parameter in model.named_parameters()}
 
 
-def adapted_parts(model: Any) -> set[str]:
-    """Parts of a PEFT model with low-rank matrices; ValueError without an image encoder."""
-    return {part for name, part in part_names(model).items() if "lora_" in name}
-
-
 def freeze_parts(model: Any, frozen: Collection[str]) -> None:
     """Freeze some parts ("vit", "aligner", "llm") of a transformers model; the others stay as they are."""
     parts = part_names(model)

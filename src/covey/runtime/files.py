@@ -117,10 +117,8 @@ class FolderInUseError(ValueError):
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder's lock, which the kernel releases when this process ends in whatever way.
 
-    Forked processes do not inherit it. Where the file system knows no locks, nothing is held.
-
-    Raises:
-        FolderInUseError: another process, perhaps of another machine, holds it.
+    Forked processes do not inherit it. Where the file system knows no locks, nothing is held. FolderInUseError if
+    another process, perhaps of another machine, holds it.
     """
     path = folder / LOCK
     try:

@@ -27,11 +27,8 @@ from covey.sizing.model_spec import (
     unit_parameters,
 )
 
-ASSUMED_PROMPT_TOKENS = 256
-"""Default length of a prompt."""
-
-LOGIT_COPIES = 2
-"""Tiles of float32 numbers that the head holds at once: logits and probabilities."""
+ASSUMED_PROMPT_TOKENS = 256  # default length of a prompt
+LOGIT_COPIES = 2  # tiles of float32 numbers that the head holds at once: logits and probabilities
 
 FILLED = {"cpu": 0.5, "cuda": 0.8}
 """Share of the memory that a process can get, up to which micro-batches grow and layers keep their activations."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from covey.policy.loading import sees_images
+from covey.policy.loading import auto_class_of, sees_images
 from covey.policy.vlm_parts import exclude_parts, freeze_parts, part_names
 
 PACKED_ROWS = (512, 128)
@@ -133,11 +133,8 @@ def unit_parameters(config: Any) -> tuple[int, int]:
 
 def meta_model(config: Any) -> Any:
     """The language model of a config on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto: Any = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(config)
+        return auto_class_of(config).from_config(config)
 
 
 def _packed(layers: list[nn.Linear]) -> int:

@@ -8,17 +8,13 @@ from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, cache_byt
 
 GIB = 1024**3
 
-SPARE = 0.05
-"""Share of a GPU that is left free: fragmentation, CUDA graphs, collectives' buffers."""
-
-CONTEXT = GIB
-"""Memory of CUDA itself and its libraries."""
+SPARE = 0.05  # share of a GPU that is left free: fragmentation, CUDA graphs, collectives' buffers
+CONTEXT = GIB  # memory of CUDA itself and its libraries
 
 BATCHED_TOKENS, BATCHED_SEQUENCES = 8192, 256
 """Tokens of one forward pass of vLLM, and sequences whose logits it holds: its defaults."""
 
-CPU_SHARE = 0.25
-"""Largest share of a machine's free memory for vLLM's cache on a CPU."""
+CPU_SHARE = 0.25  # largest share of a machine's free memory for vLLM's cache on a CPU
 
 
 class DoesNotFit(ValueError):

@@ -63,7 +63,11 @@ class GraphStep:
         """Tokens and positions [S] -> logits [S, V], valid until the next call; `CaptureError` if a replay differs."""
         assert self.cache is not None, "begun"
         size = len(tokens)
-        key = self.cache.begin_fixed_step(self._computed(size), tokens.device)
+        computed = max(LEAST_SEQUENCES, 1 << (size - 1).bit_length())
+        captured = self._captured_for[0] if self._captured_for else 0
+        if computed <= captured <= FEWEST_LEFT * computed:  # else too many of the last capture's would be idle
+            computed = captured
+        key = self.cache.begin_fixed_step(computed, tokens.device)
         try:
             if key != self._captured_for:
                 self._tokens = torch.zeros(key[0], dtype=torch.int64, device=tokens.device)
@@ -77,12 +81,6 @@ class GraphStep:
         except RuntimeError as error:
             self.cache.end_fixed_steps()
             raise CaptureError(error) from error
-
-    def _computed(self, size: int) -> int:
-        """Number of sequences to compute for `size` of them: those of the last capture, unless too many are idle."""
-        needed = max(LEAST_SEQUENCES, 1 << (size - 1).bit_length())
-        captured = self._captured_for[0] if self._captured_for else 0
-        return captured if needed <= captured <= FEWEST_LEFT * needed else needed
 
     def _capture_step(self, cache: SharedPrefixCache, size: int) -> None:
         expected = None

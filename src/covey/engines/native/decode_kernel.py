@@ -14,17 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
-"""Keys that a program reads at once."""
+from covey.engines.native.shared_prefix_cache import SlotMap
 
-LEAST_KEYS = 256
-"""Fewest keys for which the keys are split once more."""
-
-PROGRAMS = 264
-"""Programs that keep a large GPU busy: two for each multiprocessor of an H100."""
-
-TOLERANCE = 2e-2
-"""Largest difference from torch, of averages of standard normal values: half precision."""
+BLOCK = 64  # keys that a program reads at once
+LEAST_KEYS = 256  # fewest keys for which the keys are split once more
+PROGRAMS = 264  # programs that keep a large GPU busy: two for each multiprocessor of an H100
+TOLERANCE = 2e-2  # largest difference from torch, of averages of standard normal values: half precision
 
 
 @triton.jit
@@ -135,12 +130,11 @@ def disagreement(kv_heads: int, queries: int, dim: int, dtype: torch.dtype, devi
     query = random(size, kv_heads, queries, dim) * dim**-0.5
     prompt = random(kv_heads, 2, width, dim), random(kv_heads, 2, width, dim)
     own = random(size, kv_heads, columns, dim), random(size, kv_heads, columns, dim)
-    order, lengths, starts = (torch.tensor(x, device=device) for x in ([0, 1, 2], [150, 150, 70], [0, 329, 100]))
-    column = torch.tensor([last], device=device)
-    out = decode_attention(query, prompt, own, order, 2, lengths, starts, column)
+    slot_map = SlotMap.of([0, 0, 1], [150, 70], [0, 329, 100], width, size, 2, device)
+    out = decode_attention(query, prompt, own, slot_map, torch.tensor([last], device=device))
     gaps = []
     for i, group in enumerate((0, 0, 1)):
-        of_prompt, of_own = slice(int(lengths[i])), slice(int(starts[i]), last + 1)
+        of_prompt, of_own = slice(int(slot_map.lengths[i])), slice(int(slot_map.starts[i]), last + 1)
         keys, values = (
             torch.cat([of_group[:, group, of_prompt], of_row[i, :, of_own]], dim=1).float()
             for of_group, of_row in zip(prompt, own, strict=True)
@@ -151,27 +145,12 @@ def disagreement(kv_heads: int, queries: int, dim: int, dtype: torch.dtype, devi
 
 
 def decode_attention(
-    query: Tensor,
-    prompt: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    order: Tensor,
-    slots: int,
-    lengths: Tensor,
-    starts: Tensor,
-    column: Tensor,
+    query: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], slot_map: SlotMap, column: Tensor
 ) -> Tensor:
-    """Attend with one query per sequence to the prompt of its group and to its own tokens.
+    """Attend with one query per sequence to the prompt of its group and to its own tokens, up to `column` [1].
 
-    Args:
-        query: [S, kv_heads, q, D], scaled, in half precision.
-        prompt: keys and values [kv_heads, groups, width, D].
-        own: keys and values [S, kv_heads, columns, D].
-        order: [S] slot of each sequence, of which each group has `slots`.
-        lengths: [S] tokens of the sequence's prompt.
-        starts: [S] first column of the sequence's own tokens; `column` [1] is the last.
-
-    Returns:
-        [S, kv_heads, q, D].
+    Scaled queries [S, kv_heads, q, D] in half precision, keys and values of prompts [kv_heads, groups, width, D] and of
+    own tokens [S, kv_heads, columns, D] -> [S, kv_heads, q, D].
     """
     size, kv_heads, queries, dim = query.shape
     keys = prompt[0].shape[2] + own[0].shape[2]
@@ -181,8 +160,8 @@ def decode_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     with torch.cuda.device_of(query):
         _attend_kernel[(size, kv_heads, splits)](
-            query.contiguous(), *prompt, *own, order, lengths, starts, column, parts, peaks, totals,
-            slots, queries, kv_heads,
+            query.contiguous(), *prompt, *own, slot_map.order, slot_map.lengths, slot_map.starts, column,
+            parts, peaks, totals, slot_map.slots, queries, kv_heads,
             *prompt[0].stride()[:3], *prompt[1].stride()[:3], *own[0].stride()[:3], *own[1].stride()[:3],
             SPLITS=splits, ROWS=max(16, triton.next_power_of_2(queries)), DIM=dim, SIZE=BLOCK,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
-from covey.core.model import decoder_of, inference_mode_of, name_of
+from covey.core.model import compute_dtype, decoder_of, inference_mode_of, name_of
 from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.inference_contexts import (
@@ -27,7 +27,7 @@ from covey.engines.native.inference_contexts import (
     sampling_attention,
 )
 from covey.engines.native.per_sequence_cache import PerSequenceCache
-from covey.engines.native.prefill import PrefixStore, compute_dtype, continue_prompts, logit_tiles, verify_drafts
+from covey.engines.native.prefill import PrefixStore, continue_prompts, logit_tiles, verify_drafts
 from covey.engines.native.sampling import (
     Batch,
     SequenceState,
@@ -178,11 +178,12 @@ class NativeEngine:
             self._admitted.append(sequence := self._waiting.popleft())
             if not sequence.needs_no_tokens:
                 groups.setdefault(tuple(sequence.request.prompt_ids), []).append(sequence)
-        continued: list[SequenceState] = []
+        continued: list[SequenceState] = []  # all but the end of their prompts is computed already
         new: list[list[SequenceState]] = []
         lengths: list[int] = []
         for prompt, group in groups.items():
-            if len(group) == 1 and self._continues_prefix(group[0]):
+            shared = prompt[: group[0].request.shared]
+            if len(group) == 1 and shared != prompt and not group[0].draft and shared in self._prefixes.layers:
                 continued.append(group[0])
             else:
                 new.append(group)
@@ -217,11 +218,6 @@ class NativeEngine:
         for alike in drafted.values():
             for batch in _batches(alike, [len(sequence.draft) for _, sequence in alike]):
                 self._verify_drafts(prefilled, prompts, handles, batch)
-
-    def _continues_prefix(self, sequence: SequenceState) -> bool:
-        """True when all but the end of the prompt is computed already."""
-        shared, prompt = sequence.request.shared, sequence.request.prompt_ids
-        return shared < len(prompt) and not sequence.draft and tuple(prompt[:shared]) in self._prefixes.layers
 
     def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
         """Start sequences whose prompts begin with stored ones: only the tokens after these are computed."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from covey.core.model import decoder_of
+from covey.core.model import compute_dtype, decoder_of
 from covey.engines.native.sampling import (
     SampledTokens,
     SequenceState,
@@ -27,12 +27,6 @@ def keys_and_values(prefilled: Cache) -> KeysAndValues:
     """Per layer, `[prompts, kv_heads, width, head_dim]` each."""
     layers: list[Any] = list(prefilled.layers)
     return [(layer.keys, layer.values) for layer in layers]
-
-
-def compute_dtype(model: Any) -> torch.dtype:
-    """Dtype of the model's products, autocast included."""
-    device = next(model.parameters()).device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def additive_masks(
@@ -72,8 +66,7 @@ class ContinuationCache(Cache):
         super().__init__(layers=[])
         self._prompts = [] if prefilled is None else keys_and_values(prefilled)
         self._owners = owners
-        self.own: KeysAndValues = []
-        """Per layer, `[S, kv_heads, T, head_dim]` keys and values of the continuations."""
+        self.own: KeysAndValues = []  # per layer, `[S, kv_heads, T, head_dim]` keys and values of the continuations
 
     @property
     def prompt_width(self) -> int:

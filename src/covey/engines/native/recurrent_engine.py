@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
-from covey.core.model import image_inputs, inference_mode_of
+from covey.core.model import image_inputs, inference_mode_of, without_adapter
 from covey.core.records import Completion
 from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
@@ -122,9 +122,7 @@ class RecurrentEngine:
     def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
         """Forward pass over tokens [S, T] behind a cache: logits of the last position [S, V], and the cache."""
         model = self._model()
-        signature = inspect.signature(
-            model.get_base_model().forward if hasattr(model, "peft_config") else model.forward
-        )
+        signature = inspect.signature(without_adapter(model).forward)
         name = "past_key_values" if "past_key_values" in signature.parameters else "cache_params"
         last = {"logits_to_keep": 1} if "logits_to_keep" in signature.parameters else {}
         given = {name: cache} if name in signature.parameters else {}

@@ -105,10 +105,8 @@ class SharedPrefixCache(Cache):
         self._column = 0  # of the next token of every sequence
         self.capacity = 0
         self.sequence_capacity = 0
-        self.least_capacity = 0
-        """Tokens that there is room for from the beginning on."""
-        self.attended = 0
-        """Layers that have read the cache in the current step."""
+        self.least_capacity = 0  # tokens that there is room for from the beginning on
+        self.attended = 0  # layers that have read the cache in the current step
         self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
         self._fixed_slot_map: SlotMap | None = None
         self._fixed_column: Tensor | None = None
@@ -331,17 +329,8 @@ class SharedPrefixCache(Cache):
             from covey.engines.native.decode_kernel import decode_attention
 
             assert self._fixed_column is not None, "steps have fixed shapes"
-            slot_map, prompt = self._slot_map, self._prompts[layer]
-            out = decode_attention(
-                query.to(self._dtype),
-                prompt,
-                (keys, values),
-                slot_map.order,
-                slot_map.slots,
-                slot_map.lengths,
-                slot_map.starts,
-                self._fixed_column,
-            )
+            prompt, own = self._prompts[layer], (keys, values)
+            out = decode_attention(query.to(self._dtype), prompt, own, self._slot_map, self._fixed_column)
             return out.reshape(size, 1, heads, -1)
         scores = query @ keys.transpose(2, 3)
         if width:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -199,8 +200,7 @@ class RemoteEngine:
     def awake(self) -> Iterator[None]:
         """Context in which the servers have their memory, and those that lost the current weights are left out.
 
-        Raises:
-            ServerRefused: another run sent weights to a server, so completions may have been sampled from those.
+        ServerRefused if another run sent a server weights: completions may have been sampled from those.
         """
         self._thread.run(self._change(self._weights.wake, self._weights.recheck))
         self._awake += 1
@@ -263,7 +263,7 @@ async def connect(
     for server, facts in zip(servers, found, strict=True):
         assert not isinstance(facts, ServerError), "raised above"
         path = facts.path or facts.model
-        if model_name and _basename(path) != _basename(model_name):
+        if model_name and Path(path).name.lower() != Path(model_name).name.lower():
             warnings.warn(
                 f"{server.url} was started with {path!r} and {model_name!r} is trained. Fine if they are one"
                 " architecture, since the server is sent the weights; otherwise start it with the model that is"
@@ -285,7 +285,3 @@ async def _first_probe(api: ServerApi, server: ServerClient, timeout: float) -> 
             if time.monotonic() + FIRST_PAUSE >= until:
                 return error
         await asyncio.sleep(FIRST_PAUSE)
-
-
-def _basename(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].lower()

@@ -90,7 +90,8 @@ class ServerProcess:
         while True:
             status = child.poll()
             if status is not None:
-                raise LaunchFailed(self._failure(f"ended with {_describe(status)} before it was ready"))
+                name = f" ({signal.Signals(status - 128).name})" if status - 128 in set(signal.Signals) else ""
+                raise LaunchFailed(self._failure(f"ended with exit status {status}{name} before it was ready"))
             if answers(self.ready) if isinstance(self.ready, str) else self.ready():
                 return
             if time.monotonic() > until:
@@ -118,9 +119,3 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as one:
         one.bind((host, 0))
         return one.getsockname()[1]
-
-
-def _describe(status: int) -> str:
-    if status > 128 and status - 128 in set(signal.Signals):
-        return f"exit status {status} ({signal.Signals(status - 128).name})"
-    return f"exit status {status}"

@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ RESERVED = {
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 LEAVING, FAILED = "leaving", "failed"  # messages between processes that share a model
 NewRequest = tuple[str, dict[str, Any], dict[str, Any]]  # id, prompt for vLLM, and sampling settings
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingCompletion:
-    """A requested completion: its future, and the expected tokens of a prompt with images."""
-
-    done: "asyncio.Future[Completion]"
-    prompt_ids: list[int] | None  # None for text
 
 
 class ModelGroup:
@@ -96,7 +87,8 @@ class VllmColocateEngine:
         self._adapters = itertools.count(1)
         self._names = itertools.count()
         self._new: list[NewRequest] = []
-        self._waiting: dict[str, _PendingCompletion] = {}
+        # futures of the requested completions, with the expected tokens of prompts with images (None for text)
+        self._waiting: dict[str, tuple[asyncio.Future[Completion], list[int] | None]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._leaving = False
         config = vllm.vllm_config.model_config
@@ -124,7 +116,7 @@ class VllmColocateEngine:
             name = f"covey-{next(self._names)}"
             self._new.append((name, prompt, {**settings, "seed": seed % (1 << 63)}))
             waiting.append(loop.create_future())
-            self._waiting[name] = _PendingCompletion(waiting[-1], expanded)
+            self._waiting[name] = waiting[-1], expanded
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
         return list(await asyncio.gather(*waiting))
@@ -194,7 +186,7 @@ class VllmColocateEngine:
 
     def _step(self, message: str = "") -> bool:
         """Add new requests, make one step and return finished completions; True when no process needs another step."""
-        cancelled = [name for name, pending in self._waiting.items() if pending.done.done()]
+        cancelled = [name for name, (done, _) in self._waiting.items() if done.done()]
         for name in cancelled:
             del self._waiting[name]
         new, self._new = self._new, []
@@ -228,18 +220,18 @@ class VllmColocateEngine:
         owner, _, name = output.request_id.partition("-")
         if int(owner) != self._group.rank or not output.finished or name not in self._waiting:
             return
-        pending = self._waiting.pop(name)
-        if pending.done.done():  # its caller was cancelled
+        done, prompt_ids = self._waiting.pop(name)
+        if done.done():  # its caller was cancelled
             return
-        if pending.prompt_ids is not None and (error := expansion_error(pending.prompt_ids, output.prompt_token_ids)):
-            pending.done.set_exception(error)
+        if prompt_ids is not None and (error := expansion_error(prompt_ids, output.prompt_token_ids)):
+            done.set_exception(error)
             return
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
         finish = FINISHES.get(completion.finish_reason, FinishReason.ERROR)
         versions = None if self._update is None else [self._update.version] * len(tokens)
-        pending.done.set_result(Completion(tokens, logprobs, finish, versions=versions))
+        done.set_result(Completion(tokens, logprobs, finish, versions=versions))
 
     def _leave(self, failed: bool = False) -> None:
         self._leaving = True
@@ -254,10 +246,10 @@ class VllmColocateEngine:
             self._fail_pending(RuntimeError("the engine was put to sleep before this completion was finished."))
 
     def _fail_pending(self, error: BaseException) -> None:
-        for pending in self._waiting.values():
-            if not pending.done.done():
-                pending.done.set_exception(error)
-                pending.done.exception()  # marks it as retrieved: its caller may be gone
+        for done, _ in self._waiting.values():
+            if not done.done():
+                done.set_exception(error)
+                done.exception()  # marks it as retrieved: its caller may be gone
         self._waiting.clear()
         self._new.clear()
         with contextlib.suppress(Exception):
@@ -378,8 +370,7 @@ def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError 
     """Error if vLLM has expanded a prompt to other tokens (`theirs`) than the trainer's processor (`ours`)."""
     if list(ours) == list(theirs):
         return None
-    shorter = min(len(ours), len(theirs))
-    first = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    first = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
     return RuntimeError(
         f"vLLM expands a prompt with images to {len(theirs)} tokens, and the trainer's processor to {len(ours)};"
         f" they differ from token {first} on. If vllm_engine_kwargs has mm_processor_kwargs, leave them out: vLLM's"

@@ -50,7 +50,8 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
     """
     global _running
     version = require_vllm()
-    stop_vllm()
+    if _running is not None:
+        _running()
     shared = torch.distributed.is_initialized()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read whenever an engine is made
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # less noise between the trainer's lines
@@ -77,11 +78,6 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
     client._finalizer.detach()  # it would end the trainer's process group as well
     _running = weakref.finalize(engine, _shut_down, client.engine_core, shared)
     return engine
-
-
-def stop_vllm() -> None:
-    if _running is not None:
-        _running()
 
 
 def is_running(engine: Any) -> bool:

@@ -14,8 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from covey.policy.attention.tree import TokenTree, merged_attention
 
-PACKED_ATTENTION = "covey_packed"
-"""Argument of `model.set_attn_implementation`."""
+PACKED_ATTENTION = "covey_packed"  # argument of `model.set_attn_implementation`
 
 UNSUPPORTED = ("position_bias", "sinks", "indices", "block_indices", "block_sequence_ids")
 """Keyword arguments that change attention in ways the layouts do not support."""

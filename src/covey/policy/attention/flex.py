@@ -15,8 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from covey.policy.attention.tree import TokenTree
 
-BLOCK = 128
-"""Side, in tokens, of the blocks that are computed or skipped whole."""
+BLOCK = 128  # side, in tokens, of the blocks that are computed or skipped whole
 
 
 @cache
@@ -37,15 +36,7 @@ def flex_tree_attention(
     sinks: Tensor | None = None,
     attend: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Attention as in `merged_attention`, by FlexAttention, without dropout.
-
-    Args:
-        query, key, value, tree, scale, window, cap, sinks: as in `merged_attention`.
-        attend: replaces the compiled `flex_attention`.
-
-    Returns:
-        [1, T, heads, D'].
-    """
+    """Attention as in `merged_attention`, without dropout, by `attend` (None: the compiled `flex_attention`)."""
     attend = attend or compiled_flex()
     mask = block_mask_of(tree, window, query.device)
     settings = {"score_mod": _capped(cap, query.device), "block_mask": mask, "scale": scale, "enable_gqa": True}

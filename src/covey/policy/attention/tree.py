@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BAND_BLOCK = 256
-"""Most queries of a part with a sliding window, whose mask is [256, 256 + window] at most."""
+BAND_BLOCK = 256  # most queries of a part with a sliding window, whose mask is [256, 256 + window] at most
 
 
 class Part(NamedTuple):
@@ -136,8 +135,7 @@ class TokenTree:
         return parts
 
 
-SCORES_AT_ONCE = 1 << 22
-"""Most elements of the score matrix that the explicit kernel holds."""
+SCORES_AT_ONCE = 1 << 22  # most elements of the score matrix that the explicit kernel holds
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -18,8 +18,7 @@ from covey.core.model import patched_forward
 from covey.policy.lm_head.linear import LinearHead, plan_of
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
-CHUNK_BYTES = 256 * 2**20
-"""Most bytes of a chunk's float32 logits if the head is called as a module."""
+CHUNK_BYTES = 256 * 2**20  # most bytes of a chunk's float32 logits if the head is called as a module
 
 
 class TokenScores(NamedTuple):
@@ -71,10 +70,8 @@ def score_hidden(
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
 
     Sums are taken in float32 or wider. Half-precision products are rounded once, as in the model itself, so a log-prob
-    is good to 2^-8 (bfloat16) or 2^-11 (float16) of the largest logit; `float32` heads have no such error.
-
-    Raises:
-        ValueError: the head has only a shard of its weight.
+    is good to 2^-8 (bfloat16) or 2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError
+    if the head has only a shard of its weight.
     """
     if hasattr(getattr(head.module, "weight", None), "full_tensor"):
         raise ValueError(

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IMPOSSIBLE = -1e4
-"""Replaces a log-prob of -inf where it is multiplied by its probability: its exp is 0 in every dtype."""
+IMPOSSIBLE = -1e4  # replaces a log-prob of -inf where it is multiplied by its probability: its exp is 0 in every dtype
 
 
 @dataclass(frozen=True)

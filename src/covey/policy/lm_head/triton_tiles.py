@@ -11,13 +11,11 @@ from torch import Tensor
 
 from covey.policy.lm_head.torch_tiles import IMPOSSIBLE, Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
-BLOCK = 4096
-"""Entries of a row that a program loads at once."""
+BLOCK = 4096  # entries of a row that a program loads at once
 MOST_TIME = 1.1
 """Largest ratio of the kernels' time to that of torch's operations for which they are used: well off 1, so that noise
 between runs or processes does not change the choice."""
-TOLERANCE = 1e-3
-"""Largest difference of results and gradients, relative to the larger of 1 and their size."""
+TOLERANCE = 1e-3  # largest difference of results and gradients, relative to the larger of 1 and their size
 
 
 @triton.jit

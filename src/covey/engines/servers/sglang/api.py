@@ -185,8 +185,8 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
 
 
 def _ends_elsewhere(chunk: SampledChunk, ends: frozenset[int]) -> bool:
-    tokens, stopped = chunk.completion.token_ids, chunk.completion.finish is FinishReason.STOP
-    return stopped and not chunk.aborted and (not tokens or tokens[-1] not in ends)
+    stopped = chunk.completion.finish is FinishReason.STOP and not chunk.aborted
+    return stopped and ends.isdisjoint(chunk.completion.token_ids[-1:])
 
 
 def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:

@@ -185,7 +185,9 @@ async def together(server: ServerClient, doing: str, request: Awaitable[R], tran
                 raise cause
             late = "imed out" in str(cause) or "imeout" in str(cause)
             kind = DeadlineExceeded if late else ServerUnreachable
-            raise kind(server.url, doing, _first_line(cause)) from cause
+            line = str(cause).strip().partition("\n")[0]
+            line = line.split("] ", 1)[-1].split(" This is typically", 1)[0]  # torch puts the source file before it
+            raise kind(server.url, doing, line) from cause
         return asked.result(), moved.result()
     finally:  # cancelled, or one of them failed; the thread ends at its own deadline, or when the channel is closed
         asked.cancel()
@@ -215,9 +217,3 @@ async def meet(
         hint = f"It must be able to connect to this machine at {where}: open that to it, or send weights as files."
         raise GroupNotJoined(server.url, doing, error.message, hint) from error
     return joined
-
-
-def _first_line(error: BaseException) -> str:
-    """First line of a message, without the source file that torch puts before it."""
-    line = str(error).strip().partition("\n")[0]
-    return line.split("] ", 1)[-1].split(" This is typically", 1)[0]
