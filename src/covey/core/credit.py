@@ -61,7 +61,12 @@ def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: S
         number, last = -1, -1
         for end, reward in sorted(((_end(pair[0], row, length), pair[1]) for pair in pairs), key=lambda pair: pair[0]):
             number, last = number + (end != last), end
-            found.append((row, end, number, _reward(reward, row)))
+            value = math.nan if reward is None else float(reward)
+            if math.isinf(value):
+                raise ValueError(
+                    f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
+                )
+            found.append((row, end, number, value))
     columns = zip(zip(*found, strict=True) if found else [()] * 4, [torch.int64] * 3 + [torch.float64], strict=True)
     return Steps(*(torch.tensor(column, dtype=dtype) for column, dtype in columns))
 
@@ -234,12 +239,3 @@ def _end(end: int, row: int, length: int) -> int:
             f" from 0 at the completion's first token and is smaller than {length}."
         )
     return int(end)
-
-
-def _reward(reward: float | None, row: int) -> float:
-    value = math.nan if reward is None else float(reward)
-    if math.isinf(value):
-        raise ValueError(
-            f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
-        )
-    return value

@@ -1,6 +1,6 @@
 """Adapters of a model: creation, checks, and the facts that engines need about the active one."""
 
-import enum
+import json
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -119,9 +119,8 @@ def active_adapter(model: Any) -> str:
 
 def adapter_config(model: Any, name: str) -> dict[str, Any]:
     """Config of an adapter as in `adapter_config.json`."""
-    config = {
-        key: _json_value(value) for key, value in model.peft_config[name].to_dict().items() if key != "runtime_config"
-    }
+    given = {key: value for key, value in model.peft_config[name].to_dict().items() if key != "runtime_config"}
+    config: dict[str, Any] = json.loads(json.dumps(given, default=sorted))  # sets become lists
     config["inference_mode"] = True
     if config.get("base_model_name_or_path") is None:
         config["base_model_name_or_path"] = getattr(base_model(model).config, "_name_or_path", None) or None
@@ -152,16 +151,6 @@ def why_not_alone(model: Any) -> str | None:
     }:
         return "it changes the image encoder, for which servers support none"
     return "it trains biases" if getattr(config, "bias", "none") != "none" else None
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, dict):
-        return {key: _json_value(inner) for key, inner in value.items()}
-    return [_json_value(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_peft(model: Any) -> bool:

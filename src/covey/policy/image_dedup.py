@@ -4,7 +4,7 @@ The rollouts of a group have the same images. The encoder gets each one a single
 preprocessing, and its output is copied to every occurrence; gradients add up, so only rounding changes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from covey.core.model import patched_forward
 from covey.policy.loading import has_dropout
@@ -86,18 +87,16 @@ class _Images:
 
     def expand(self, output: Any, chosen: list[int], indices: list[int]) -> Any:
         """Output for all images from that for some; ValueError where its rows cannot be assigned to images."""
-        if isinstance(output, Mapping):
-            return type(output)(**{name: self.expand(value, chosen, indices) for name, value in output.items()})
-        if isinstance(output, list | tuple):
-            return type(output)(self.expand(value, chosen, indices) for value in output)
-        if not isinstance(output, Tensor):
-            return output
         sizes = [self.sizes[image] for image in chosen]
-        rows = output.shape[0] if output.dim() else 0
-        if not rows or any(size * rows % sum(sizes) for size in sizes):
-            raise ValueError("rows cannot be assigned to images")
-        parts = output.split([size * rows // sum(sizes) for size in sizes])
-        return torch.cat([parts[index] for index in indices])  # unlike indexing, deterministic in backward
+
+        def of_all(tensor: Tensor) -> Tensor:
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if not rows or any(size * rows % sum(sizes) for size in sizes):
+                raise ValueError("rows cannot be assigned to images")
+            parts = tensor.split([size * rows // sum(sizes) for size in sizes])
+            return torch.cat([parts[index] for index in indices])  # unlike indexing, deterministic in backward
+
+        return tree_map_only(Tensor, of_all, output)
 
     @torch.no_grad()
     def keep_order(self, forward: Callable[..., Any]) -> bool:
@@ -127,12 +126,7 @@ def _fingerprints(rows: Tensor, sizes: list[int]) -> list[int]:
 
 
 def _close(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        if not isinstance(b, Tensor) or a.shape != b.shape:
-            return False
-        return bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_close(a[name], b[name]) for name in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_close, a, b))
-    return True
+    ours, theirs = ([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] for output in (a, b))
+    if [x.shape for x in ours] != [y.shape for y in theirs]:
+        return False
+    return all(bool((x - y).abs().max() <= TOLERANCE * y.abs().max()) for x, y in zip(ours, theirs, strict=True))

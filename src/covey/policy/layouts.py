@@ -281,19 +281,14 @@ def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: f
     # Not "difference > ...", which is False for NaN.
     if not difference <= tolerance(model, noise):
         return f"log-probs differ by {difference:.2g} on average with {layout}, by {noise:.2g} through rounding alone"
-    leak = _leak(layout, model, score, actual)
+    changed = synthetic_rollouts(model.config, actual.device)
+    first = int(changed.lengths[0])
+    changed.token_ids[:first] = (changed.token_ids[:first] + 1) % model.config.get_text_config().vocab_size
+    leak = (score(layout, changed) - actual)[first:].abs().mean().item()
     # Nothing but the changed tokens differs, so most models give the same bits; experts may round differently.
     if not leak <= noise + (1e-6 if compute_dtype(model).itemsize >= 4 else 1e-3):
         return f"log-probs differ by {leak:.2g} on average with {layout} when another rollout of the row changes"
     return None
-
-
-def _leak(layout: str, model: Any, score: Score, actual: Tensor) -> float:
-    """Mean change of the other rollouts' log-probs when only the first one's tokens change."""
-    changed = synthetic_rollouts(model.config, actual.device)
-    first = int(changed.lengths[0])
-    changed.token_ids[:first] = (changed.token_ids[:first] + 1) % model.config.get_text_config().vocab_size
-    return (score(layout, changed) - actual)[first:].abs().mean().item()
 
 
 def tolerance(model: Any, noise: float) -> float:

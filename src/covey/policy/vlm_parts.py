@@ -14,7 +14,6 @@ ALIGNERS = ("merger", "projector", "connector", "aligner", "newline")
 
 
 def image_encoder(model: Any) -> nn.Module | None:
-    """Image encoder of a transformers or PEFT model, or None."""
     base = without_adapter(model)
     encoder = base.get_encoder(modality="image") if hasattr(base, "get_encoder") else None
     return encoder if isinstance(encoder, nn.Module) and encoder not in (base, getattr(base, "model", None)) else None

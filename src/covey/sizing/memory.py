@@ -56,7 +56,6 @@ class ShardCounts:
 
     @classmethod
     def of(cls, name: str, processes: int) -> "ShardCounts":
-        """Counts of an accelerate config that comes with Covey."""
         if name not in SHARDED:
             raise ValueError(f"sharding {name!r} is not known; it is one of {', '.join(SHARDED)}.")
         return cls(name, processes, *(processes if sharded else 1 for sharded in SHARDED[name]))

@@ -132,7 +132,6 @@ def unit_parameters(config: Any) -> tuple[int, int]:
 
 
 def meta_model(config: Any) -> Any:
-    """The language model of a config on the meta device."""
     with torch.device("meta"):
         return auto_class_of(config).from_config(config)
 

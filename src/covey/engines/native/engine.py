@@ -222,11 +222,9 @@ class NativeEngine:
     def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
         """Start sequences whose prompts begin with stored ones: only the tokens after these are computed."""
         assert self._cache is not None, "made on admission"
-        prefixes, rests = [], []
-        for sequence in sequences:
-            prompt, shared = sequence.request.prompt_ids, sequence.request.shared
-            prefixes.append(tuple(prompt[:shared]))
-            rests.append(prompt[shared:])
+        requests = [sequence.request for sequence in sequences]
+        prefixes = [tuple(request.prompt_ids[: request.shared]) for request in requests]
+        rests = [request.prompt_ids[request.shared :] for request in requests]
         stored = list(dict.fromkeys(prefixes))
         prefilled = self._prefixes.prefilled(stored)
         handles = self._cache.add_groups(prefilled, [len(prefix) - 1 for prefix in stored])

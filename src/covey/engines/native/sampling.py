@@ -83,7 +83,6 @@ def score_tokens(logits: Tensor, tokens: Tensor, temperature: float) -> SampledT
 
 
 def concatenate(chunks: list[SampledTokens]) -> SampledTokens:
-    """Chunks of rows as one."""
     return SampledTokens(*(torch.cat(column) for column in zip(*chunks, strict=True)))
 
 
@@ -260,12 +259,6 @@ def sequences_of(
     request: SampleRequest, end_ids: set[int], max_context: int | None, images: bool = False
 ) -> list[SequenceState]:
     """New sequences of a request, one per seed, with futures of the running event loop; ValueError as in `generate`."""
-    _check_request(request, images)
-    budget, new_future = request.token_budget(max_context), asyncio.get_running_loop().create_future
-    return [SequenceState(request, index, budget, end_ids, new_future()) for index in range(len(request.seeds))]
-
-
-def _check_request(request: SampleRequest, images: bool) -> None:
     if request.params.extra:
         raise ValueError(
             f"the native engine does not know the generation settings {sorted(request.params.extra)}; it knows"
@@ -286,6 +279,8 @@ def _check_request(request: SampleRequest, images: bool) -> None:
                     f"draft_lenience needs the log-prob of every draft token, and a draft of {len(draft)} tokens has"
                     f" {len(logprobs or [])}. Give draft_logprobs, or leave draft_lenience None to verify exactly."
                 )
+    budget, new_future = request.token_budget(max_context), asyncio.get_running_loop().create_future
+    return [SequenceState(request, index, budget, end_ids, new_future()) for index in range(len(request.seeds))]
 
 
 class Batch:

@@ -80,7 +80,6 @@ class SlotMap:
         return own == others
 
     def copy_(self, other: "SlotMap") -> None:
-        """Copy the contents of the other map's tensors."""
         for name in ("table", "order", "lengths", "starts"):
             getattr(self, name).copy_(getattr(other, name))
 

@@ -193,7 +193,6 @@ class RemoteEngine:
 
     @property
     def holders(self) -> list[str]:
-        """URLs of the servers that hold the current version."""
         return self._weights.holders
 
     @contextlib.contextmanager

@@ -174,7 +174,6 @@ class ServerPool:
                 return dead
 
     async def _watch_requests(self) -> None:
-        """Health-check servers with requests in flight every `WATCH_EVERY` seconds."""
         while any(member.calls for member in self.members) or self._revivals:
             await asyncio.sleep(WATCH_EVERY)
             await asyncio.gather(*(self._check(member) for member in self.up if member.calls))

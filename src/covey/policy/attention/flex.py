@@ -20,7 +20,6 @@ BLOCK = 128  # side, in tokens, of the blocks that are computed or skipped whole
 
 @cache
 def compiled_flex() -> Callable[..., Any]:
-    """FlexAttention compiled for dynamic shapes, once per process."""
     return torch.compile(flex_attention, dynamic=True)
 
 

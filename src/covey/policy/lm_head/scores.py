@@ -29,11 +29,8 @@ class TokenScores(NamedTuple):
 
     def scattered(self, indices: Tensor, count: int) -> "TokenScores":
         """Scores of `count` tokens: these at `indices` [N], 0 everywhere else."""
-
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(count).index_copy(0, indices, values)
-
-        return TokenScores(spread(self.logprobs), None if self.entropies is None else spread(self.entropies))
+        spread = [None if x is None else x.new_zeros(count).index_copy(0, indices, x) for x in self]
+        return TokenScores(*spread)  # type: ignore[arg-type]  # there are log-probs
 
 
 @dataclass(frozen=True)
