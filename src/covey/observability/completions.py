@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from covey.core.transcript import (
     to_json,
 )
 from covey.runtime.safe_text import printable
+from covey.runtime.user_code import format_error
 
 Row = dict[str, Any]
 
@@ -164,10 +166,22 @@ class CompletionLog:
                     [picture(module, row.get(h)) if h == "images" else _cell(row.get(h)) for h in headers]
                     for row in rows
                 ]
-                TRACKERS[name](module, self.sent_as, headers, cells, step)
+                try:
+                    TRACKERS[name](module, self.sent_as, headers, cells, step)
+                except Exception as error:
+                    warn_of_tracker(name, error)
 
     def _chosen(self, unique_prompts: bool) -> list[Row]:
         return list({row["prompt"]: row for row in self.rows}.values()) if unique_prompts else list(self.rows)
+
+
+def warn_of_tracker(name: str, error: Exception) -> None:
+    """Say that a tracker failed; Python's filter shows the same failure once."""
+    warnings.warn(
+        f"{name} could not log ({format_error(error)}). The run goes on without it; its metrics are in"
+        " trainer_state.json of every checkpoint and its completions in the output folder.",
+        stacklevel=3,
+    )
 
 
 def _conversation_columns(completions: Sequence[Any], counts: Sequence[Counts] | None) -> dict[str, list[Any]]:

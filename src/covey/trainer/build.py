@@ -44,7 +44,7 @@ from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weig
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.integrations.hub import PushCompletions
-from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
+from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.loss_terms import EntropyController
 
 if TYPE_CHECKING:
@@ -370,6 +370,7 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     trainer.remove_callback(ProgressCallback)
     if "swanlab" in (args.report_to or ()):
         trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
+    guard_trackers(trainer.callback_handler.callbacks)
     trainer.add_callback(LogEnds())
     if (repo := args.log_completions_hub_repo) and trainer.is_world_process_zero():
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))

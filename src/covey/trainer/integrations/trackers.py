@@ -1,13 +1,15 @@
-"""Early check that the trackers of `report_to` are installed, and a workaround for SwanLab."""
+"""Trackers of `report_to`: early check that they are installed, failures while they log, a workaround for SwanLab."""
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
 
 from covey.config.messages import closest
+from covey.observability.completions import warn_of_tracker
 
 MODULES = {
     **{name: (name,) for name in ("wandb", "trackio", "swanlab", "mlflow", "comet_ml", "clearml")},
@@ -31,6 +33,22 @@ def check_trackers(report_to: str | Sequence[str] | None) -> None:
                 f"report_to={name!r}: the package {modules[0]} is not installed. Install it with pip install"
                 f" {modules[0]}, or set report_to='none'."
             )
+
+
+def guard_trackers(callbacks: Iterable[TrainerCallback]) -> None:
+    """Let a tracker that fails while logging, as when its server is gone, cost its entry and not the run."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for callback in callbacks:
+        if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
+            callback.on_log = partial(_log, callback.on_log)  # type: ignore[method-assign]
+
+
+def _log(log: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    try:
+        log(*args, **kwargs)
+    except Exception as error:
+        warn_of_tracker(log.__qualname__.split(".")[0], error)
 
 
 class OpensSwanLab(TrainerCallback):

@@ -1,0 +1,119 @@
+"""A run of thousands of steps of a tiny model: memory, threads, open files and size of its output stay level.
+
+    python -m benchmarks.long_run                     # 2,000 steps, some minutes
+    python -m benchmarks.long_run --mode environments --steps 500
+
+Rollouts are sampled by the built-in engine (`plain`) or act in environments with a scripted one. Every tenth step is
+logged, with its completions on record; every 50th is evaluated and saved, of which the two newest checkpoints stay. One
+reward fails for some completions, and a tracker in each of its logs. Of the second half of the readings a line is
+fitted: what a step adds.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("", "tools")]
+
+from golden import configurations as golden  # noqa: E402
+from golden import parts  # noqa: E402
+
+READINGS = 20
+COLUMNS = ("step", "memory, MiB", "threads", "open files", "output, KiB", "ms per step")
+COUNTER = golden.conversation([parts.call("add", by=2), parts.call("add", by=5), "no"], ["done "])
+COUNTER["parts"]["environment_factory"] = parts.Counter
+PLAIN: dict[str, Any] = {
+    "parts": {
+        "reward_funcs": [parts.longer, parts.sometimes_fails],
+        "eval_dataset": golden.Lazy(lambda: parts.rows(4)),
+    },
+    "eval_strategy": "steps",
+    "eval_steps": 50,
+    "per_device_eval_batch_size": 4,
+}
+MODES: dict[str, dict[str, Any]] = {"plain": PLAIN, "environments": COUNTER}
+
+
+class Gone(TrainerCallback):
+    """A tracker whose server is gone."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no route to host")
+
+
+class Readings(TrainerCallback):
+    """Reads the process and the output folder now and then."""
+
+    def __init__(self, folder: Path, every: int):
+        self.folder, self.every = folder, every
+        self.rows: list[tuple[float, ...]] = []
+        self.process, self.since = psutil.Process(), (0, time.perf_counter())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every:
+            return
+        step, now = state.global_step, time.perf_counter()
+        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        seconds = (now - self.since[1]) / (step - self.since[0])
+        memory = self.process.memory_info().rss
+        counts = threading.active_count(), self.process.num_fds()
+        self.rows.append((step, memory / 2**20, *counts, size / 2**10, seconds * 1000))
+        self.since = step, time.perf_counter()
+
+
+def slope(rows: list[tuple[float, ...]], column: int) -> float:
+    """Growth of a column in 1,000 steps, over the second half of the rows."""
+    half = np.array(rows[len(rows) // 2 :])
+    return float(np.polyfit(half[:, 0], half[:, column], 1)[0] * 1000)
+
+
+def measure(mode: str, steps: int, folder: Path) -> list[tuple[float, ...]]:
+    integration_utils.INTEGRATION_TO_CALLBACK["gone"] = Gone
+    settings = {
+        "max_steps": steps,
+        "logging_steps": 10,
+        "log_completions": True,
+        "save_strategy": "steps",
+        "save_steps": 50,
+        "save_total_limit": 2,
+        "report_to": ["gone"],
+        "disable_tqdm": True,
+    }
+    trainer = golden.trainer(folder, **{**MODES[mode], **settings})
+    readings = Readings(folder, max(1, steps // READINGS))
+    trainer.add_callback(readings)
+    trainer.train()
+    return readings.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=MODES, default="plain")
+    parser.add_argument("--steps", type=int, default=2000)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    printed = os.dup(1)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # a line for each log, and tables of completions
+        rows = measure(given.mode, given.steps, Path(folder))
+        os.dup2(printed, 1)
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(f"{value:,.1f}" if value % 1 else f"{value:,.0f}" for value in row) + " |")
+    growth = [f"{slope(rows, column):+,.2f} {COLUMNS[column]}" for column in range(1, 5)]
+    print(f"\nIn 1,000 steps of the second half: {', '.join(growth)}.")
+
+
+if __name__ == "__main__":
+    main()
