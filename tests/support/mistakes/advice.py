@@ -388,6 +388,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Wrote a model_init that needs more than the trial": "Give the others defaults.",
         "Reported to a tracker that does not exist": "Correct the name.",
         "Reported to a tracker that is not installed": "",
+        "Reported to a tracker that fails while logging": "Nothing, if its server comes back.",
         "Named a data set for completions that cannot be created": "",
         "Asked for NEFTune's noise": "",
         "Chose an optimizer that changes the weights within a backward pass": "",

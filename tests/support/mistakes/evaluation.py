@@ -1,5 +1,8 @@
 """Mistakes about evaluation, searching, trackers and hubs."""
 
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
 from covey import EvalSuite
 from covey.cli.data import load_evaluations
 from tests.support import runs, tiny
@@ -25,6 +28,23 @@ def search(what, says, parts=None, **options):
         says,
         TRAINING,
     )
+
+
+class Offline(TrainerCallback):
+    """A tracker whose server cannot be reached at the first log."""
+
+    def on_log(self, args, state, control, **kwargs):
+        if len(state.log_history) == 1:
+            raise ConnectionError("no route to host")
+
+
+def offline(bench):
+    """A run that reports to it."""
+    integration_utils.INTEGRATION_TO_CALLBACK["offline"] = Offline
+    try:
+        return bench.train({"report_to": "offline", "max_steps": 2, "logging_steps": 1})
+    finally:
+        del integration_utils.INTEGRATION_TO_CALLBACK["offline"]
 
 
 EVALUATION = [
@@ -157,6 +177,13 @@ EVALUATION = [
         lambda b: b.build({"report_to": "azure_ml"}),
         ("the package azureml is not installed", "or set report_to='none'"),
         kind=ImportError,
+    ),
+    Mistake(
+        "Reported to a tracker that fails while logging",
+        offline,
+        (r"Offline could not log \(ConnectionError: no route to host\)", "The run goes on without it"),
+        TRAINING,
+        UserWarning,
     ),
     Mistake(
         "Named a data set for completions that cannot be created",

@@ -3,15 +3,14 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from transformers import TrainerCallback
-from transformers.integrations import integration_utils
 
 from covey import EvalSuite
 from covey.trainer.integrations.trackers import MODULES, check_trackers
 from tests.support import runs, tiny
+from tests.support.mistakes.cases import Bench
+from tests.support.mistakes.evaluation import offline
 
 
 def even(completions, **kwargs):
@@ -167,22 +166,7 @@ def test_every_tracker_of_transformers_is_known():
     assert set(INTEGRATION_TO_CALLBACK) - {"kubeflow"} <= set(MODULES)  # kubeflow needs no package
 
 
-class Offline(TrainerCallback):
-    """A tracker that loses its server after the first log."""
-
-    logged: ClassVar = []
-
-    def on_log(self, args, state, control, **kwargs):
-        if self.logged:
-            raise ConnectionError("no route to host")
-        self.logged.append(state.global_step)
-
-
-def test_a_tracker_that_fails_costs_its_entries_and_not_the_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "offline", Offline)
-    monkeypatch.setattr(Offline, "logged", [])
-    trained = runs.trainer(tmp_path, report_to=["offline"])
-    with pytest.warns(UserWarning, match=r"Offline could not log \(ConnectionError: no route to host\)"):
-        trained.train()
-    assert Offline.logged == [1]
-    assert len(runs.history(trained, "reward")) == trained.state.global_step > 1
+def test_a_tracker_that_fails_costs_its_entries_and_not_the_run(tmp_path):
+    with pytest.warns(UserWarning, match="could not log"):
+        trained = offline(Bench(tmp_path, ""))
+    assert len(runs.history(trained, "reward")) == trained.state.global_step == 2
