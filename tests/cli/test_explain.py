@@ -124,7 +124,7 @@ def test_tokens_are_counted():
 def test_an_evaluation_that_would_fail_is_announced():
     args = GRPOConfig(num_generations=6, per_device_train_batch_size=6)
     assert "None: no eval_dataset" in words(explain(args))
-    assert "This will fail: An evaluation batch of 8" in words(explain(args, samples_eval_dataset=True))
+    assert "This will fail: An evaluation batch of 8" in words(explain(args, evaluations={"": "rows.jsonl"}))
 
 
 def test_the_command_reads_the_file_and_its_model(run_file, capsys):

@@ -32,4 +32,4 @@ def test_completion_text(completion, text):
 
 def test_long_samples_are_shown_shortened():
     shown = describe_sample("start " + "x" * 5000 + " end", None)
-    assert len(shown) < 400 and "start" in shown and " end" in shown and "[...]" in shown
+    assert len(shown) < 400 and "start" in shown and " end" in shown and "…" in shown

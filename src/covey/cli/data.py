@@ -126,26 +126,11 @@ def _nearby(path: Path) -> str:
 
 def load_evaluations(given: Any) -> Any:
     """Evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name."""
-    loaded = {name: _load_set(entry) for name, entry in _sets(given).items()}
+    loaded = {name: _load_set(entry) for name, entry in evaluation_sets(given).items()}
     return loaded.get("") if set(loaded) <= {""} else loaded
 
 
-def evaluation_files(given: Any) -> list[str]:
-    return [
-        entry["dataset"] if isinstance(entry, dict) and "dataset" in entry else str(entry)
-        for entry in _sets(given).values()
-    ]
-
-
-def suite_settings(given: Any) -> dict[str, dict[str, Any]]:
-    return {name: entry for name, entry in _sets(given).items() if isinstance(entry, dict)}
-
-
-def has_plain(given: Any) -> bool:
-    return len(suite_settings(given)) < len(_sets(given))
-
-
-def _sets(given: Any) -> dict[str, Any]:
+def evaluation_sets(given: Any) -> dict[str, Any]:
     """Evaluation sets by name; one without a name is called ""."""
     if not given:
         return {}

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from covey.cli.config_file import RunConfig
+from covey.cli.config_file import RUN_KEYS, RunConfig
 from covey.observability.dashboard import duration
 from covey.observability.evaluations import all_sets, metrics_of, with_interval
 from covey.observability.report import Sample
@@ -74,24 +74,14 @@ def settings(run: RunConfig) -> dict[str, Any]:
     """Keys of the run and settings that differ from their defaults, without secrets."""
     values = run.args.to_dict()
     defaults = {field.name: field.default for field in dataclasses.fields(run.args)}
-    named: dict[str, Any] = {
-        "method": run.method,
-        "model": run.model,
-        "dataset": f"{run.dataset}, split {run.dataset_split}" if run.dataset else None,
-        "eval_dataset": run.eval_dataset,
-        "reward_funcs": ", ".join(map(str, run.reward_funcs)),
-        "peft": run.peft,
-        "quantization": run.quantization,
-        "tools": ", ".join(map(str, run.tools)) or None,
-        "rollout_func": run.rollout_func,
-        "environment_factory": run.environment_factory,
-    }
+    named = {name: getattr(run, name) for name in RUN_KEYS if name != "dataset_split" or run.dataset}
+    listed = {name: ", ".join(map(str, value)) for name, value in named.items() if isinstance(value, list)}
     changed = {
         name: value
         for name, value in values.items()
         if value != defaults.get(name, value) and not name.endswith(("_token", "_key", "_secret"))
     }
-    return {name: value for name, value in named.items() if value is not None} | changed
+    return {name: value for name, value in (named | listed).items() if value not in (None, "")} | changed
 
 
 def samples(

@@ -17,6 +17,16 @@ import yaml
 
 OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")  # flags of the command itself
 
+OWN_HELP = """\
+  --model M        hub id or folder; may also stand first, without --model
+  --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key
+  --port N         ({port})
+  --api-key KEY    what every request must carry; better in the environment variable {key}, which other
+                   users of the machine cannot see
+  --config FILE    YAML mapping of these flags and the server's; flags on the command line override it
+  --dry-run        print the command and its environment, and do nothing
+  -h, --help       this text"""
+
 Plan = tuple[list[str], dict[str, str], list[str]]
 """Command of a server, without secrets, as any user can read it; additions to its environment; messages."""
 
@@ -31,7 +41,7 @@ class Backend:
     where: str  # advice on where to install it
     key: str  # environment variable that holds the key
     port: int  # default port
-    help: str
+    help: str  # with `{own}` for the flags above
     renamed: Mapping[str, str] = field(default_factory=dict)  # the server's names of flags, by those that TRL has
     switches: tuple[str, ...] = ()  # flags that may be followed by True or False; the server has --no-... for False
 
@@ -85,7 +95,7 @@ class Request:
 def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mapping[str, str]], Plan]) -> int:
     """Become a server (exec); returns only for `--help` and `--dry-run`."""
     if not argv or "-h" in argv or "--help" in argv:
-        print(backend.help)
+        print(backend.help.replace("{own}", OWN_HELP.format(port=backend.port, key=backend.key)))
         return 0 if argv else 2
     request = parse(argv, os.environ, backend)
     backend.installed()

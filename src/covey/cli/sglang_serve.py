@@ -16,14 +16,7 @@ usage: covey sglang-serve --model M [--flag value ...]
 Start SGLang's server with what training needs: token ids in and out with log-probs of what is sampled from, weight
 updates, pause and continue, cache flushes. It listens on 127.0.0.1 by default.
 
-  --model M        hub id or folder; may also stand first, without --model
-  --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key
-  --port N         (30000)
-  --api-key KEY    what every request must carry; better in the environment variable SGLANG_API_KEY, which other users
-                   of the machine cannot see
-  --config FILE    YAML mapping of these flags and the server's; flags on the command line override it
-  --dry-run        print the command and its environment, and do nothing
-  -h, --help       this text
+{own}
 
 Every other flag goes to SGLang as it is, in either spelling (--mem-fraction-static, --mem_fraction_static). Often used:
   --tp-size N   --mem-fraction-static F   --context-length N   --dtype D   --enable-lora --max-lora-rank R

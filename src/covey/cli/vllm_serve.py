@@ -16,14 +16,7 @@ Start vLLM's server with what training needs: weight transfer, pause and resume,
 in and out with the log-probs of the distribution that was sampled. It listens on 127.0.0.1 by
 default.
 
-  --model M        hub id or folder; may also stand first, without --model
-  --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key
-  --port N         (8000)
-  --api-key KEY    what every request must carry; better in the environment variable VLLM_API_KEY, which other users of
-                   the machine cannot see
-  --config FILE    YAML mapping of these flags and the server's; flags on the command line override it
-  --dry-run        print the command and its environment, and do nothing
-  -h, --help       this text
+{own}
 
 Every other flag goes to vLLM as it is, in either spelling (--max-model-len, --max_model_len). Often used:
   --tensor-parallel-size N   --data-parallel-size N   --gpu-memory-utilization F   --max-model-len N   --dtype D

@@ -1,19 +1,70 @@
 """`OnlineConfig`: the settings that GRPO and RLOO share, on top of `transformers.TrainingArguments`."""
 
+import copy
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+from transformers import TrainingArguments
 
 from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, register_loss
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
 from covey.config.hardware import by_deepspeed, has_accelerator, launched, multiplies_bf16
-from covey.config.parsing import as_dict, as_memory_share, as_urls
-from covey.config.secrets import DICT_FIELDS, HidesSecrets
+from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls
 from covey.runtime.import_path import is_reference, resolve
+from covey.runtime.safe_text import without_secrets
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
 CISPO_CAP = 5.0  # of ratios when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1
+KEYS = ("vllm_server_api_key", "sglang_api_key")
+
+
+class HidesSecrets(TrainingArguments):
+    """Training arguments that are printed, logged and pickled without secrets."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as trackers and logs show it: with placeholders for the servers' keys."""
+        shown = {**super().to_dict(), **self._public_dicts()}
+        for name in KEYS:
+            if shown.get(name) is not None:
+                shown[name] = f"<{name.upper()}>"
+        return shown
+
+    @contextmanager
+    def without_keys(self) -> Iterator[None]:
+        """Remove the servers' keys within this context, in which others write the config to a file."""
+        public = {**dict.fromkeys(KEYS), **self._public_dicts()}
+        private = {name: getattr(self, name) for name in public}
+        try:
+            self.__dict__.update(public)
+            yield
+        finally:
+            self.__dict__.update(private)
+
+    def _public_dicts(self) -> dict[str, Any]:
+        return {name: without_secrets(getattr(self, name)) for name in DICT_FIELDS}
+
+    def __str__(self) -> str:
+        with self.without_keys():
+            return super().__str__()
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **self._public_dicts(), **dict.fromkeys((*KEYS, "hub_token"))}
+
+    def __copy__(self) -> Self:  # copies within the process keep the secrets, which `__getstate__` would drop
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 @dataclasses.dataclass(repr=False)
@@ -123,16 +174,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         if self._generation_batch_size_given and total is not None:
             steps = steps_of(total, self.per_device_train_batch_size, processes, self.num_generations)
         assert steps is not None, "filled in at construction"
-        algebra = BatchAlgebra(
-            per_device_train_batch_size=self.per_device_train_batch_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            steps_per_generation=steps,
-            num_iterations=self.num_iterations,
-            num_generations=self.num_generations,
-            world_size=processes,
-            per_device_eval_batch_size=self.per_device_eval_batch_size,
-            num_generations_eval=self.num_generations_eval,
-        )
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchAlgebra)}
+        algebra = BatchAlgebra(**{**sizes, "steps_per_generation": steps, "world_size": processes})
         algebra.check(self._generation_batch_size_given)
         return algebra
 

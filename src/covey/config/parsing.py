@@ -5,6 +5,15 @@ import re
 from contextlib import suppress
 from typing import Any
 
+DICT_FIELDS = (
+    "model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "transformers_continuous_batching_config",
+    "vllm_engine_kwargs",
+    "sglang_server_args",
+)  # those that accept JSON
+
 
 def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """The value of field `name`, which accepts a dict or JSON text."""

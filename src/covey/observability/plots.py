@@ -10,8 +10,6 @@ import numpy as np
 
 from covey.observability.evaluations import all_sets, prefix
 
-Series = tuple[list[float], list[float]]
-
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
 
@@ -85,12 +83,9 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
 
 
 def new_figure(width: float, height: float, title: str, fontsize: int) -> Any:
-    """A figure that needs no screen."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # unlike pyplot it needs no screen
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=fontsize, fontweight="bold", color=INK, x=0.01, ha="left")
     return figure
 
@@ -111,7 +106,7 @@ def strip(axis: Any, grid: str) -> None:
     axis.spines["bottom"].set_color(GRID)
 
 
-def series(log_history: list[dict[str, Any]], name: str) -> Series:
+def series(log_history: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     points = [
         (float(entry.get("step", index)), float(entry[name]))
         for index, entry in enumerate(log_history)

@@ -254,19 +254,16 @@ class _ThreadLane:
         settings = deadlines.torch_settings()  # those of the thread that makes this lane
         self._calls = deadlines.WorkerThread("covey-reward", settings)
         self._worker = deadlines.WorkerThread("covey-rewards")
-        self._started = False
 
     def start(self, batch: RewardBatch) -> "Future[CallResult]":
-        self._started = True
         return self._worker.submit(partial(self._score, batch))
 
     def result(self, future: "Future[CallResult]") -> CallResult:
         return future.result()  # ends: each call before it and its own has a deadline
 
     def close(self) -> None:
-        if self._started:
-            self._worker.submit(self._calls.close)
-            self._worker.close()
+        self._worker.submit(self._calls.close)
+        self._worker.close()
 
     def _score(self, batch: RewardBatch) -> CallResult:
         if self._late >= MAX_LATE_CALLS:

@@ -29,17 +29,11 @@ Row = dict[str, Any]  # of the dataset
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Arguments of reward functions in addition to the samples.
+    """Arguments of reward functions in addition to the samples."""
 
-    Attributes:
-        trainer_state: the transformers `TrainerState`, or None outside training.
-        log_extra: function of a column's name and one value per sample, for the completions table.
-        log_metric: function of a metric's name and a number.
-    """
-
-    trainer_state: Any
-    log_extra: Callable[[str, list], None]
-    log_metric: Callable[[str, float], None]
+    trainer_state: Any  # the `TrainerState` of transformers, or None outside training
+    log_extra: Callable[[str, list], None]  # of a column's name and one value per sample, for the completions table
+    log_metric: Callable[[str, float], None]  # of a metric's name and a number
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,8 @@ class RewardBatch:
         """Keyword arguments, a list each: samples, dataset columns, and rollout extras, which replace columns."""
         columns: dict[str, list] = {}
         for records in (self.rows, [rollout.extras for rollout in self.rollouts]):
-            found: dict[str, list] = {}
-            for index, record in enumerate(records):
-                for name, value in record.items():
-                    if name not in found and name not in NOT_FORWARDED:
-                        found[name] = [None] * len(records)
-                    if name in found:
-                        found[name][index] = value
-            columns |= found
+            names = dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED)
+            columns |= {name: [record.get(name) for record in records] for name in names}
         refuse_reserved(columns)
         prompts, completions, completion_ids = [], [], []
         for row, rollout in zip(self.rows, self.rollouts, strict=True):

@@ -28,20 +28,11 @@ FAILED_BATCHES = 3  # after this many batches in a row on which a function faile
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores of a batch.
+    """Scores of a batch of N samples by F functions."""
 
-    Attributes:
-        rewards: [N, F] float32 on the CPU, unweighted; NaN where function f abstained or failed on sample n; the sum
-            where it rewarded the sample's steps.
-        steps: of each sample, by the index of the function that rewarded its steps: pairs of a step's last token and
-            its reward, in the order of tokens, NaN where the step abstains.
-        stats: for every function `rewards/{name}/failures` and `rewards/{name}/timeouts` (samples) and
-            `rewards/{name}/seconds` (per call).
-    """
-
-    rewards: Tensor
-    steps: list[dict[int, StepRewards]]
-    stats: dict[str, Stat]
+    rewards: Tensor  # [N, F] float32 on the CPU, unweighted; NaN where a function abstained or failed; a sum of steps'
+    steps: list[dict[int, StepRewards]]  # of each sample, by function: last tokens of steps, sorted, and their rewards
+    stats: dict[str, Stat]  # `rewards/{name}/failures` and `/timeouts` (samples), `/seconds` (per call)
 
 
 class RewardSuite:

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from covey.core.transcript import as_text, entries, is_messages
+from covey.core.transcript import as_text, entries, is_messages, shorten
+
+SHOWN_CHARACTERS = 250  # of a sample in a message
 
 
 def completion_text(completion: Any) -> str:
@@ -40,7 +42,8 @@ def content_text(content: Any) -> str:
 
 def describe_sample(prompt: Any, completion: Any) -> str:
     """Prompt and completion on two indented lines, shortened in the middle."""
-    return f"  prompt:     {_shorten(_on_one_line(prompt))!r}\n  completion: {_shorten(_on_one_line(completion))!r}"
+    shown = [shorten(_on_one_line(one), SHOWN_CHARACTERS) for one in (prompt, completion)]
+    return "  prompt:     {!r}\n  completion: {!r}".format(*shown)
 
 
 def _on_one_line(text_or_messages: Any) -> str:
@@ -50,7 +53,3 @@ def _on_one_line(text_or_messages: Any) -> str:
     if len(shown) == 1:
         return content_text(text_or_messages[0].get("content"))
     return " | ".join(entry.text.strip() for entry in shown)
-
-
-def _shorten(text: str, limit: int = 240) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-(limit // 2) :]}"

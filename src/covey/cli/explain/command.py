@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable
 import yaml
 
 from covey.cli.config_file import FlagParser, load_run
-from covey.cli.data import has_plain, suite_settings
+from covey.cli.data import evaluation_sets
 from covey.cli.explain import figures, sections
-from covey.cli.explain.run import Cluster, ExplainedRun, gpu_bytes, model_plan
-from covey.cli.explain.start import check_start
+from covey.cli.explain.run import Cluster, ExplainedRun, check_start, gpu_bytes, model_plan
 from covey.cli.launch import find_config
 from covey.cli.train import take_config
 from covey.config.messages import closest
@@ -66,8 +65,7 @@ def main(argv: list[str]) -> int:
                 gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
                 cluster=flags.cluster,
                 start=start,
-                samples_eval_dataset=has_plain(run.eval_dataset),
-                suites=suite_settings(run.eval_dataset) if run.eval_dataset else None,
+                evaluations=evaluation_sets(run.eval_dataset),
             )
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -110,17 +108,18 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def evaluation(run: ExplainedRun) -> list[str]:
-    if not run.samples_eval_dataset and not run.suites:
+    if not run.evaluations:
         return ["None: no eval_dataset is given, and nothing is split off the training data."]
     a, lines = run.algebra, []
     try:
-        if run.samples_eval_dataset:
+        suites = {name: entry for name, entry in run.evaluations.items() if isinstance(entry, dict)}
+        if len(suites) < len(run.evaluations):
             a.check_eval()
             lines.append(
                 f"Each evaluation batch: {a.prompts_per_eval_batch} prompt(s), {a.eval_group} completions each, "
                 f"{a.eval_batch_size} completions in all."
             )
-        for name, settings in (run.suites or {}).items():
+        for name, settings in suites.items():
             own = {key: value for key, value in settings.items() if key not in ("dataset", "split")}
             greedy = ", greedy" if settings.get("temperature") == 0 else ""
             title = f"Suite {name}".rstrip()
@@ -146,9 +145,8 @@ def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     found, rest = parser.parse_known_args(argv)
     found.cluster = None
     if found.accelerate_config is not None or found.gpu is not None:
-        sharding, processes = ("multi_gpu", 1)
-        if found.accelerate_config is not None:
-            sharding, processes = sharding_of(found.accelerate_config)
+        config = found.accelerate_config
+        sharding, processes = sharding_of(config) if config is not None else ("multi_gpu", 1)
         found.world_size = found.world_size or processes
         found.cluster = Cluster(ShardCounts.of(sharding, found.world_size), found.gpu, found.gpus_of_node)
     return found, rest

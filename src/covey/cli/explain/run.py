@@ -1,21 +1,27 @@
-"""A run before it starts: its model, which is not loaded, its processes, and the memory that it needs."""
+"""A run before it starts: its model, which is not loaded, its processes, the memory it needs, and what it lacks."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from covey.cli.config_file import RunConfig
-from covey.cli.explain.start import Start
-from covey.cli.train import quantisation
+from covey.cli.data import evaluation_sets, is_local, load_evaluations, load_rows
+from covey.cli.train import named, quantisation, rewards
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
+from covey.data.sampler import check_enough
 from covey.policy.loading import sees_images
+from covey.rollout.tools.tool import Tool
 from covey.runtime.process_memory import available_memory
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
+from covey.trainer.integrations.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,37 @@ def gpu_bytes() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
+@dataclass
+class Start:
+    """Findings about the start of a run, as far as it can be checked offline."""
+
+    rows: int | None = None  # training prompts, if known
+    problems: list[str] = field(default_factory=list)  # reasons that the run would not start
+    missing: list[str] = field(default_factory=list)  # required keys that are not given
+    unchecked: list[str] = field(default_factory=list)  # parts that only a start can check
+
+    def lines(self) -> list[str]:
+        lines = [f"will fail: {problem}" for problem in self.problems]
+        if self.rows is not None and not self.problems:
+            lines = [f"The dataset was read: {self.rows:,} prompt(s)."]
+        if self.missing:
+            lines.append(f"still to be named: {', '.join(self.missing)}.")
+        return [*lines, *(f"not checked: {thing}." for thing in self.unchecked)]
+
+    @contextmanager
+    def reporting(self, users_code: str | None = None) -> Iterator[None]:
+        """Collect what is raised as a problem: our errors, and any of the user's code, which is named."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ValueError) or (users_code is None and isinstance(error, (OSError, ImportError))):
+                self.problems.append(str(error))
+            elif users_code is not None:
+                self.problems.append(f"{users_code}: {error!r}")
+            else:
+                raise
+
+
 @dataclass(frozen=True)
 class ExplainedRun:
     """Facts that `covey explain` states; None: unknown, or not part of the run."""
@@ -54,8 +91,7 @@ class ExplainedRun:
     gpu: int | None = field(default_factory=gpu_bytes)  # bytes of a GPU
     cluster: Cluster | None = None  # None: each process has all of the model
     start: Start | None = None
-    samples_eval_dataset: bool = False  # as in training, in addition to suites
-    suites: dict[str, dict[str, Any]] | None = None  # settings of evaluation suites
+    evaluations: Mapping[str, Any] = field(default_factory=dict)  # by name: settings of a suite, or a plain data set
 
     @cached_property
     def algebra(self) -> BatchAlgebra:
@@ -153,3 +189,51 @@ def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -
     side = side[0] if isinstance(side, list | tuple) else side
     tiles = pixels.shape[:-3].numel()
     return Images(tokens, tiles * (pixels.shape[-2] // side) * (pixels.shape[-1] // side), pixels.numel())
+
+
+def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
+    start = Start(missing=[name for name in run.needed if not getattr(run, name)])
+    _check_data(run, algebra, start)
+    for name in run.reward_funcs:
+        with start.reporting(f"reward {name!r}"):
+            (one,) = rewards([name])
+            if isinstance(one, str) and not Path(one).is_dir():
+                start.unchecked.append(f"reward {one!r}, which names no function and so is a reward model from the hub")
+    references: list[tuple[str, Any]] = [("tool", tool) for tool in run.tools]
+    factories = run.environment_factory if isinstance(run.environment_factory, dict) else {"": run.environment_factory}
+    references += [("rollout_func", run.rollout_func)]
+    references += [("environment_factory", factory) for factory in factories.values()]
+    for kind, reference in references:
+        if reference:
+            with start.reporting(f"{kind} {reference!r}"):
+                found = named(reference, kind)
+                if kind == "tool":
+                    Tool.of(found)
+    with start.reporting():
+        check_trackers(run.args.report_to)
+    if run.quantization:
+        with start.reporting():
+            quantisation(run.quantization)
+        if run.peft is None:
+            start.problems.append("`quantization` without `peft`: quantised weights cannot be trained.")
+    if run.model and not Path(run.model).is_dir():
+        start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
+    return start
+
+
+def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> None:
+    evaluations = [
+        str(entry.get("dataset", entry) if isinstance(entry, dict) else entry)
+        for entry in evaluation_sets(run.eval_dataset).values()
+    ]
+    far = [spec for spec in [run.dataset, *evaluations] if spec and not is_local(spec)]
+    start.unchecked += [f"dataset {spec!r}, which is no file or folder here and so comes from the hub" for spec in far]
+    if run.dataset and run.dataset not in far:
+        with start.reporting():
+            start.rows = len(load_rows(run.dataset, run.dataset_split))
+    if evaluations and not set(evaluations) & set(far):
+        with start.reporting():
+            load_evaluations(run.eval_dataset)
+    if start.rows is not None:
+        with start.reporting():
+            check_enough(start.rows, algebra)
