@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 
 from covey.rollout.collector import PromptSample
 
-SYSTEM = "Answer with the number only."
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
 SHOWN = 12  # samples in the report
@@ -128,7 +127,7 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     answers = {entry["question"]: entry["answer"] for entry in entries}
     questions = sorted(answers)
     random.Random(seed).shuffle(questions)
-    system = {"role": "system", "content": SYSTEM}
+    system = {"role": "system", "content": "Answer with the number only."}
     rows = [
         {"prompt": [system, {"role": "user", "content": question}], "answer": answers[question]}
         for question in questions

@@ -62,8 +62,8 @@ class HidesSecrets(TrainingArguments):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         return copied
 
 
@@ -110,7 +110,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         rules.check_fields(self)
         rules.check_batch_settings(self)
         self._settle_batches()
-        rules.check(self)
+        for rule in rules.RULES:
+            rule(self)
 
     @property
     def resolved_epsilon_high(self) -> float:

@@ -45,10 +45,9 @@ class Limits:
 
 
 BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-_SEED = Limits(ge=0, le=2**32 - 1, advice="Seeds are 32-bit numbers.")
 LIMITS = {  # by the name of the field; transformers declares these
     **dict.fromkeys(BATCH_SIZES, Limits(ge=1)),
-    **dict.fromkeys(("seed", "data_seed"), _SEED),
+    **dict.fromkeys(("seed", "data_seed"), Limits(ge=0, le=2**32 - 1, advice="Seeds are 32-bit numbers.")),
     "max_grad_norm": Limits(ge=0, advice="0 leaves gradients as they are; 1.0 is usual."),
     "weight_decay": Limits(ge=0, finite=True, advice="Below 0 weights would grow."),
     "save_steps": Limits(gt=0, advice="save_strategy='no' saves nothing."),

@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
 
-CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
-
 
 def has_accelerator() -> bool:
     return torch.accelerator.is_available()
@@ -44,4 +42,4 @@ def cpu_multiplies_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     path = Path(cpuinfo)
     lines = path.read_text().splitlines() if path.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
-    return not CPU_FLAGS.isdisjoint(flags.split())
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags.split())

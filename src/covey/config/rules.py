@@ -28,11 +28,6 @@ RULES: "tuple[Callable[[OnlineConfig], None], ...]" = tuple(
 MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArguments))  # some are, whatever their type
 
 
-def check(args: "OnlineConfig") -> None:
-    for rule in RULES:
-        rule(args)
-
-
 def check_fields(args: "OnlineConfig") -> None:
     hints = get_type_hints(type(args))
     for field in dataclasses.fields(args):

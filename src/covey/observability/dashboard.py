@@ -38,7 +38,6 @@ FIGURES: dict[str, tuple[str, str]] = {
 """Metrics shown, in this order: label and format."""
 
 ALWAYS_SHOWN = ("loss", "grad_norm")  # metrics that are shown as nan or inf, too
-HISTORY = 60  # points of the reward's sparkline
 SPARKS = "▁▂▃▄▅▆▇█"
 PHASES = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue", "wait": "red"}
 PHASE_BAR = 30
@@ -53,7 +52,7 @@ class Board:
     max_steps: int = 0  # 0 while unknown
     logs: dict[str, float] = field(default_factory=dict)  # latest value of every metric of training
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # latest metrics by set ("": without a name)
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))  # of the latest logs, oldest first
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=60))  # of the latest logs, oldest first
     seconds_per_step: float | None = None  # over the steps of this process; None before the first
     tokens_per_second: float | None = None  # between the last two logs; None before the second
 

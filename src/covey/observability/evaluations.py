@@ -1,8 +1,4 @@
-"""Evaluation sets of a log, by the names of its metrics.
-
-An evaluation's metrics have the prefix `eval_`, those of a named set `eval_{name}_`. Every evaluation logs its runtime
-and a reward, which distinguishes the name of a set from the name of a metric.
-"""
+"""Evaluation sets of a log. Every evaluation logs its runtime and a reward, which tells names of sets from metrics'."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -154,14 +154,9 @@ _PATTERNS = {
 }
 
 
-OPEN_TO_USERS = ("environment/",)
-"""Beginnings of names that rewards and environments log themselves."""
-
-
 def is_taken(name: str) -> bool:
-    """True for a name that the trainer or Hugging Face's loop logs itself."""
-    own = meaning(name) is not None or name in ("loss", "grad_norm", "learning_rate", "epoch", "step")
-    return own and not name.startswith(OPEN_TO_USERS)
+    """True for a name that the trainer or Hugging Face's loop logs itself, rather than rewards and environments."""
+    return (name == "step" or meaning(name) is not None) and not name.startswith("environment/")
 
 
 def meaning(name: str) -> str | None:

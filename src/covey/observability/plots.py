@@ -13,8 +13,6 @@ from covey.observability.evaluations import all_sets, prefix
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
 
-COLUMNS = 2  # plots side by side: readable where the picture is as wide as a page
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -71,7 +69,7 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
     count = len(panels) + bool(timed)
     if not count:
         raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
-    columns = min(count, COLUMNS)
+    columns = min(count, 2)  # readable where the picture is as wide as a page
     rows = math.ceil(count / columns)
     figure = new_figure(4.6 * columns, 3.0 * rows + 0.5, title, fontsize=14)
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]

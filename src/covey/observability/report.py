@@ -143,10 +143,8 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
 
 
 def _meaning(name: str, sets: list[str]) -> str:
-    for start in (prefix(set_name) for set_name in sets if set_name):
-        if name.startswith(start):
-            return meaning(name.removeprefix(start)) or ""
-    return meaning(name) or ""
+    start = next((prefix(one) for one in sets if one and name.startswith(prefix(one))), "")
+    return meaning(name.removeprefix(start)) or ""
 
 
 def _settings(config: Mapping[str, Any]) -> str:

@@ -22,22 +22,13 @@ RECENT_CHECKS, MAX_FAILED_CHECKS = 64, 8  # after so many failures the deadline 
 
 @dataclass(frozen=True)
 class AnswerComparison:
-    """Comparison of an answer with its reference, and both as they were parsed.
+    """Comparison of an answer with its reference, and both as they were parsed."""
 
-    `correct` is None if the reference could not be parsed, or the check `failed`: it took too long or too much memory.
-    """
-
-    correct: bool | None
-    failed: bool = False
+    reward: (
+        float | None
+    )  # 1 or 0; None if the reference could not be parsed; NaN if the check took too long or too much
     gold: list[str] = field(default_factory=list)
     answer: list[str] = field(default_factory=list)
-
-    @property
-    def reward(self) -> float | None:
-        """1 or 0; None (abstain) without a usable reference; NaN, which counts as a failure, if the check failed."""
-        if self.failed:
-            return math.nan
-        return None if self.correct is None else float(self.correct)
 
 
 @cache
@@ -57,7 +48,7 @@ def verify_answers(answers: list[str], solutions: list[str], seconds: float = CH
             found[pair] = _compared(*pair, seconds)
         except WorkerFailed:
             _failures.append(True)
-            found[pair] = AnswerComparison(correct=None, failed=True)
+            found[pair] = AnswerComparison(math.nan)
     return [found[pair] for pair in pairs]
 
 
@@ -67,7 +58,8 @@ def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
     may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
     reply = _worker().ask({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
     _failures.append(False)
-    return AnswerComparison(reply["correct"], gold=reply["gold"], answer=reply["answer"])
+    reward = None if reply["correct"] is None else float(reply["correct"])
+    return AnswerComparison(reward, reply["gold"], reply["answer"])
 
 
 @per_completion

@@ -67,13 +67,10 @@ class RewardBatch:
             names = dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED)
             columns |= {name: [record.get(name) for record in records] for name in names}
         refuse_reserved(columns)
-        prompts, completions, completion_ids = [], [], []
-        for row, rollout in zip(self.rows, self.rollouts, strict=True):
-            prompts.append(rollout.asked(row))
-            completions.append(rollout.completion)
-            completion_ids.append(rollout.completion_ids)
-        arguments = {"prompts": prompts, "completions": completions}
-        return {**columns, **arguments, "completion_ids": completion_ids, "completions_ids": completion_ids}
+        prompts = [rollout.asked(row) for row, rollout in zip(self.rows, self.rollouts, strict=True)]
+        completions = [rollout.completion for rollout in self.rollouts]
+        ids = [rollout.completion_ids for rollout in self.rollouts]
+        return columns | {"prompts": prompts, "completions": completions, "completion_ids": ids, "completions_ids": ids}
 
 
 def arguments_with(columns: Iterable[str]) -> set[str]:

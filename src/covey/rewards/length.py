@@ -73,9 +73,9 @@ def _cosine_scaled(
 
     comparisons = verify_answers([completion_text(completion) for completion in completions], solution)
     return [
-        one.reward
-        if one.correct is None
-        else cosine_scaled(len(ids), max_len, *(of_correct if one.correct else of_wrong))
+        cosine_scaled(len(ids), max_len, *(of_correct if one.reward else of_wrong))
+        if one.reward in (0, 1)
+        else one.reward
         for one, ids in zip(comparisons, completion_ids, strict=True)
     ]
 

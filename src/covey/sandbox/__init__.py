@@ -144,44 +144,40 @@ class LocalSandbox:
             _remove(folder)
 
     def _run(self, folder: str, timeout: float, memory: int, stdin: int) -> SandboxResult:
-        report, reports = os.pipe()
-        limits = {
-            "folder": folder,
-            "timeout": timeout,
-            "memory": int(memory),
-            "max_file": self.max_file,
-            "max_processes": self.max_processes,
-            "namespaces": self.namespaces,
-            "report": reports,
-            "caller": os.getpid(),
-        }
-        started = time.monotonic()
-        try:
-            process = subprocess.Popen(
-                [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(limits)],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                env=_environment(folder),
-                pass_fds=(reports,),
-                start_new_session=True,
-            )
-        except OSError as error:
-            os.close(report)
-            raise RuntimeError(f"the sandbox could not start {self.python}: {error}") from error
-        finally:
-            os.close(reports)
-        try:
-            with process:
-                try:
-                    assert process.stdout is not None and process.stderr is not None
-                    streams = [process.stdout.fileno(), process.stderr.fileno(), report]
-                    (out, err, reported), late = self._read(streams, started + timeout + _GRACE)
-                finally:
-                    _end(process)
-        finally:
-            os.close(report)
+        with contextlib.ExitStack() as stack:
+            report, reports = os.pipe()
+            stack.callback(os.close, report)
+            limits = {
+                "folder": folder,
+                "timeout": timeout,
+                "memory": int(memory),
+                "max_file": self.max_file,
+                "max_processes": self.max_processes,
+                "namespaces": self.namespaces,
+                "report": reports,
+                "caller": os.getpid(),
+            }
+            started = time.monotonic()
+            try:
+                process = subprocess.Popen(
+                    [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(limits)],
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd=folder,
+                    env=_environment(folder),
+                    pass_fds=(reports,),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RuntimeError(f"the sandbox could not start {self.python}: {error}") from error
+            finally:
+                os.close(reports)
+            stack.enter_context(process)
+            stack.callback(_end, process)
+            assert process.stdout is not None and process.stderr is not None
+            streams = [process.stdout.fileno(), process.stderr.fileno(), report]
+            (out, err, reported), late = self._read(streams, started + timeout + _GRACE)
         lines = [json.loads(line) for line in reported.splitlines()]
         outcome: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
         if not outcome and not late:

@@ -25,7 +25,6 @@ SYS_LANDLOCK, PR_SET_NO_NEW_PRIVS, PR_SET_SECUREBITS = 444, 38, 28
 WRITE_FILE, WRITING, MOVING, TRUNCATING = 0x2, 0x1FF2, 0x2000, 0x4000
 AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 POLL_SECONDS = 0.02
-LIMITS_OF_FILES_AND_CORES = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0}
 
 libc = ctypes.CDLL(None, use_errno=True)
 linux = sys.platform == "linux"
@@ -231,8 +230,8 @@ def execute(limits: dict) -> None:
         set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
         set_limit(resource.RLIMIT_FSIZE, limits["max_file"])
         set_limit(resource.RLIMIT_AS, limits["memory"])
-        for kind, value in LIMITS_OF_FILES_AND_CORES.items():
-            set_limit(kind, value)
+        set_limit(resource.RLIMIT_NOFILE, 256)
+        set_limit(resource.RLIMIT_CORE, 0)
         if os.getppid() == 1 and linux:  # a namespace of its own, where processes are counted from 0
             set_limit(resource.RLIMIT_NPROC, limits["max_processes"] + 2)
         os.execv(sys.executable, [sys.executable, "-I", "-B", "main.py"])
