@@ -38,7 +38,7 @@ def main() -> None:
         return collector.collect(draws, params, ("bench", 0))
 
     def lock_step() -> object:
-        prompts = [codec.encode(draw.row["prompt"]) for draw in draws]
+        prompts = [codec.read(draw.row["prompt"]).ids for draw in draws]
         inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
         return model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=LIMIT)
 

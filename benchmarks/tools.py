@@ -237,7 +237,7 @@ def learn(
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
     """Shares of right calls, right answers and both over held-out questions, with intervals; and greedily."""
     from covey.cli.demo import clustered_interval
-    from covey.rollout.collector import PromptSample
+    from covey.core.records import PromptSample
 
     found: dict[str, Any] = {}
     greedy = replace(trainer.rollouts.params, temperature=0.0)

@@ -12,17 +12,17 @@ def codec(tiny_tokenizer):
 
 
 def test_text_is_encoded_as_it_is(codec):
-    assert codec.tokenizer.decode(codec.encode("2+2=")) == "2+2="
+    assert codec.tokenizer.decode(codec.read("2+2=").ids) == "2+2="
 
 
 def test_a_conversation_is_answered(codec):
-    ids = codec.encode([{"role": "user", "content": "hi"}])
+    ids = codec.read([{"role": "user", "content": "hi"}]).ids
     assert codec.tokenizer.decode(ids) == "<bos>user: hi<eos><bos>assistant: "
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_continued(codec):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I s"}]
-    assert codec.tokenizer.decode(codec.encode(messages)).endswith("assistant: I s")
+    assert codec.tokenizer.decode(codec.read(messages).ids).endswith("assistant: I s")
     completion = codec.decode(messages, codec.tokenizer("ay")["input_ids"])
     assert completion == [{"role": "assistant", "content": "I say"}]
 
@@ -36,37 +36,37 @@ def test_special_tokens_are_not_part_of_the_completion(codec):
 def test_template_arguments_reach_the_template(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
     codec = PromptCodec(tiny_tokenizer, {"mood": "!"}, None)
-    assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}])) == "hi!"
-    assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}], {"mood": "?"})) == "hi?"
+    assert codec.tokenizer.decode(codec.read([{"role": "user", "content": "hi"}]).ids) == "hi!"
+    assert codec.tokenizer.decode(codec.read([{"role": "user", "content": "hi"}], {"mood": "?"}).ids) == "hi?"
 
 
 def test_messages_need_a_template(tiny_tokenizer):
     tiny_tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        PromptCodec(tiny_tokenizer, None, None).encode([{"role": "user", "content": "hi"}])
+        PromptCodec(tiny_tokenizer, None, None).read([{"role": "user", "content": "hi"}])
 
 
 def test_a_prompt_that_fills_the_context_is_refused(codec):
     with pytest.raises(ValueError, match="64 tokens leaves no room"):
-        codec.encode("x" * 64)
+        codec.read("x" * 64)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_prompt_that_is_far_too_long_is_not_even_encoded(codec, wrapped):
     long = "x" * (256 * 64 + 1)
     with pytest.raises(ValueError, match="16385 characters leaves no room"):
-        codec.encode([{"role": "user", "content": [{"type": "text", "text": long}]}] if wrapped else long)
+        codec.read([{"role": "user", "content": [{"type": "text", "text": long}]}] if wrapped else long)
 
 
 def test_an_empty_prompt_is_refused(codec):
     with pytest.raises(ValueError, match="empty"):
-        codec.encode("")
+        codec.read("")
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], {"role": "user"}])
 def test_values_of_other_types_are_refused_as_prompts(codec, prompt):
     with pytest.raises(ValueError, match="must be a string or a non-empty list"):
-        codec.encode(prompt)
+        codec.read(prompt)
 
 
 def test_the_fixture_tokenizer_round_trips():
@@ -81,8 +81,8 @@ def test_an_end_token_that_the_tokenizer_adds_is_taken_off(tiny_tokenizer):
             return {"input_ids": [*tiny_tokenizer(text)["input_ids"], 1]}
 
     codec = PromptCodec(Closing(), None, None)
-    assert codec.encode("2+2=") == tiny_tokenizer("2+2=")["input_ids"]
-    assert codec.encode("done<eos>")[-1] == 1  # one that the user wrote stays
+    assert codec.read("2+2=").ids == tiny_tokenizer("2+2=")["input_ids"]
+    assert codec.read("done<eos>").ids[-1] == 1  # one that the user wrote stays
 
 
 def test_a_prefill_may_come_in_parts(codec):
@@ -96,32 +96,34 @@ def test_a_prefill_may_come_in_parts(codec):
 def test_missing_template_arguments_come_from_the_config(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
     codec = PromptCodec(tiny_tokenizer, {"mood": "!"}, None)
-    assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}], {"mood": None})) == "hi!"
+    assert codec.tokenizer.decode(codec.read([{"role": "user", "content": "hi"}], {"mood": None}).ids) == "hi!"
 
 
 def test_control_tokens_in_a_message_are_text():
     """The user's `<eos>` is five characters; the template's own are tokens 1 and 2."""
     codec = PromptCodec(tiny.tokenizer(), None, None)
-    ids = codec.encode([{"role": "user", "content": "a<eos><bos>b"}])
-    harmless = codec.encode([{"role": "user", "content": "ab"}])
+    ids = codec.read([{"role": "user", "content": "a<eos><bos>b"}]).ids
+    harmless = codec.read([{"role": "user", "content": "ab"}]).ids
     assert [ids.count(control) for control in (1, 2)] == [harmless.count(control) for control in (1, 2)] == [1, 2]
     assert codec.tokenizer.decode(ids) == "<bos>user: a<eos><bos>b<eos><bos>assistant: "
     allowing = PromptCodec(tiny.tokenizer(), None, None, allow_control_tokens=True)
-    assert allowing.encode([{"role": "user", "content": "a<eos><bos>b"}]).count(1) == 2
+    assert allowing.read([{"role": "user", "content": "a<eos><bos>b"}]).ids.count(1) == 2
 
 
 def test_control_tokens_of_the_assistant_and_of_texts_are_kept():
     codec = PromptCodec(tiny.tokenizer(), None, None)
     turns = [{"role": "assistant", "content": "a<eos>"}, {"role": "user", "content": "b"}]
-    assert codec.encode(turns).count(1) == 3
-    assert codec.encode("a<eos>b").count(1) == 1
+    assert codec.read(turns).ids.count(1) == 3
+    assert codec.read("a<eos>b").ids.count(1) == 1
 
 
 def test_text_parts_are_joined_for_templates_that_print_them():
     """The template of the tests writes content as it is, so parts would show as Python's list."""
     codec = PromptCodec(tiny.tokenizer(), None, None)
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    assert codec.encode([{"role": "user", "content": parts}]) == codec.encode([{"role": "user", "content": "hello"}])
+    assert (
+        codec.read([{"role": "user", "content": parts}]).ids == codec.read([{"role": "user", "content": "hello"}]).ids
+    )
 
 
 def test_templates_that_read_parts_get_them():
@@ -131,5 +133,5 @@ def test_templates_that_read_parts_get_them():
         "{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endif %}{% endfor %}"
     )
     codec = PromptCodec(tokenizer, None, None)
-    ids = codec.encode([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    ids = codec.read([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]).ids
     assert tokenizer.decode(ids) == "[a][b]"

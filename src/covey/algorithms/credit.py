@@ -24,8 +24,7 @@ from covey.core.credit import credit_to_go, gather_steps, join_steps
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
 
-GENERATIONS_WITHOUT_STEPS = 3
-"""Rollout batches without rewards of steps, after which unused settings of steps are warned about."""
+GENERATIONS_WITHOUT_STEPS = 3  # rollout batches without rewards of steps, after which a warning names their settings
 
 
 @dataclass(frozen=True)

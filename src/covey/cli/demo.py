@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.rollout.collector import PromptSample
+from covey.core.records import PromptSample
 
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from covey.algorithms.credit import spread_of_rewards
 from covey.config.algebra import BatchAlgebra
-from covey.core.records import ScoredRollouts as ScoredRollouts
-from covey.core.records import Scores
+from covey.core.records import PromptSample, ScoredRollouts, Scores
 from covey.core.stats import Mean, Stat
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
-from covey.rollout.collector import PromptSample
 
 Place = tuple[int, int]  # (round of sampling, place in that round) of a group or of a completion
 
@@ -54,12 +52,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class SignalFilter:
-    """Finds groups with a signal.
+    """Finds groups with a signal."""
 
-    `signal` takes scores and completions per group and gives [N] bool, True where some token of a completion has an
-    advantage other than 0, computed by the algorithm without its KL penalty, which would make all groups differ.
-    """
-
+    # (scores, completions of a group) -> [N] bool, True where some token of a completion has an advantage other than 0.
+    # Without the KL penalty, which would make all groups differ.
     signal: Callable[[Scores, int], Tensor]
     weights: Tensor  # [F] of the reward functions
     mask_truncated: bool  # truncated completions are not learned from, so they carry no signal

@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from covey.config.algebra import BatchAlgebra
-from covey.core.records import MicroStep as MicroStep
-from covey.rollout.collector import PromptSample
+from covey.core.records import MicroStep, PromptSample
 
 Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
@@ -99,9 +98,6 @@ class PromptDataset(Dataset):
     def __getitems__(self, slots: list[Slot]) -> list[PromptSample]:
         fetched = {prompt: self.rows[prompt] for prompt, _ in slots}
         return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
-
-    def __getitem__(self, slot: Slot) -> PromptSample:
-        return self.__getitems__([slot])[0]
 
 
 class TrainingSteps(PromptDataset):

@@ -18,9 +18,7 @@ LONGEST = 64  # prompts that are encoded because they are the longest
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
 """Names of the prompt column in other datasets."""
 
-MESSAGES = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")
-"""The beginning of messages in JSON or Python."""
-
+MESSAGES = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")  # beginning of messages in JSON or Python
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 

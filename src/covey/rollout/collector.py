@@ -11,13 +11,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.records import PromptSample as PromptSample
-from covey.core.records import Rollout, SampleGroup
+from covey.core.records import PromptSample, Rollout, SampleGroup
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
-from covey.rollout.runner import GroupRunner, RolloutCallbacks, failed_rollout
-from covey.rollout.runner import RolloutSpec as RolloutSpec
+from covey.rollout.runner import GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
 from covey.rollout.speculation import Speculation
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.loop_thread import LoopThread
@@ -42,10 +40,7 @@ class Collector:
         reuse: Speculation | None = None,
         callbacks: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
-        """One rollout for each prompt sample, in their order; samples of one prompt are next to each other.
-
-        `key` names the batch (mode and step): another key gives other samples, unless `reuse` is exact.
-        """
+        """One rollout for each sample, in order; another `key` (mode, step) gives others, unless `reuse` is exact."""
         rollouts = self.run(self.sample(samples, params, key, reuse, callbacks=callbacks))
         if reuse is not None:
             reuse.remember([sample.prompt for sample in samples], [sample.sample for sample in samples], rollouts)

@@ -65,9 +65,6 @@ class PromptCodec:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
         return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=row_images(row))
 
-    def encode(self, prompt: Prompt | None, row_kwargs: dict[str, Any] | None = None) -> list[int]:
-        return self.read(prompt, row_kwargs).ids
-
     def read(
         self,
         prompt: Prompt | None,
@@ -75,10 +72,7 @@ class PromptCodec:
         tools: Sequence[dict[str, Any]] | None = None,
         images: Sequence[Any] = (),
     ) -> Encoded:
-        """Tokens of a prompt, and its images.
-
-        A conversation that ends with the assistant is continued, any other is answered.
-        """
+        """Tokens of a prompt, and its images; a conversation that ends with the assistant is to be continued."""
         chat = is_conversational(prompt)
         if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
             raise ValueError(
@@ -182,10 +176,7 @@ class PromptCodec:
         return "'text'" in shown or "probe" not in shown
 
     def _plain(self, messages: Any, hidden: dict[str, str]) -> Any:
-        """Messages as the template can show them: text parts joined, and control tokens as private characters.
-
-        `hidden` gets the token of each of these. The assistant's messages keep theirs.
-        """
+        """Messages with text parts joined, control tokens, except the assistant's, as private signs in `hidden`."""
 
         def hide(match: re.Match[str]) -> str:
             sign = chr(0xF0000 + len(hidden))

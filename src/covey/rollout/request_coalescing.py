@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.media import Media
+from covey.core.engine import RolloutEngine, SampleRequest
 from covey.core.records import Completion
 
 
@@ -13,14 +12,13 @@ from covey.core.records import Completion
 class _Batch:
     """Requests for the same tokens and parameters, with the future and the callback of each."""
 
-    params: SamplingParams
     requests: list[SampleRequest] = field(default_factory=list)
     futures: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
     sent: list[Callable[[], None]] = field(default_factory=list)
 
-    def has_media(self, media: tuple[Media, ...]) -> bool:
-        own = self.requests[0].media
-        return len(own) == len(media) and all(a is b for a, b in zip(own, media, strict=True))
+    def takes(self, request: SampleRequest) -> bool:
+        first = self.requests[0]
+        return first.params == request.params and list(map(id, first.media)) == list(map(id, request.media))
 
 
 class RequestCoalescer:
@@ -36,10 +34,9 @@ class RequestCoalescer:
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])
-        equal = (batch for batch in batches if batch.params == request.params and batch.has_media(request.media))
-        batch = next(equal, None) if request.drafts is None else None
+        batch = next((one for one in batches if one.takes(request)), None) if request.drafts is None else None
         if batch is None:
-            batch = _Batch(request.params)
+            batch = _Batch()
             batches.append(batch)
             loop.call_soon(self._send, key, batch)
         future: asyncio.Future[list[Completion]] = loop.create_future()

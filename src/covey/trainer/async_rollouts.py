@@ -18,9 +18,9 @@ from typing import Any
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.data.dynamic_sampling import PromptChooser, PromptSource, prompt_source
-from covey.rollout.collector import Collector, PromptSample
+from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import unsaveable_part

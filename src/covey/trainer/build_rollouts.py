@@ -10,7 +10,7 @@ from typing import Any
 from covey.config.base import OnlineConfig
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
-from covey.rollout.collector import RolloutSpec, run_async
+from covey.rollout.collector import run_async
 from covey.rollout.environments.agent import (
     OBJECTS,
     REWARD,
@@ -24,6 +24,7 @@ from covey.rollout.environments.agent import (
 from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.runner import RolloutSpec
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
 from covey.rollout.tools.tool import Tool

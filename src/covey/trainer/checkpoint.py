@@ -1,7 +1,6 @@
 """Checkpoints that appear whole or not at all: what Hugging Face's Trainer writes, and the state of the method."""
 
 import functools
-import glob
 import hashlib
 import inspect
 import os
@@ -65,7 +64,7 @@ class Checkpointer:
             OSError: the disk takes no more; earlier checkpoints are as they were.
         """
         args, collectives = self.context.args, self.context.collectives
-        name, staging = f"checkpoint-{self.context.step}", self.staging_dir(run_dir)
+        name, staging = f"checkpoint-{self.context.step}", os.path.join(run_dir, STAGING)
         staged, final = os.path.join(staging, name), os.path.join(run_dir, name)
         if args.should_save:
             shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it saved
@@ -119,9 +118,6 @@ class Checkpointer:
         everyone = self.context.collectives.gather(mine, f"verify {folder}")
         return next((problem for problem in everyone if problem is not None), None)
 
-    def staging_dir(self, run_dir: str) -> str:
-        return os.path.join(run_dir, STAGING)
-
     def method_state(self) -> dict[str, dict[str, Any]]:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
@@ -161,9 +157,8 @@ class Checkpointer:
 
     def load_best(self, model: Any, folder: str | None, load: Callable[[], None]) -> None:
         """The same without looking for mistakes; whole models under other names than their modules' are read here."""
-        whole = folder is not None and not self.context.sharding.weights and not has_adapter(model)
-        files = glob.glob(os.path.join(folder, "model*.safetensors")) if folder is not None and whole else []
-        if folder is not None and files and saves_other_names(model):
+        whole = not self.context.sharding.weights and not has_adapter(model)
+        if folder is not None and whole and any(Path(folder).glob("model*.safetensors")) and saves_other_names(model):
             load_renamed(model, folder)
         else:
             load()
@@ -187,10 +182,7 @@ class Checkpointer:
             state.best_model_checkpoint = folder if there else None
 
     def _publish(self, staged: str, final: str) -> None:
-        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`.
-
-        A folder that is to go is renamed first: one that is half deleted must not look like a checkpoint.
-        """
+        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
         state = self.context.loop.state
         if state.best_global_step:
             self._place_best(final)
@@ -203,15 +195,14 @@ class Checkpointer:
         flush(run_dir)
         keep = [final, state.best_model_checkpoint]
         for old in superfluous_checkpoints(str(run_dir), self.context.args.save_total_limit, keep):
-            os.rename(old, staging / old.name)
+            os.rename(old, staging / old.name)  # one that is half deleted must not look like a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
 
 
-Described = dict[str, dict[str, str]]
-"""Settings, dataset and reward functions of a run, as texts by kind and name."""
+Described = dict[str, dict[str, str]]  # settings, dataset and reward functions of a run, as texts by kind and name
 
 
 def describe_run(args: Any, dataset: Any, rewards: RewardSuite) -> Described:
@@ -231,11 +222,11 @@ def changes_since(saved: Described, current: Described) -> list[str]:
     """Sentences on what has changed and which of it takes effect; nothing of what either did not describe."""
     was, now = saved.get("settings", {}), current.get("settings", {})
     held = OF_THE_OPTIMIZER | ({"entropy_coef"} if now.get("use_adaptive_entropy") == "True" else set())
-    changed = {
-        name: f"{name}={now[name]} (was {was[name]})" for name in _changed(was, now) if name in was and name in now
-    }
-    taken = [text for name, text in changed.items() if name not in held]
-    idle = [text for name, text in changed.items() if name in held]
+    changed = [name for name in sorted(was.keys() & now) if was[name] != now[name]]
+    taken, idle = (
+        [f"{name}={now[name]} (was {was[name]})" for name in changed if (name in held) == is_held]
+        for is_held in (False, True)
+    )
     sentences = [f"Takes effect: {', '.join(taken)}."] if taken else []
     if idle:
         sentences.append(
@@ -246,13 +237,10 @@ def changes_since(saved: Described, current: Described) -> list[str]:
     if was and now and was != now:
         size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, others"
         sentences.append(f"Takes effect: another dataset ({size}); the run goes on at its place, counted in rows.")
-    if names := _changed(saved.get("rewards", {}), current.get("rewards", {})) if "rewards" in saved else []:
+    was = saved.get("rewards", now := current.get("rewards", {}))
+    if names := sorted(name for name in was | now if was.get(name) != now.get(name)):
         sentences.append(f"Takes effect: other reward functions ({', '.join(names)}).")
     return sentences
-
-
-def _changed(was: dict[str, str], now: dict[str, str]) -> list[str]:
-    return sorted(name for name in was | now if was.get(name) != now.get(name))
 
 
 def _code(function: Any) -> str:

@@ -316,7 +316,7 @@ class RolloutBuffer:
         return {
             "batch": None if self._own is None else self._own.batch.state(),
             "rank": None if self._own is None else self._own.rank,
-            "index": None if self._index is None else self._index.state(),
+            "index": None if self._index is None else vars(self._index),
             "parts": self._parts,
             "passes": self._passes,
             "taken": self._taken,

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from covey.core.engine import SamplingParams, traits_of
-from covey.core.records import Rollout
-from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, Selection
-from covey.data.sampler import MicroStep
+from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
+from covey.data.dynamic_sampling import PromptChooser, Selection
 from covey.rewards import RewardSuite
-from covey.rollout.collector import Collector, PromptSample
+from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer import rollout_reports as reports
@@ -23,8 +22,8 @@ from covey.trainer.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine check alone, and their length at most
 
+# ("train" or "eval", number of the generation, and of the refill if any); samples are seeded with it.
 GenerationKey = tuple[str | int, ...]
-"""("train" or "eval", number of the generation, and of the refill if any); samples are seeded with it."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext
-from covey.rollout.collector import RolloutSpec
+from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import plays_functions

@@ -21,15 +21,16 @@ from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.engine import SamplingParams, traits_of
+from covey.core.records import MicroStep
 from covey.core.stats import Max
-from covey.data.sampler import MicroStep, train_loader
+from covey.data.sampler import train_loader
 from covey.policy.loading import load_processing_class
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.files import locked
 from covey.trainer import build
 from covey.trainer.build_rollouts import environment_rows
-from covey.trainer.checkpoint import Checkpointer, Stateful, describe_run, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
@@ -397,7 +398,7 @@ class OnlineTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
-        return self.checkpoints.staging_dir(run_dir) if self.checkpoints.staging else run_dir
+        return str(Path(run_dir, STAGING)) if self.checkpoints.staging else run_dir
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = functools.partial(super()._save_checkpoint, model, trial)

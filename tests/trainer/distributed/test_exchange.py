@@ -219,7 +219,7 @@ def test_a_checkpoint_with_the_batch_of_all_processes_resumes():
         resumed.load_state_dict({**old, "passes": 1, "taken": 1}, torch.device("cpu"), rank, 2)
         part, expected = resumed.take(1), buffer.take(1)
         assert all(map(torch.equal, part.own.batch.completions(), batches[rank].completions()))
-        for name, value in expected.index.state().items():
+        for name, value in vars(expected.index).items():
             assert torch.equal(getattr(part.index, name), value) if torch.is_tensor(value) else value in (None, 0)
 
 

@@ -9,16 +9,13 @@ from typing import Any
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call as the policy wrote it; its tool and its arguments (JSON values) are not checked yet.
-
-    Where the notation has no types, `texts` holds the text of each argument, and the tool's schema decides what it is.
-    `call_id` is the policy's own id of the call, nine letters and digits, which its result repeats.
-    """
+    """A call as the policy wrote it; its tool and its arguments (JSON values) are not checked yet."""
 
     name: str
     arguments: dict[str, Any]
+    # Of each argument, where the notation has no types: the tool's schema decides what it is.
     texts: dict[str, str] | None = field(default=None, compare=False, repr=False)
-    call_id: str | None = field(default=None, compare=False, repr=False)
+    call_id: str | None = field(default=None, compare=False, repr=False)  # the policy's own, which the result repeats
 
 
 @dataclass(slots=True)
@@ -48,8 +45,7 @@ class Unreadable(str):
 
 MAX_DEPTH = 64  # arguments nested deeper than this are refused: copying and printing them later is recursive
 
-_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
-"""As Mistral's templates demand; other ids may hold anything, control tokens too."""
+_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates demand; others may hold anything, control tokens too
 
 
 def read_call(value: Any) -> ToolCall | str:

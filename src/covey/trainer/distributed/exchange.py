@@ -6,7 +6,7 @@ Letters: B rollouts of all processes, P distinct prompts.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,10 +70,8 @@ class RolloutIndex:
         )
 
     def without_signal_dropped(self) -> "RolloutIndex":
-        """Drop the rollouts whose advantages are all 0; metrics still count them.
-
-        Without any signal the shortest rollout stays: optimizers with momentum need a gradient, also one of zeros.
-        """
+        """Drop the rollouts whose advantages are all 0; metrics still count them."""
+        # Without any signal the shortest stays: optimizers with momentum need a gradient, also one of zeros.
         signal = self.has_signal.nonzero()[:, 0]
         left = self.select(signal if len(signal) else self.lengths.argmin()[None])
         return replace(
@@ -81,9 +79,6 @@ class RolloutIndex:
             skipped_tokens=int(self.sampled_lengths.sum() - left.sampled_lengths.sum()),
             skipped_rows=int((self.sampled_lengths > 0).sum() - (left.sampled_lengths > 0).sum()),
         )
-
-    def state(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 PER_ROLLOUT = ("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights")

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
-from covey.core.mismatch import MismatchCorrection, mismatch_weights
+from covey.core.mismatch import mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
@@ -29,10 +28,10 @@ RESHAPING = frozenset(
 )  # engine settings beyond `SamplingParams`' own that change which tokens may come and how often
 
 
-def build_correction(args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:
-    """Weights of tokens by trainer over engine probability, or None where nothing is to be corrected."""
+def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> Algorithm:
+    """The algorithm with weights of tokens by trainer over engine probability, where these may differ."""
     if not args.vllm_importance_sampling_correction or (traits.shares_policy and not args.correct_built_in_engine):
-        return None
+        return algorithm
     reshaping = reshapes(args, params)
     if traits.reports_after_cut and reshaping:
         warnings.warn(
@@ -41,17 +40,13 @@ def build_correction(args: OnlineConfig, traits: EngineTraits, params: SamplingP
             " vllm_importance_sampling_correction=False to silence this.",
             stacklevel=2,
         )
-        return None
-    return partial(
+        return algorithm
+    correction = partial(
         mismatch_weights,
         mode=args.resolved_mismatch_mode,
         clip_min=args.vllm_importance_sampling_clip_min,
         clip_max=args.vllm_importance_sampling_clip_max,
     )
-
-
-def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> Algorithm:
-    correction = build_correction(args, traits, params)
     return replace(algorithm, objective=replace(algorithm.objective, correction=correction))
 
 
@@ -73,7 +68,6 @@ def build_engine_check(
     collector: Collector,
     params: SamplingParams,
     rescore: Callable[[TrainBatch, float], Tensor],
-    gather: Callable[[Any], list[Any]] | None = None,
 ) -> EngineCheck:
     """The comparison of the engine's first samples with the trainer's log-probs."""
     args, traits = context.args, traits_of(collector.engine)
@@ -84,7 +78,7 @@ def build_engine_check(
         action=args.engine_parity,
         traits=traits,
         rescore=rescore,
-        gather=gather or context.collectives.named("compare engine and trainer"),
+        gather=context.collectives.named("compare engine and trainer"),
         model_name=type(model).__name__,
         temperature=args.temperature,
         tolerance=tolerance(model.dtype, AUTOCAST.get(context.accelerator.mixed_precision), traits.dtype),

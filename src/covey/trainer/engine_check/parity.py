@@ -17,12 +17,9 @@ from covey.policy.scoring import first_and_last
 from covey.trainer.engine_check.staleness import VersionTest
 
 CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
+# Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
-"""Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side."""
-
-AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-"""Mixed precisions by accelerate's names."""
-
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # by accelerate's names
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)  # temperatures that models' generation configs name
 ADVICE = "To train all the same, set engine_parity='warn'."
 FIRST = 4  # tokens that count as the beginning of a completion
@@ -252,11 +249,9 @@ class EngineCheck:
         """Compare what current and earlier weights make of a few rollouts. Collective."""
         assert self.versions is not None, "asked where they are looked at"
         few, usable = self._few(batch)
-
-        def rescore(rollouts: TrainBatch) -> Tensor:
-            return self.rescore(rollouts, self.temperature)
-
-        votes = self.versions.votes(few, rescore) if usable or self.together else None
+        votes = None
+        if usable or self.together:
+            votes = self.versions.votes(few, lambda rollouts: self.rescore(rollouts, self.temperature))
         problem = self.versions.finding([share for share in self.gather(votes) if share is not None])
         if problem is not None:
             self.versions = None

@@ -60,15 +60,10 @@ class Snapshot:
 
 
 class VersionTest:
-    """Evidence, gathered over a run, that earlier weights explain an engine's log-probs better than the current ones.
-
-    Args:
-        policy: the model that is trained.
-        version: number of optimizer steps behind its weights.
-    """
+    """Evidence, gathered over a run, that earlier weights explain an engine's log-probs better than current ones."""
 
     def __init__(self, policy: Callable[[], nn.Module], version: Callable[[], int]):
-        self._policy, self._version = policy, version
+        self._policy, self._version = policy, version  # the version is the number of optimizer steps
         self._snapshot: Snapshot | None = None
         self._seen = self._copied = -1  # versions: the newest, and the copied one
         self._age = self._looked = 0  # versions since the copy, and looks that were taken at it

@@ -13,12 +13,11 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
-from covey.data.dynamic_sampling import ScoredRollouts
+from covey.core.records import PromptSample, ScoredRollouts
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
-from covey.rollout.collector import PromptSample
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
 from covey.trainer.rollout_phase import RolloutPhase

@@ -11,11 +11,11 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "epsilon_low": lambda trainer: trainer.args.epsilon,
     "epsilon_high": lambda trainer: trainer.args.resolved_epsilon_high,
     "ref_model": lambda trainer: None if trainer.reference is None else trainer.reference._copy,
-    "reward_funcs": lambda trainer: _listed(trainer.made_of.get("reward_funcs")),
+    "reward_funcs": lambda trainer: listed(trainer.made_of.get("reward_funcs")),
     "reward_func_names": lambda trainer: list(trainer.rewards.names),
     "reward_weights": lambda trainer: trainer.rewards.weights.clone(),
-    "reward_processing_classes": lambda trainer: _listed(trainer.made_of.get("reward_processing_classes")),
-    "tools": lambda trainer: _listed(trainer.made_of.get("tools")),
+    "reward_processing_classes": lambda trainer: listed(trainer.made_of.get("reward_processing_classes")),
+    "tools": lambda trainer: listed(trainer.made_of.get("tools")),
     "environment_factory": lambda trainer: trainer.made_of.get("environment_factory"),
     "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
     "aux_loss_enabled": lambda trainer: trainer.balance.enabled,
@@ -39,5 +39,5 @@ def attribute(trainer: Any, name: str) -> Any:
     raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}")
 
 
-def _listed(given: Any) -> list[Any]:
+def listed(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
