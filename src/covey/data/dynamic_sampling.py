@@ -121,8 +121,7 @@ class PromptChooser:
 
     def _draws(self, prompts: Sequence[int]) -> list[PromptSample]:
         slots = rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
-        rows = {prompt: self.dataset[prompt] for prompt, _ in slots}
-        return [PromptSample(rows[prompt], prompt, sample) for prompt, sample in slots]
+        return PromptDataset(self.dataset).__getitems__(slots)
 
     def share(self, mine: ScoredRollouts) -> SamplingRound:
         """Gather the scores of a round, and add them to the history. Collective."""

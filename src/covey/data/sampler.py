@@ -122,8 +122,7 @@ class RowStream(IterableDataset):
             yield chunk
 
     def _share(self, chunk: dict[int, Any], group: int) -> list[PromptSample]:
-        slots = rank_share(list(chunk), group, self.algebra, self.rank)
-        return [PromptSample(chunk[prompt], prompt, sample) for prompt, sample in slots]
+        return PromptDataset(chunk).__getitems__(rank_share(list(chunk), group, self.algebra, self.rank))
 
 
 class EvaluationStream(RowStream):

@@ -63,8 +63,7 @@ class _Sampler:
         return Encoded(list(prompt))
 
 
-_CURRENT: ContextVar[_Sampler | None] = ContextVar("covey_sampling", default=None)
-"""Sampler of the function that calls this code."""
+_CURRENT: ContextVar[_Sampler | None] = ContextVar("covey_sampling", default=None)  # of the calling function
 
 
 @dataclass(eq=False)

@@ -33,6 +33,7 @@ from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from covey.trainer.context import RunContext
+from covey.trainer.integrations.attributes import listed
 
 OWN_ROWS = 1000  # of each environment, where there is no training data
 
@@ -196,13 +197,11 @@ def reward_sources(functions: Any, weights: Any, processing_classes: Any, player
     """The user's, and the environment's own behind them where it has one, with weight 1 unless one is given."""
     if not getattr(player, "gives_reward", False):
         return functions, weights, processing_classes
-    listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-    if weights is not None and len(weights) == len(listed):
+    if weights is not None and len(weights) == len(listed(functions)):
         weights = [*weights, 1.0]
     if processing_classes is not None:
-        given = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes]
-        processing_classes = [*given, None]
-    return [*listed, environment], weights, processing_classes
+        processing_classes = [*listed(processing_classes), None]
+    return [*listed(functions), environment], weights, processing_classes
 
 
 def given_by(player: Any) -> set[str]:

@@ -23,15 +23,13 @@ from covey.trainer.context import RunContext
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 AUTO = "auto"
+# Settings that a checkpoint's optimizer holds: loading it puts the old ones back.
 OF_THE_OPTIMIZER = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "weight_decay"})
-"""Settings that a checkpoint's optimizer holds: loading it puts the old ones back."""
-
+# Settings of a run's place and output, which may change unmentioned.
 NOT_OF_TRAINING = re.compile(
     "(eval|hub|log|logging|push|report|resume|save|trackio|vllm_server|sglang_server)_.*|.*_(dir|folder|name|rank|key|token|url|urls)"
     "|disable_tqdm|do_.*|log_.*|project|accelerator_config"
 )
-"""Settings of a run's place and output, which may change unmentioned."""
-
 SAMPLED_ROWS = 16  # rows of a dataset that are compared
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 

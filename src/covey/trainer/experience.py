@@ -38,10 +38,8 @@ class BehaviourScorer:
     scorer: TokenScorer
     runner: MicroBatchRunner
     reference: Reference | None  # of the KL penalty, or None
-
-    def __post_init__(self) -> None:
-        self._layouts_agree = False
-        self.entropy_known = False  # a generation began in this optimizer step, and all its entropies were measured
+    entropy_known: bool = field(default=False, init=False)  # of all generations that began in this optimizer step
+    _layouts_agree: bool = field(default=False, init=False)
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor | None]:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty [B] or None. Collective."""
@@ -156,10 +154,8 @@ class CreditAssigner:
     rewards: RewardSuite
     entropy_bonus: bool  # token weights of the entropy bonus are needed
     unread: UnreadSettings
-
-    def __post_init__(self) -> None:
-        self.num_tokens = 0  # prompt and completion tokens that were processed in training
-        self._newest: Scores | None = None
+    num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
+    _newest: Scores | None = field(default=None, init=False)
 
     def assign(
         self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None

@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -42,10 +42,9 @@ class MicroBatchRunner:
     room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
     activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
     layers: Callable[[], Sequence[nn.Module]] = tuple  # looks up the decoder's layers
-
-    def __post_init__(self) -> None:
-        self.limit: int | None = None  # most tokens of a pass, learned from running out of memory; in checkpoints
-        self.most_kept: int | None = None  # most layers that keep their activations, learned in the same way
+    # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
+    limit: int | None = field(default=None, init=False)
+    most_kept: int | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, context: RunContext, scorer: TokenScorer) -> "MicroBatchRunner":

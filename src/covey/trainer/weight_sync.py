@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -42,11 +42,9 @@ class WeightSync:
     policy: Callable[[], Any]
     collectives: Collectives
     lora_sync: str = "auto"  # "adapter", "merged", or "auto": the adapter alone where both it and the engine allow that
-
-    def __post_init__(self) -> None:
-        self._sent: int | None = None
-        self._base_sent = False
-        self._said: str | None = None
+    _sent: int | None = field(default=None, init=False)
+    _base_sent: bool = field(default=False, init=False)
+    _said: str | None = field(default=None, init=False)
 
     def forget(self) -> None:
         """Send the weights when they are next asked for, whatever their version: they have changed without a step."""
@@ -108,11 +106,11 @@ class WeightSync:
         except Exception as caught:
             error = caught
         words = self.collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
-        failed = [(rank, text) for rank, text in enumerate(words) if text is not None]
-        if failed and error is None:
-            raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
         if error is not None:
             raise error
+        for rank, text in enumerate(words):
+            if text is not None:
+                raise RuntimeError(f"process {rank} could not load weights: {text}")
 
     def _lead(self, engine: Any, update: WeightUpdate) -> None:
         """Send. Where a pass over the weights is collective, call the others to each."""

@@ -173,4 +173,4 @@ def test_a_failed_search_ends_other_processes_with_its_error(tmp_path):
     assert [one[0] for one in told] == ["trial", "failed"]
     trainer.collectives.gather = lambda what, doing: [told[-1]]  # what another process hears
     with pytest.raises(RuntimeError, match=r"ended in the first process: TypeError: .*has no field `rate`"):
-        _Trials(trainer, None, len).follow()
+        _Trials(trainer, str, len, ()).follow()

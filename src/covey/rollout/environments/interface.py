@@ -17,14 +17,9 @@ from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.toolbox import parts_of
 from covey.runtime.user_code import format_value, parameters_of
 
-NOT_TOOLS = frozenset({"reset", "step", "close", "get_reward"})
-"""Public methods that the library calls, and not the policy."""
-
-Observation = str | list[Message] | list[dict[str, Any]]
-"""Text, messages, or parts of a message, such as `{"type": "image", "image": ...}`."""
-
-Reward = float | list[tuple[Any, float | None]] | None
-"""Of a rollout: a number, `(end, reward)` of its steps, or an abstention."""
+NOT_TOOLS = frozenset({"reset", "step", "close", "get_reward"})  # public methods that the library calls itself
+Observation = str | list[Message] | list[dict[str, Any]]  # text, messages, or parts: {"type": "image", "image": ...}
+Reward = float | list[tuple[Any, float | None]] | None  # a number, (end, reward) of steps, or an abstention
 
 
 class EnvironmentFailed(Exception):

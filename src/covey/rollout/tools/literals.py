@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from covey.rollout.tools.calls import MAX_DEPTH, ToolCall, Unreadable, decode_json
+from covey.rollout.tools.calls import MAX_DEPTH, MalformedCall, Part, ToolCall, Unreadable, decode_json
 
 
 class _NotationError(Exception):
@@ -199,11 +199,11 @@ _GEMMA_TOKEN = r"""\s*+(?:
 )"""
 
 
-def read_gemma_call(text: str, quote: str) -> ToolCall | Unreadable:
+def read_gemma_call(text: str, quote: str) -> Part:
     """The call `call:name{key:value,...}` that `text` is; strings stand between two `quote` marks."""
     head = _GEMMA_HEAD.match(text)
     if head is None:
-        return Unreadable("it does not begin with call:name{")
+        return MalformedCall(text, "it does not begin with call:name{")
     token = re.compile(_GEMMA_TOKEN.format(quote=re.escape(quote)), re.DOTALL | re.VERBOSE)
     writer, at = _JsonWriter(), head.end()
     try:
@@ -221,7 +221,7 @@ def read_gemma_call(text: str, quote: str) -> ToolCall | Unreadable:
             raise _NotationError(f"something follows the arguments: {rest[:20]!r}")
         return ToolCall(head[1], writer.value())
     except _NotationError as error:
-        return Unreadable(str(error))
+        return MalformedCall(text, str(error))
 
 
 def _gemma_reason(rest: str, quote: str) -> str:

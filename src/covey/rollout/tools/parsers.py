@@ -109,12 +109,7 @@ TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
 
 def parse_marked_gemma(text: str, opening: str, closing: str, quote: str, answer: str) -> AssistantTurn:
     """`call:name{key:<quote>text<quote>,items:[1,2]}` between two marks; a turn with calls may end with `answer`."""
-
-    def read(body: str) -> list[Part]:
-        call = read_gemma_call(body, quote)
-        return [MalformedCall(body, call) if isinstance(call, Unreadable) else call]
-
-    turn = calls_between(text, opening, closing, read)
+    turn = calls_between(text, opening, closing, lambda body: [read_gemma_call(body, quote)])
     if turn.asks:
         turn.content = turn.content.removesuffix(answer).rstrip()
     return turn

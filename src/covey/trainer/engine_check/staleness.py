@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from covey.core.batch import TrainBatch
 from covey.policy.sharded_tensors import own_shard, reshard
 
+# Versions after a copy of the weights at which it is compared with the current ones; then the next copy is taken.
 LOOKS = (1, 2, 3, 8, 24)
-"""Versions after a copy of the weights at which it is compared with the current ones; then the next copy is taken."""
-
-COPIED_BYTES = 2**28
-"""Most bytes of weights that a process copies. A part of the weights tells the versions apart, too, if less sharply."""
-
+COPIED_BYTES = 2**28  # most that a process copies; a part of the weights tells the versions apart less sharply
 DEVIATIONS = 6.0
 """Votes' sum over the root of their sum of squares at which an engine counts as stale.
 

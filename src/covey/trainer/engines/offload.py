@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOST = torch.device("cpu")
-
 
 def make_room(
     device: torch.device, *, model: Callable[[], Any] | None, optimizers: Callable[[], Iterable[Any]] | None
@@ -35,7 +33,7 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
 
 
 @contextmanager
-def parked(tensors: Iterable[Tensor], host: torch.device = HOST) -> Iterator[None]:
+def parked(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Move tensors to host memory within this context; a tensor given twice is moved once."""
     moved: list[tuple[Tensor, torch.device]] = []
     try:
@@ -43,7 +41,7 @@ def parked(tensors: Iterable[Tensor], host: torch.device = HOST) -> Iterator[Non
             for tensor in {id(tensor): tensor for tensor in tensors}.values():
                 local = getattr(tensor, "_local_tensor", tensor)  # this process's shard of a distributed tensor
                 home = local.device
-                copied = torch.empty_like(local, device=host, pin_memory=home.type == "cuda", requires_grad=False)
+                copied = torch.empty_like(local, device="cpu", pin_memory=home.type == "cuda", requires_grad=False)
                 copied.copy_(local, non_blocking=home.type == "cuda")
                 moved.append((local, home))
                 _wait(home)

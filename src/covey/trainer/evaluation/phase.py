@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,7 @@ class EvaluationPhase:
     gather: Callable[[list[PromptSample]], TrainBatch]  # their batch, with credit; collective
     loss_of: Callable[[TrainBatch], float]  # collective
     prompts_required: bool  # an environment may give them otherwise
-
-    def __post_init__(self) -> None:
-        self.completions: CompletionLog | None = None
+    completions: CompletionLog | None = field(default=None, init=False)
 
     def loader(self, datasets: Any, chosen: Any) -> Any:
         if isinstance(chosen, str):

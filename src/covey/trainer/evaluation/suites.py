@@ -12,7 +12,7 @@ import numbers
 import statistics
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -204,13 +204,13 @@ class Grader:
             return None
 
 
+@dataclass(frozen=True)
 class Scoreboard:
     """Estimates of a suite from the grades of all processes."""
 
-    def __init__(self, suite: EvalSuite, completions: int):
-        self._suite = suite
-        self._completions = completions
-        self._prompts: dict[int, list[Graded]] = {}
+    _suite: EvalSuite
+    _completions: int
+    _prompts: dict[int, list[Graded]] = field(default_factory=dict, init=False)
 
     def add(self, graded: Sequence[Graded]) -> None:
         for completion in graded:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def create_model_card(
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
     trained_on = getattr(getattr(self.train_dataset, "info", None), "dataset_name", None)
     trained_on = None if trained_on in ("", *NO_DATA_SETS) else trained_on
-    datasets = _listed(dataset_name or dataset or dataset_tags) or _listed(trained_on)
+    datasets = listed(dataset_name or dataset or dataset_tags) or listed(trained_on)
     known = self.hub_model_id or self.args.hub_model_id
     if known and model_name in (None, known.rpartition("/")[2]):  # transformers gives it without its owner
         model_name = str(known)
@@ -68,7 +69,7 @@ def create_model_card(
         sees_images=self.collector.codec.vision is not None,
         language=language,
         license=license,
-        tags=_listed(tags),
+        tags=listed(tags),
     )
     folder = Path(self.args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,3 @@ class PushCompletions(TrainerCallback):
 
     def _stamps(self) -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in self._folder.glob("completions_*.parquet")}
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun
@@ -73,7 +74,8 @@ def hyperparameter_search(
         raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
     caught = kwargs.get("catch", ())
     caught = tuple(caught) if isinstance(caught, Iterable) else (caught,)
-    trials = _Trials(self, hp_name, compute_objective or mean_reward, caught)
+    name_of = hp_name or (lambda trial: f"run-{trial.number}")
+    trials = _Trials(self, name_of, compute_objective or mean_reward, caught)
     if self.args.process_index:
         return trials.follow()
     optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
@@ -113,16 +115,14 @@ def _check_searchable(trainer: "OnlineTrainer") -> None:
         )
 
 
+@dataclass(frozen=True)
 class _Trials:
     """Runs trials on all processes; the first one decides and sends its decisions to the others."""
 
-    def __init__(
-        self, original: "OnlineTrainer", hp_name: Callable[[Any], str] | None, objective: Objective, caught: Any = ()
-    ):
-        self._original = original
-        self._name = hp_name or (lambda trial: f"run-{trial.number}")
-        self._objective = objective
-        self._caught = caught  # types of errors that end a trial and not the search
+    _original: "OnlineTrainer"
+    _name: Callable[[Any], str]
+    _objective: Objective
+    _caught: tuple[type[BaseException], ...]  # types of errors that end a trial and not the search
 
     def tell(self, *message: Any) -> None:
         self._original.collectives.gather(message, "begin a trial")
