@@ -18,7 +18,12 @@ from covey.core.objective import Objective
 
 EPSILONS = frozenset({"epsilon", "epsilon_high"})
 BOUNDS = EPSILONS | {"delta"}
-VESPO = {name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
+VESPO = {
+    "k_pos": "vespo_k_pos",
+    "lambda_pos": "vespo_lambda_pos",
+    "k_neg": "vespo_k_neg",
+    "lambda_neg": "vespo_lambda_neg",
+}
 
 
 def with_fields(function: Callable[..., Any], **fields: str) -> Callable[[Any], Any]:
