@@ -23,14 +23,6 @@ HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
 SHOWN = 12  # samples in the report
 
-RESULTS = {
-    "curves.png": "the curves",
-    "timeline.png": "the timeline of the latest rollout batch",
-    "summary.html": "curves, samples before and after, metrics and settings on one page",
-    "summary.json": "the figures above",
-    "completions": "every completion of the run",
-}
-
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="covey demo", description=__doc__)
@@ -207,7 +199,14 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
         table.add_row(when, _accuracy(summary, when))
     rich.print(table)
     rich.print(f"{summary['steps']} steps in {summary['seconds_train']:.0f} s of training.")
-    for name, what in RESULTS.items():
+    results = {
+        "curves.png": "the curves",
+        "timeline.png": "the timeline of the latest rollout batch",
+        "summary.html": "curves, samples before and after, metrics and settings on one page",
+        "summary.json": "the figures above",
+        "completions": "every completion of the run",
+    }
+    for name, what in results.items():
         rich.print(f"  {output_dir / name}: {what}")
 
 

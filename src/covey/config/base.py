@@ -18,7 +18,6 @@ from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import without_secrets
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
-CISPO_CAP = 5.0  # of ratios when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1
 KEYS = ("vllm_server_api_key", "sglang_api_key")
 
 
@@ -118,7 +117,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         """Upper clipping range in force: `epsilon_high`, or the default of the loss."""
         if self.epsilon_high is not None:
             return self.epsilon_high
-        return CISPO_CAP if self.loss_type == "cispo" else self.epsilon
+        return 5.0 if self.loss_type == "cispo" else self.epsilon  # lets gradients through, as in MiniMax-M1
 
     @property
     def vllm_urls(self) -> list[str]:

@@ -161,7 +161,6 @@ describe_fields(__name__)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
-SERVER_ONLY = ("vllm_server_", "vllm_group_", "vllm_weight_")  # vLLM in the trainer's process does not read these
 OFFLOAD = ("offload_model", "offload_optimizer")
 COLOCATED = (
     "vllm_sleep_level",
@@ -229,7 +228,8 @@ def vllm_settings_are_read(args: "OnlineConfig") -> None:
             ignored(args, ["vllm_server_host", "vllm_server_port"], "vllm_server_base_url replaces it")
         ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set vllm_server_concurrency")
         return
-    fields = [field.name for field in dataclasses.fields(args) if field.name.startswith(SERVER_ONLY)]
+    server = ("vllm_server_", "vllm_group_", "vllm_weight_")
+    fields = [field.name for field in dataclasses.fields(args) if field.name.startswith(server)]
     ignored(args, fields, f"vllm_mode is {args.vllm_mode!r}, not 'server'")
     if not args.vllm_enable_sleep_mode:
         ignored(args, ["vllm_sleep_level"], "vllm_enable_sleep_mode is False")

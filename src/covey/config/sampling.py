@@ -9,8 +9,6 @@ from covey.config.messages import ignored, warn
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
 
-LEAST_FLOOR = 0.01  # below it, a dataset of solved prompts alone would be gone through a hundred times for one sample
-
 
 @dataclass
 class GenerationFields:
@@ -103,7 +101,7 @@ class PromptFields:
     rewards so far, come more often than those that are always or never solved."""
     difficulty_floor: float = limited(
         0.1,
-        ge=LEAST_FLOOR,
+        ge=0.01,  # below it, a dataset of solved prompts would be gone through a hundred times for one sample
         le=1,
         advice="At 0 a prompt that failed once would never come again; at 1 all prompts come alike. 0.1 is usual.",
     )

@@ -40,12 +40,8 @@ FIXED_COLUMNS = (
 )
 """What Covey writes; a reward function or an extra of that name gets another column name."""
 
-MAX_REWARD_COLUMNS = 3  # with more reward functions than this, their values share one column of the table on a console
-
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, CONVERSATION_CHARACTERS, ERROR_CHARACTERS = 200, 400, 600, 120
 """Shown in the table; a conversation has several messages or calls a tool."""
-
-INDENT = 2  # columns before calls and results, also where their lines are wrapped
 
 STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: "dim italic"}
 
@@ -299,7 +295,7 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
     table = Table(title=count + when, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2, overflow="fold")
     table.add_column("completion", ratio=3, overflow="fold")
-    separate = len(reward_names) <= MAX_REWARD_COLUMNS
+    separate = len(reward_names) <= 3  # more share one column, for which a console is wide enough
     for name in reward_names if separate else ["rewards"]:
         wide = 9 if separate else 22
         header = escape(name.removesuffix("_reward").replace("_", " "))  # wraps between its words
@@ -336,7 +332,7 @@ def _completion(row: Row, ending: Any) -> Any:
     shown = [replace(one, text=printable(one.text)) for one in excerpt(entries(messages), CONVERSATION_CHARACTERS)]
     texts = [_styled(entry) for entry in shown]
     texts[-1] += ending
-    indents = [0 if entry.kind is Kind.MESSAGE else INDENT for entry in shown]
+    indents = [0 if entry.kind is Kind.MESSAGE else 2 for entry in shown]  # also where their lines are wrapped
     return Group(*(Padding(text, (0, 0, 0, indent)) for text, indent in zip(texts, indents, strict=True)))
 
 

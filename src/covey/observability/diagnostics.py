@@ -9,7 +9,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 STREAK = 5  # logs in a row that must agree before something is said
-FEWEST = 2  # logs that must agree at the end of a run that has fewer than `STREAK`
 
 Log = dict[str, Any]
 
@@ -17,7 +16,7 @@ Log = dict[str, Any]
 def advice(log_history: list[Log], args: Any, ended: bool = False) -> dict[str, str]:
     """Findings about the latest logs of training by name; all of them are enough if a run `ended` before `STREAK`."""
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
-    needed = max(FEWEST, min(STREAK, len(logs))) if ended else STREAK
+    needed = max(2, min(STREAK, len(logs))) if ended else STREAK
     found = {}
     for name, (holds, about) in FINDINGS.items():
         start = len(logs)

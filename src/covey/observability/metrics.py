@@ -21,7 +21,6 @@ ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("
 """Logged as 0 where a window has no value, so that the columns exist from the first log on."""
 
 Span = tuple[float, float]  # begin and end, seconds on one clock
-MAX_SPANS = 20_000  # most recent spans kept of each lane
 
 TRAINER, ROLLOUTS = "trainer", "rollouts"
 """Lanes of the main thread's phases and of rollouts in flight. Every other lane is that of a reward function."""
@@ -182,7 +181,7 @@ class Timeline:
 
     def add(self, lane: str, name: str, spans: Iterable[Span]) -> None:
         """Add spans; one that begins where the last of its name ended extends it."""
-        lane_spans = self._lanes.setdefault(lane, deque(maxlen=MAX_SPANS))
+        lane_spans = self._lanes.setdefault(lane, deque(maxlen=20_000))
         for begin, end in spans:
             if lane_spans and lane_spans[-1][0] == name and lane_spans[-1][1][1] == begin:
                 begin = lane_spans.pop()[1][0]

@@ -131,11 +131,8 @@ class Log:
         """Log of a batch of `size` samples, of which this log's have these indices; the others get None."""
         if len(indices) == size:
             return self
-        extras: dict[str, list] = {}
-        for column, values in self.extras.items():
-            extras[column] = [None] * size
-            for index, value in zip(indices, values, strict=True):
-                extras[column][index] = value
+        given = {column: dict(zip(indices, values, strict=True)) for column, values in self.extras.items()}
+        extras = {column: [values.get(index) for index in range(size)] for column, values in given.items()}
         return Log(size, extras, self.metrics)
 
     @classmethod

@@ -4,8 +4,6 @@ from typing import Any
 
 from covey.core.transcript import as_text, entries, is_messages, shorten
 
-SHOWN_CHARACTERS = 250  # of a sample in a message
-
 
 def completion_text(completion: Any) -> str:
     """Text of a completion: the string, or the assistant's last message.
@@ -42,7 +40,7 @@ def content_text(content: Any) -> str:
 
 def describe_sample(prompt: Any, completion: Any) -> str:
     """Prompt and completion on two indented lines, shortened in the middle."""
-    shown = [shorten(_on_one_line(one), SHOWN_CHARACTERS) for one in (prompt, completion)]
+    shown = [shorten(_on_one_line(one), 250) for one in (prompt, completion)]
     return "  prompt:     {!r}\n  completion: {!r}".format(*shown)
 
 
