@@ -26,7 +26,7 @@ def recording(engine, recorder=replay_by_running):
 def test_replayed_steps_sample_the_same(tiny_model, max_sequences, steps_per_look):
     reference = tokens(sample(engine_of(tiny_model, eos=EOS)))
     engine = recording(engine_of(tiny_model, eos=EOS, max_sequences=max_sequences))
-    engine._check_interval = steps_per_look
+    engine.check_interval = steps_per_look
     assert tokens(sample(engine)) == reference
 
 

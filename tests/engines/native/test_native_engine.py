@@ -276,7 +276,7 @@ def test_check_interval_changes_no_sample(tiny_model, forks):
     reference = sample(engine_of(tiny_model, eos=eos))
     assert len({len(c.token_ids) for group in reference for c in group}) > 2
     seldom = engine_of(tiny_model, eos=eos, max_sequences=7)
-    seldom._check_interval, seldom._shares_prefixes = 5, forks
+    seldom.check_interval, seldom._shares_prefixes = 5, forks
     got = sample(seldom)
     assert tokens(got) == tokens(reference)
     assert [[c.finish for c in group] for group in got] == [[c.finish for c in group] for group in reference]

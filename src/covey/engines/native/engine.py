@@ -9,23 +9,19 @@ import asyncio
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
-from covey.core.model import compute_dtype, decoder_of, inference_mode_of, name_of
+from covey.core.engine import SampleRequest
+from covey.core.model import compute_dtype, decoder_of, name_of
 from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
-from covey.engines.native.inference_contexts import (
-    attention_implementation,
-    fused_operations,
-    packed_linears,
-    sampling_attention,
-)
+from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
 from covey.engines.native.per_sequence_cache import PerSequenceCache
 from covey.engines.native.prefill import PrefixStore, continue_prompts, logit_tiles, verify_drafts
 from covey.engines.native.sampling import (
@@ -45,31 +41,16 @@ PREFILL_TOKENS = 4096  # most (padded) tokens in one forward pass over prompts o
 Item = TypeVar("Item")
 
 
-class NativeEngine:
+@dataclass(eq=False, kw_only=True)
+class NativeEngine(PolicyEngine):
     """Samples from a transformers causal language model."""
 
-    traits = EngineTraits(shares_policy=True)
+    pad_token_id: int  # fills the gaps of a prefill batch; any id of the vocabulary will do
+    check_interval: int | None = None  # steps between checks for ended sequences; None: 1 on a CPU, 8 elsewhere
+    whole_calls: bool = False  # call the model as a whole alone, as some wrappers need; without drafts
 
-    def __init__(
-        self,
-        model: Callable[[], Any],  # the unwrapped model to sample from
-        *,
-        eos_token_ids: set[int],  # tokens that end a completion
-        pad_token_id: int,  # fills the gaps of a prefill batch; any id of the vocabulary will do
-        max_sequences: int = 64,  # most completions decoded at once
-        max_context: int | None = None,  # most tokens of prompt and completion together
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,  # mixed precision, gathered weights
-        check_interval: int | None = None,  # steps between checks for ended sequences; None: 1 on a CPU, 8 elsewhere
-        device: torch.device | None = None,  # of the model's inputs; None: that of its weights
-        whole_calls: bool = False,  # call the model as a whole alone, as some wrappers need; without drafts
-    ):
-        self._model = model
-        self.eos_token_ids = eos_token_ids
-        self.pad_token_id = pad_token_id
-        self.max_sequences = max_sequences
-        self.max_context = max_context
-        self._forward_context = forward_context
-        self._check_interval = check_interval
+    def __post_init__(self, model: Callable[[], Any]) -> None:
+        super().__post_init__(model)
         self._waiting: deque[SequenceState] = deque()
         self._admitted: list[SequenceState] = []
         self._running: list[SequenceState] = []
@@ -77,9 +58,7 @@ class NativeEngine:
         self._cache: SharedPrefixCache | PerSequenceCache | None = None
         self._prefixes = PrefixStore()
         self._shares_prefixes: bool | None = None  # None: not tried yet
-        self._input_device = device
-        self._whole_calls = whole_calls
-        self._use_graphs: bool | None = False if whole_calls else None  # None: on CUDA
+        self._use_graphs: bool | None = False if self.whole_calls else None  # None: on CUDA
         self._capture: Capture = capture_cuda_graph
         self._graph_step: GraphStep | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -117,21 +96,10 @@ class NativeEngine:
                 scores[i] = (logprobs.tolist(), entropies.tolist())
         return scores
 
-    def load_weights(self, update: WeightUpdate) -> None:
-        """Do nothing: the engine samples from the policy's own parameters."""
-
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Put the model into inference mode within the context, and restore its mode afterwards."""
-        model = self._model()
         try:
-            with (
-                inference_mode_of(model),
-                torch.no_grad(),
-                self._forward_context(),
-                packed_linears(model),
-                attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
-            ):
+            with super().awake():
                 yield
         finally:
             self._prefixes.layers.clear()
@@ -141,10 +109,6 @@ class NativeEngine:
         self._cache = None
         if self._graph_step is not None:
             self._graph_step.begin(None)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._input_device or next(self._model().parameters()).device
 
     async def _drive(self) -> None:
         """Decode until nothing is left; between steps other coroutines run."""
@@ -266,7 +230,7 @@ class NativeEngine:
         Padding is on the right, where causal attention never sees it.
         """
         model = self._model()
-        device = self._device
+        device = self.input_device
         width = max(map(len, prompts)) - 1
         if not width:
             return None
@@ -277,7 +241,7 @@ class NativeEngine:
         positions = torch.arange(width, device=device).expand(len(prompts), -1)
         visible = (positions < lengths[:, None]) | (positions == 0)  # an empty prompt attends to something
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": visible, "past_key_values": cache}
-        if self._whole_calls:
+        if self.whole_calls:
             model(**inputs, use_cache=True, logits_to_keep=1)
         else:
             decoder_of(model)(**inputs, use_cache=True)
@@ -300,7 +264,7 @@ class NativeEngine:
         if not self._shares_prefixes:
             return PerSequenceCache(dtype)
         cache = SharedPrefixCache(dtype, softcap)
-        if self._use_graphs if self._use_graphs is not None else self._device.type == "cuda":
+        if self._use_graphs if self._use_graphs is not None else self.input_device.type == "cuda":
             config = model.config.get_text_config()
             cache.least_capacity = min(CAPTURED_TOKENS, max(sequence.budget for sequence in self._waiting))
             self._graph_step = self._graph_step or GraphStep(self._run, config, self._capture)
@@ -309,7 +273,7 @@ class NativeEngine:
 
     def _objection_to_sharing(self, dtype: torch.dtype, softcap: bool) -> str | None:
         """Reason why two sequences do not read a shared prompt as an ordinary forward pass does; None: they do."""
-        model, device = self._model(), self._device
+        model, device = self._model(), self.input_device
         if not getattr(model, "_supports_attention_backend", False):
             return "its attention is its own implementation"
         # Rounding is no objection, so no autocast; but weights of two dtypes, as gathered ones have, need it.
@@ -340,7 +304,7 @@ class NativeEngine:
             return
         assert self._cache is not None, "admission comes first"
         if self._batch is None:
-            self._batch = Batch(self._running, self.eos_token_ids, self._device, self._check_interval)
+            self._batch = Batch(self._running, self.eos_token_ids, self.input_device, self.check_interval)
         self._batch.sample(self._forward(self._cache, self._batch.last, self._batch.positions))
         if self._batch.has_ended():
             self._settle()
@@ -373,7 +337,7 @@ class NativeEngine:
         """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
         model = self._model()
         shared = isinstance(cache, SharedPrefixCache)
-        fused = isinstance(cache, SharedPrefixCache) and cache.fused and self._device.type == "cuda"
+        fused = isinstance(cache, SharedPrefixCache) and cache.fused and self.input_device.type == "cuda"
         with (
             attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext(),
             fused_operations(model, compute_dtype(model)) if fused else nullcontext(),

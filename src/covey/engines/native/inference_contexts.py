@@ -1,15 +1,17 @@
-"""Contexts in which a model samples: its attention implementation, packed CPU weights, processes in lockstep."""
+"""Contexts in which a model samples: attention implementation, packed CPU weights, lockstep; engines' common base."""
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from covey.core.model import sdpa_suits
+from covey.core.engine import EngineTraits, WeightUpdate
+from covey.core.model import inference_mode_of, sdpa_suits
 
 PACKED_ROWS = 64  # row count that MKL packs weights for; products with other counts are as exact
 MOST_ROWS = 256  # most rows for which packed weights are faster; larger products are bound by arithmetic
@@ -119,6 +121,44 @@ def _normed(norm: Callable[..., Tensor], dtype: torch.dtype, *inputs: Any) -> Te
 
 def _rotated(rotary: Callable[..., Any], dtype: torch.dtype, *inputs: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in rotary(*inputs, **kwargs))
+
+
+@dataclass(eq=False)
+class PolicyEngine:
+    """Base of the engines that sample from the policy itself, in the trainer's process: they share its memory."""
+
+    model: InitVar[Callable[[], Any]]  # the unwrapped model to sample from
+    _: KW_ONLY
+    eos_token_ids: set[int]  # tokens that end a completion
+    max_sequences: int = 64  # most completions decoded at once
+    max_context: int | None = None  # most tokens of prompt and completion together
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # mixed precision, gathered weights
+    device: torch.device | None = None  # of the model's inputs; None: that of its weights
+
+    traits: ClassVar[EngineTraits] = EngineTraits(shares_policy=True)
+
+    def __post_init__(self, model: Callable[[], Any]) -> None:
+        self._model = model
+
+    @property
+    def input_device(self) -> torch.device:
+        return self.device or next(self._model().parameters()).device
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Do nothing: the engine samples from the policy's own parameters."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Put the model into inference mode within the context, and restore its mode afterwards."""
+        model = self._model()
+        with (
+            inference_mode_of(model),
+            torch.no_grad(),
+            self.forward_context(),
+            packed_linears(model),
+            attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
+        ):
+            yield
 
 
 class Lockstep:

@@ -9,17 +9,16 @@ policy's memory. See also `engine`, the default.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
-from covey.core.model import image_inputs, inference_mode_of, without_adapter
+from covey.core.engine import SampleRequest
+from covey.core.model import image_inputs, without_adapter
 from covey.core.records import Completion
-from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
+from covey.engines.native.inference_contexts import PolicyEngine
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
 
 MASKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -34,32 +33,11 @@ def needs_recurrent_engine(model: Any) -> bool:
     return bool(biased or getattr(model, "_is_stateful", False)) or not MASKABLE_LAYERS.issuperset(layer_types)
 
 
-class RecurrentEngine:
-    """Samples from a transformers causal language model with its own cache, prompt by prompt.
+@dataclass(eq=False, kw_only=True)
+class RecurrentEngine(PolicyEngine):
+    """Samples from a transformers causal language model with its own cache, prompt by prompt."""
 
-    Arguments are `NativeEngine`'s; `filler_id` is any token that is no image placeholder.
-    """
-
-    traits = EngineTraits(shares_policy=True)
-
-    def __init__(
-        self,
-        model: Callable[[], Any],
-        *,
-        eos_token_ids: set[int],
-        max_sequences: int = 64,
-        max_context: int | None = None,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        filler_id: int = 0,
-        device: torch.device | None = None,
-    ):
-        self._model = model
-        self.eos_token_ids = eos_token_ids
-        self.max_sequences = max_sequences
-        self.max_context = max_context
-        self._forward_context = forward_context
-        self._filler_id = filler_id
-        self._input_device = device
+    filler_id: int = 0  # any token that is no image placeholder
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
@@ -69,25 +47,9 @@ class RecurrentEngine:
             await asyncio.sleep(0)  # waiters for finished completions run
         return [sequence.done.result() for sequence in sequences]
 
-    def load_weights(self, update: WeightUpdate) -> None:
-        """Do nothing: the engine samples from the policy's own parameters."""
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Put the model into inference mode within the context, and restore its mode afterwards."""
-        model = self._model()
-        with (
-            inference_mode_of(model),
-            torch.no_grad(),
-            self._forward_context(),
-            packed_linears(model),
-            attention_implementation(model, sampling_attention(model)),
-        ):
-            yield
-
     def _sample(self, sequences: list[SequenceState]) -> None:
         """Decode completions of one prompt until all are finished."""
-        device = self._input_device or next(self._model().parameters()).device
+        device = self.input_device
         logits, cache = self._prefill(sequences[0].request, device)
         cache.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=device))
         batch = Batch(sequences, self.eos_token_ids, device)
@@ -116,7 +78,7 @@ class RecurrentEngine:
         tokens = torch.tensor([request.prompt_ids], device=device)
         if not request.media:
             return self._forward(tokens, None)
-        with image_inputs(model, tokens, [request.media], self._filler_id) as inputs:
+        with image_inputs(model, tokens, [request.media], self.filler_id) as inputs:
             return self._forward(inputs.pop("input_ids"), None, **inputs)
 
     def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
