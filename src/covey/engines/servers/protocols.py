@@ -54,11 +54,7 @@ class ServerApi(Protocol):
     settings: SettingNames
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
-        """Read the server's properties, and check that it is up and can be trained with.
-
-        Raises:
-            ServerRefused: it lacks a feature that training needs; the message names the option to start it with.
-        """
+        """Read the server's properties; ServerRefused, with the option to add at its start, if it cannot be used."""
         ...
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
