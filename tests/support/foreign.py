@@ -38,9 +38,9 @@ def sample_from(trainer, **engine):
     """The trainer, with such an engine in the place of its own."""
     trainer.collector.engine = ForeignEngine(trainer.collector.engine, **engine)
     context, params = trainer.context, trainer.rollouts.params
-    context.algorithm = corrected(context.algorithm, trainer.args, trainer.collector.engine.traits, params)
-    check = build_engine_check(context, trainer.collector, params, trainer.behaviour.rescore, lambda mine: [mine])
-    trainer.behaviour.engine_check = check
+    fresh = trainer.make_algorithm(trainer.args)
+    context.algorithm = corrected(fresh, trainer.args, trainer.collector.engine.traits, params)
+    trainer.behaviour.engine_check = build_engine_check(context, trainer.collector, params, trainer.behaviour.rescore)
     return trainer
 
 
