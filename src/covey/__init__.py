@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from covey.rollout.episode import Episode as Episode
     from covey.rollout.episode import EpisodeEngine as EpisodeEngine
     from covey.rollout.episode import Reply as Reply
+    from covey.runtime.isolation import isolated as isolated
     from covey.trainer.evaluation.suites import EvalSuite as EvalSuite
     from covey.trainer.trainers import GRPOTrainer as GRPOTrainer
     from covey.trainer.trainers import RLOOTrainer as RLOOTrainer
@@ -33,6 +34,7 @@ _HOMES = {
     "RLOOTrainer": "covey.trainer.trainers",
     "Reply": "covey.rollout.episode",
     "Rollout": "covey.core.records",
+    "isolated": "covey.runtime.isolation",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -32,7 +32,7 @@ from covey.rewards import (
 )
 from covey.rewards.matching import last_number
 from covey.rewards.resolve import resolve_reward
-from covey.runtime.child_process import WorkerFailed
+from covey.runtime.isolation import WorkerFailed
 
 INTERFACE = json.loads((Path(__file__).parents[1] / "data" / "interface.json").read_text())
 
@@ -295,11 +295,11 @@ class Scripted:
     def __init__(self):
         self.asked = []
 
-    def ask(self, request, seconds):
+    def call(self, request, seconds):
         self.asked.append((request["answer"], seconds))
         if "hard" in request["answer"]:
             raise WorkerFailed("no answer")
-        return {"correct": True, "gold": ["4"], "answer": ["4"]}
+        return {"result": {"correct": True, "gold": ["4"], "answer": ["4"]}}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.runtime.child_process import ChildProcess, ScriptWorker, WorkerFailed
+from covey.runtime.child_process import ChildProcess, Quota
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="who is left is read from Linux's /proc")
 
@@ -175,68 +175,21 @@ def test_a_forked_process_ends_nothing(tmp_path: Path):
     assert child.poll() is not None
 
 
-# ---- workers that answer JSON lines ----------------------------------------------------------------------------------
-
-
-ECHO = """
-import json, sys, time
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    time.sleep(request.get("sleep", 0))
-    if request.get("die"):
-        sys.exit(1)
-    print(json.dumps(request), flush=True)
+BOMB = """
+import os, time
+for _ in range(40):  # a bounded bomb
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+print("all of them", flush=True)
+time.sleep(600)
 """
+LEAK = "held = [b'x' * (1 << 20) for _ in range(4000)]; import time; time.sleep(600)"
 
 
-@pytest.fixture
-def echo(tmp_path: Path):
-    script = tmp_path / "echo.py"
-    script.write_text(ECHO)
-    worker = ScriptWorker(script)
-    yield worker
-    worker.close()
-
-
-def test_a_late_worker_is_killed_and_its_answer_dropped(echo):
-    assert echo.ask({"n": 1}, 5.0) == {"n": 1}
-    first = echo._process.pid
-    with pytest.raises(WorkerFailed, match=r"no answer within 0\.2 s"):
-        echo.ask({"n": 2, "sleep": 1.0}, 0.2)
-    assert echo.ask({"n": 3}, 5.0) == {"n": 3}
-    assert echo._process.pid != first
-
-
-def test_a_worker_that_dies_is_replaced(echo):
-    with pytest.raises(WorkerFailed, match="died"):
-        echo.ask({"die": True}, 5.0)
-    assert echo.ask({"n": 1}, 5.0) == {"n": 1}
-
-
-def test_a_busy_worker_ends_when_its_run_is_killed(tmp_path: Path):
-    script, started = tmp_path / "endless.py", tmp_path / "started"
-    script.write_text(
-        f"""
-import json, os, re
-print(json.dumps({{"ready": True}}), flush=True)
-input()
-open({str(started)!r}, "w").write(str(os.getpid()))
-re.match("(a*)*b", "a" * 60)  # takes longer than anybody lives, and never lets another thread run
-"""
-    )
-    run = (
-        f"from pathlib import Path; from covey.runtime.child_process import ScriptWorker as W; W(Path({str(script)!r}))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", f"{run}.ask({{}}, 600.0)"])
-    wait_until(lambda: started.exists() and started.read_text(), 60.0)
-    process.kill()
-    process.wait()
-    wait_until(lambda: not alive(int(started.read_text())))
-
-
-def test_a_worker_that_cannot_start_raises(tmp_path: Path):
-    script = tmp_path / "broken.py"
-    script.write_text("raise SystemExit(1)")
-    with pytest.raises(RuntimeError, match=r"broken\.py did not start"):
-        ScriptWorker(script).ask({}, 5.0)
+@pytest.mark.parametrize(("code", "status"), [(BOMB, 202), (LEAK, 201), ("pass", 0)])
+def test_a_limit_ends_all_processes_with_its_status(code: str, status: int):
+    child = ChildProcess([sys.executable, "-c", code], limits=Quota(memory=0.25, processes=8), stdout=subprocess.PIPE)
+    assert child.process.wait(20) == status
+    assert not alive(child.pid)
+    assert child.process.stdout.read() in (b"", b"all of them\n")  # closed: nothing is left that could write

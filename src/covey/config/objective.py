@@ -23,6 +23,9 @@ class RewardFields:
     """Weight of each reward function, in their order. Unset: all 1."""
     reward_timeout: float = limited(300.0, gt=0, finite=True, advice="It is in seconds; 300 is the default.")
     """Seconds after which a reward function that has not answered counts as failed."""
+    reward_isolation: str = limited("thread", choices=("thread", "process"))
+    """Where reward functions run: `thread`, in the trainer's process; `process`, each in a process of its own, which is
+    killed when it crashes, is late, or needs more than 4 GiB or 64 processes. `covey.isolated` marks a single one."""
     stream_rewards: bool = False
     """Score each group of completions as soon as it is sampled, while others still are: functions are called group by
     group, on threads of their own. Off: each is called once per rollout batch, with all completions. Functions that are

@@ -236,8 +236,7 @@ class RolloutSummary(NamedTuple):
     counts: Counts  # turns and calls
     error: str | None  # of a rollout that failed
     images: list[bytes]  # small PNG files
-    extras: dict[str, Any]  # cells of columns that reward functions have logged, and `solution`
-    entropy: float | None  # mean over its sampled tokens, in nats; None if unknown
+    extras: dict[str, Any]  # cells of columns that reward functions have logged
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,6 @@ METRIC_MEANINGS: dict[str, str] = {
     "tokens that it wrote. In an update on new completions it covers all of them, with the built-in engine or where "
     "they are scored off-policy; with servers on-policy, and in later updates on the same completions, those that the "
     "update runs, which have a signal. A fall towards 0 means that samples become alike and exploration ends.",
-    "entropy/mean": "With log_entropy: mean over completions of the mean entropy of their tokens.",
-    "entropy/max": "With log_entropy: the largest mean entropy of a completion.",
-    "entropy/min": "With log_entropy: the smallest; near 0 for one that the policy knows by heart.",
     "entropy/threshold": "Entropy that a token needs in order to count, with top_entropy_quantile below 1.",
     "entropy_coef": "Weight of the entropy bonus in force, with entropy_coef above 0 or use_adaptive_entropy.",
     "policy_loss": "The loss without the entropy bonus.",

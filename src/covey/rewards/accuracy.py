@@ -5,6 +5,7 @@ work on any thread and cannot hang. For plain numbers and strings see `covey.rew
 """
 
 import math
+import subprocess
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import Any
 
 from covey.rewards.contract import answers, per_completion
 from covey.rewards.text import completion_text
-from covey.runtime.child_process import ScriptWorker, WorkerFailed
+from covey.runtime.child_process import Quota
+from covey.runtime.isolation import FunctionWorker, WorkerFailed
 
 CHECK_SECONDS = 5.0  # deadline for parsing and comparing one pair
 RECENT_CHECKS, MAX_FAILED_CHECKS = 64, 8  # after so many failures the deadline is 1 s, to spare that of the call
@@ -32,8 +34,8 @@ class AnswerComparison:
 
 
 @cache
-def _worker() -> ScriptWorker:
-    return ScriptWorker(Path(__file__).with_name("math_worker.py"))
+def _worker() -> FunctionWorker:
+    return FunctionWorker(("check", Path(__file__).with_name("math_worker.py")), Quota(6.0, 8), subprocess.DEVNULL)
 
 
 _failures: deque[bool] = deque(maxlen=RECENT_CHECKS)
@@ -56,10 +58,13 @@ def verify_answers(answers: list[str], solutions: list[str], seconds: float = CH
 def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
     """Compare in the worker. Failures are not cached, since the machine may have been busy."""
     may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
-    reply = _worker().ask({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
+    reply = _worker().call({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
+    if "raised" in reply:  # MemoryError, RecursionError, or an error of sympy's
+        raise WorkerFailed(reply["raised"][1])
     _failures.append(False)
-    reward = None if reply["correct"] is None else float(reply["correct"])
-    return AnswerComparison(reward, reply["gold"], reply["answer"])
+    found = reply["result"]
+    reward = None if found["correct"] is None else float(found["correct"])
+    return AnswerComparison(reward, found["gold"], found["answer"])
 
 
 @per_completion

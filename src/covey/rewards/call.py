@@ -17,7 +17,7 @@ from typing import Any
 
 from covey.core.records import Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError
-from covey.rewards.functions import FailedReward, FunctionReward, Log, RewardBatch, Row, Values
+from covey.rewards.functions import FailedReward, FunctionReward, IsolatedReward, Log, RewardBatch, Row, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
 from covey.runtime import deadlines
@@ -31,9 +31,7 @@ LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; 
 class CallResult:
     """Rewards of a batch by one function, one per sample."""
 
-    values: list[
-        float
-    ]  # NaN where it abstained, a `FailedReward` where it failed or was late; the sum of a sample's steps
+    values: list[float]  # NaN where it abstained, `FailedReward` where it failed or was late; the sum of steps
     steps: list[StepRewards | None]  # as the function returned them; None where it returned a number
     log: Log  # of the calls that succeeded
     seconds: float = 0.0  # wall time
@@ -106,15 +104,20 @@ def score(
     timeout: float,
     call: Callable[[Callable[[], CallResult], float], CallResult] = deadlines.call_with_deadline,
 ) -> CallResult:
-    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask."""
+    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask.
 
-    def attempt(samples: RewardBatch) -> CallResult:
+    An isolated one has half of the time for the batch, so that one sample on which it hangs costs that one: the other
+    half is for the samples alone.
+    """
+    alone = isinstance(function, IsolatedReward)
+
+    def attempt(samples: RewardBatch, seconds: float) -> CallResult:
         log = Log(len(samples))
 
         def run() -> CallResult:
             try:
                 return CallResult.of(function(samples, trainer_state, log), log)
-            except deadlines.Interrupt:
+            except (deadlines.Interrupt, deadlines.CallTimeout):
                 raise
             except BaseException as error:  # SystemExit too, as code that a completion holds may raise it
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
@@ -122,14 +125,18 @@ def score(
                 return CallResult.failed(len(samples), error)
 
         try:
-            return call(run, timeout - (time.monotonic() - start))
+            return function.call(run, seconds) if isinstance(function, IsolatedReward) else call(run, seconds)
         except deadlines.CallTimeout:
             return CallResult.timed_out(len(samples), timeout)
 
     with function.turn if isinstance(function, FunctionReward) else nullcontext():
         start = time.monotonic()
-        whole = attempt(batch)
-        return whole.with_retries(list(map(attempt, _samples_to_retry(whole, batch))), time.monotonic() - start)
+        whole = attempt(batch, timeout / 2 if alone and len(batch) > 1 else timeout)
+        parts, samples = [], _samples_to_retry(whole, batch, alone and len(batch) > 1)
+        for left in range(len(samples), 0, -1):
+            seconds = timeout - (time.monotonic() - start)
+            parts.append(attempt(samples[-left], seconds / left if alone else seconds))
+        return whole.with_retries(parts, time.monotonic() - start)
 
 
 async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> CallResult:
@@ -150,16 +157,16 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
             return CallResult.timed_out(len(samples), timeout)
 
     whole = await attempt(batch)
-    parts = await asyncio.gather(*map(attempt, _samples_to_retry(whole, batch)))
+    parts = await asyncio.gather(*map(attempt, _samples_to_retry(whole, batch, False)))
     return whole.with_retries(list(parts), time.monotonic() - start)
 
 
-def _samples_to_retry(whole: CallResult, batch: RewardBatch) -> list[RewardBatch]:
+def _samples_to_retry(whole: CallResult, batch: RewardBatch, if_late: bool) -> list[RewardBatch]:
     error = whole.first_failure.error if whole.first_failure is not None else None
     if isinstance(error, MissingArgument):
         raise error
     # A function that returned another number of rewards might return one for a single sample whatever that is.
-    if error is None or isinstance(error, deadlines.CallTimeout | RewardError):
+    if error is None or isinstance(error, RewardError) or (isinstance(error, deadlines.CallTimeout) and not if_late):
         return []
     return [batch.take([index]) for index in range(len(batch))]
 

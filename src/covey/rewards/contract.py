@@ -54,10 +54,10 @@ def per_completion(function: F) -> F:
 
 
 def is_per_completion(function: Callable) -> bool:
-    return bool(_declared(function, _MARK))
+    return bool(declared(function, _MARK))
 
 
-def _declared(function: Callable, name: str) -> Any:
+def declared(function: Callable, name: str) -> Any:
     """An attribute of a function, or of the one that a `partial` wraps."""
     while isinstance(function, functools.partial) and not hasattr(function, name):
         function = function.func
@@ -94,4 +94,4 @@ def answers(extract: Extract) -> Callable[[F], F]:
 
 
 def extract_of(function: Callable) -> Extract | None:
-    return _declared(function, "extract")
+    return declared(function, "extract")

@@ -4,10 +4,13 @@ import functools
 import inspect
 import math
 import numbers
+import pickle
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +20,9 @@ from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
 from covey.rewards.steps import STEPS, as_steps
 from covey.rewards.text import describe_sample
+from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import CallTimeout
+from covey.runtime.isolation import FunctionWorker, WorkerLate
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
@@ -204,6 +209,9 @@ class FunctionReward:
                 arguments[name] = copies.copy(value)
         return arguments
 
+    def require_columns(self, columns: Iterable[str]) -> None:
+        self.require(arguments_with(columns))
+
     def require(self, available: Collection[str]) -> None:
         if missing := self._required.difference(available):
             raise MissingArgument(
@@ -211,6 +219,60 @@ class FunctionReward:
                 f" given by the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the"
                 " column, or give the argument a default."
             )
+
+
+class IsolatedReward(FunctionReward):
+    """A callable in a warm worker process; a coroutine is waited for there.
+
+    A dead process is replaced with the next call. Arguments are copies: of `trainer_state` its numbers and texts.
+    RewardError when made, if the function cannot be sent or loaded.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, limits: Quota):
+        super().__init__(function, name)
+        self.is_async = False
+        try:
+            if "environments" in self._names:
+                raise ValueError("it asks for `environments`, which live in the trainer's process")
+            self.worker = FunctionWorker(function, limits)
+            self.worker.start()
+        except (ValueError, RuntimeError) as error:
+            raise RewardError(
+                f"reward function {name!r} cannot run in a process of its own: {error}. Import it from a .py file"
+                " with `def` (or a class) at its top level; or leave it in the trainer's process, without @isolated and"
+                " with reward_isolation='thread'."
+            ) from error
+        self._until = 0.0
+
+    def call(self, function: Callable[[], Any], seconds: float) -> Any:
+        """As `deadlines.call_with_deadline`, for a function that calls this object."""
+        if seconds <= 0:
+            raise CallTimeout
+        self._until = time.monotonic() + seconds
+        return function()
+
+    def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
+        arguments = self.arguments(batch, trainer_state, log)
+        arguments.pop("environments", None)
+        recorded = [name for name in ("log_extra", "log_metric") if arguments.pop(name, None)]
+        if arguments.get("trainer_state") is not None:
+            fields = vars(trainer_state).items()
+            plain = {name: value for name, value in fields if isinstance(value, int | float | str | None)}
+            arguments["trainer_state"] = SimpleNamespace(**plain)
+        try:
+            reply = self.worker.call(arguments, self._until - time.monotonic(), recorded)
+        except WorkerLate:
+            raise CallTimeout from None
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise RewardError(f"its arguments cannot be sent to its process: {error}") from error
+        if "raised" in reply:
+            kind, message, trace = reply["raised"]
+            raised = type(kind, (Exception,), {})(message)  # shown as the one of that process
+            raised.add_note(trace)
+            raise raised
+        for name, args, kwargs in reply["calls"]:
+            getattr(log, name)(*args, **kwargs)
+        return as_values(reply["result"], len(batch))
 
 
 def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], frozenset[str]]:

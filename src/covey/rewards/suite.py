@@ -7,7 +7,7 @@ in `_adapt`.
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from covey.core.records import Rollout, StepRewards
 from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.call import CallResult, RewardStream, score
-from covey.rewards.contract import RewardError, RewardWarning
-from covey.rewards.functions import FunctionReward, Log, RewardBatch, RewardContext, Row, arguments_with, function_name
+from covey.rewards.contract import RewardError, RewardWarning, declared
+from covey.rewards.functions import FunctionReward, IsolatedReward, Log, RewardBatch, RewardContext, Row, function_name
 from covey.rewards.models import Device, ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.steps import StepEndError, resolve
+from covey.runtime.isolation import DEFAULT_LIMITS
 from covey.runtime.loop_thread import LoopThread
 
 FAILED_BATCHES = 3  # after this many batches in a row on which a function failed entirely, the run stops
@@ -48,6 +49,7 @@ class RewardSuite:
         batch_size: samples per forward pass of a reward model.
         device: where reward models go; None leaves them where they are.
         tokenizer: of the policy, to find the token of a `CharEnd`.
+        isolation: "process" runs every callable in a process of its own, as those marked with `covey.isolated`.
 
     Attributes:
         names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
@@ -78,6 +80,7 @@ class RewardSuite:
         batch_size: int = 8,
         device: Device = None,
         tokenizer: Any = None,
+        isolation: str = "thread",
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if not given:
@@ -90,7 +93,7 @@ class RewardSuite:
         self.names = unique_names([_name(candidate) for candidate in given])
         self.weights = _weights(weights, len(given))
         self.functions = [
-            _adapt(one, tokenizer, name, model_init_kwargs or {}, batch_size, device)
+            _adapt(one, tokenizer, name, model_init_kwargs or {}, batch_size, device, isolation == "process")
             for one, tokenizer, name in zip(given, _aligned(processing_classes, len(given)), self.names, strict=True)
         ]
         self._tokenizer = tokenizer
@@ -143,12 +146,17 @@ class RewardSuite:
             )
         return RewardResult(rewards, steps, self._stats(results))
 
-    def check_columns(self, columns: Iterable[str]) -> None:
+    def close(self) -> None:
+        """End the processes of isolated functions; the next call starts them again."""
+        for function in self.functions:
+            if isinstance(function, IsolatedReward):
+                function.worker.close()
+
+    def check_columns(self, columns: Collection[str]) -> None:
         """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has."""
-        available = arguments_with(columns)
         for function in self.functions:
             if isinstance(function, FunctionReward):
-                function.require(available)
+                function.require_columns(columns)
 
     def _score_all(self, batch: RewardBatch, trainer_state: Any, stream: RewardStream | None) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
@@ -264,15 +272,16 @@ def _aligned(processing_classes: Any, count: int) -> list[Any]:
 
 
 def _adapt(
-    candidate: Any, tokenizer: Any, name: str, model_init_kwargs: dict[str, Any], batch_size: int, device: Device
+    candidate: Any, tokenizer: Any, name: str, kwargs: dict[str, Any], batch_size: int, device: Device, isolate: bool
 ) -> FunctionReward | ModelReward:
     if isinstance(candidate, str):
-        candidate = load_reward_model(candidate, model_init_kwargs)
-        device = None if "device_map" in model_init_kwargs else device
+        candidate = load_reward_model(candidate, kwargs)
+        device = None if "device_map" in kwargs else device
     if is_reward_model(candidate):
         return ModelReward(candidate, tokenizer, name, batch_size, device)
     if callable(candidate):
-        return FunctionReward(candidate, name)
+        limits = declared(candidate, "covey_isolated") or (DEFAULT_LIMITS if isolate else None)
+        return IsolatedReward(candidate, name, limits) if limits else FunctionReward(candidate, name)
     raise RewardError(
         f"{candidate!r} ({type(candidate).__name__}) cannot be a reward function; pass a callable, a sequence "
         "classifier, or the id or path of one."

@@ -1,17 +1,23 @@
 """Child processes that end with this one, however it ends, `kill -9` included."""
 
-import atexit
-import json
 import os
-import queue
+import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 GUARD = Path(__file__).with_name("process_guard.py")
+OVER_LIMITS = {201: "it needed more than {0:g} GiB of memory", 202: "it started more than {1} processes"}
+"""By the exit status of the guard that ended a command which passed its limits."""
+
+
+class Quota(NamedTuple):
+    """Limits of a command with all its descendants, on Linux: GiB of resident memory, and processes."""
+
+    memory: float
+    processes: int
 
 
 class ChildProcess:
@@ -20,7 +26,7 @@ class ChildProcess:
     On systems that are not POSIX it is an ordinary child. `grace` is the time between SIGTERM and the kill.
     """
 
-    def __init__(self, command: Sequence[str], *, grace: float = 0.0, **options: Any):
+    def __init__(self, command: Sequence[str], *, grace: float = 0.0, limits: Quota | None = None, **options: Any):
         self._owner = os.getpid()
         self._grace = grace
         self._pipe: int | None = None
@@ -28,7 +34,9 @@ class ChildProcess:
             self.process = subprocess.Popen(command, **options)
             return
         ours, self._pipe = os.pipe()
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(self._owner), str(ours), str(grace)]
+        memory, processes = limits or (0, 0)
+        numbers = (self._owner, ours, grace, int(memory * (1 << 30)), processes)
+        guard = [sys.executable, "-I", "-S", str(GUARD), *map(str, numbers)]
         try:
             self.process = subprocess.Popen([*guard, *command], start_new_session=True, pass_fds=(ours,), **options)
         except BaseException:
@@ -56,6 +64,8 @@ class ChildProcess:
             return
         self._close_pipe()
         self.process.terminate()  # a forked process may hold the pipe open
+        if os.name == "posix":
+            self.process.send_signal(signal.SIGCONT)  # the command may have stopped it
         try:
             self.process.wait(self._grace + 15.0)
         except subprocess.TimeoutExpired:
@@ -63,91 +73,6 @@ class ChildProcess:
             self.process.wait()
 
     def _close_pipe(self) -> None:
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
-
-
-class WorkerFailed(Exception):
-    """A worker process did not answer: it was too slow, ran out of memory or crashed."""
-
-
-class ScriptWorker:
-    """Child process that answers JSON lines, started with the first request and killed when an answer is late.
-
-    The script prints `{"ready": true}` after its imports, for which it has `start_seconds`, and then one line for each
-    line it reads. It is run by path, with this interpreter and its `sys.path`: `multiprocessing` would run the user's
-    training script again, or fork a process that holds CUDA and threads.
-    """
-
-    def __init__(self, script: Path, start_seconds: float = 120.0):
-        self.script = script
-        self.start_seconds = start_seconds
-        self._lock = threading.Lock()
-        self._process: ChildProcess | None = None
-        self._replies: queue.Queue[str | None] = queue.Queue()
-        atexit.register(self.close)
-
-    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send `request` and return the reply; WorkerFailed if none comes in time, RuntimeError without a start."""
-        with self._lock:
-            stdin = self._running().process.stdin
-            assert stdin is not None
-            try:
-                stdin.write(json.dumps(request) + "\n")
-                stdin.flush()
-                return self._reply(seconds)
-            except BaseException as error:  # a late answer would be taken for that of the next request
-                self.close()
-                if isinstance(error, BrokenPipeError):
-                    raise WorkerFailed(f"{self.script.name} died") from error
-                raise
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.end()
-        self._process = None
-
-    def _running(self) -> ChildProcess:
-        if self._process is not None and self._process.is_own and self._process.poll() is None:
-            return self._process
-        self.close()
-        self._replies = queue.Queue()
-        self._process = ChildProcess(
-            [sys.executable, "-P", str(self.script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        forwarded = self._process.process.stdout, self._replies
-        threading.Thread(target=_forward_lines, args=forwarded, daemon=True).start()
-        try:
-            self._reply(self.start_seconds)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, WorkerFailed):
-                raise RuntimeError(f"{self.script.name} did not start: {error}") from error
-            raise
-        return self._process
-
-    def _reply(self, seconds: float) -> dict[str, Any]:
-        try:
-            line = self._replies.get(timeout=seconds)
-        except queue.Empty:
-            raise WorkerFailed(f"no answer within {seconds:g} s") from None
-        if line is None:
-            raise WorkerFailed("the process died")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise WorkerFailed(reply["error"])
-        return reply
-
-
-def _forward_lines(stream: Any, into: "queue.Queue[str | None]") -> None:
-    """Copy the lines of a pipe, then None, to a queue, which has a deadline on every platform."""
-    for line in stream:
-        into.put(line)
-    into.put(None)
+        pipe, self._pipe = self._pipe, None  # another thread may do the same
+        if pipe is not None:
+            os.close(pipe)

@@ -3,7 +3,7 @@
 On the main thread a call is interrupted by a signal, as by Ctrl-C, because reward functions are written for it:
 `signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread. Elsewhere it
 runs on a thread of its own, which is abandoned when it is late. Code that only a killed process stops runs in a
-`covey.runtime.child_process.ScriptWorker`.
+`covey.runtime.isolation.FunctionWorker`.
 """
 
 import _thread

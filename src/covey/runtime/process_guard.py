@@ -4,9 +4,10 @@
 ends all processes when the command ends (whose exit status it takes), when the requesting process ends or closes the
 pipe (seen by the pipe, or by another parent where a forked process keeps that open), or on SIGTERM, SIGINT or SIGHUP.
 On Linux, descendants outside of the process group are ended as well (it is a "subreaper"), and the kernel kills the
-command if this program is killed.
+command if this program is killed. With limits (other than 0) it also ends all when they need more MEMORY (resident
+bytes) or are more PROCESSES.
 
-usage: guard.py PARENT_PID PIPE GRACE COMMAND [ARGUMENT ...]
+usage: guard.py PARENT_PID PIPE GRACE MEMORY PROCESSES COMMAND [ARGUMENT ...]
 """
 
 import os
@@ -18,11 +19,15 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
+LIMIT_SECONDS = 0.05  # between checks of limits
+OVER_MEMORY, OVER_PROCESSES = 201, 202  # exit statuses
 KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
 
 
 def main(argv: list[str]) -> int:
-    parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[3:]
+    parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[5:]
+    limits = (int(argv[3]), int(argv[4])) if sys.platform.startswith("linux") else (0, 0)
+    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
     os.set_inheritable(pipe, False)
     linux = sys.platform.startswith("linux")
     if linux:
@@ -41,19 +46,32 @@ def main(argv: list[str]) -> int:
     for stream in (0, 1):  # they are the command's: its reader must see them close when the command does
         os.dup2(quiet, stream)
 
-    status = None
-    while status is None and not asked and os.getppid() == parent:
-        ready, _, _ = select.select([pipe, woken], [], [], POLL_SECONDS)
+    status, over = None, 0
+    while status is None and not asked and not over and os.getppid() == parent:
+        ready, _, _ = select.select([pipe, woken], [], [], LIMIT_SECONDS if all(limits) else POLL_SECONDS)
         if woken in ready:
             os.read(woken, 4096)
         status = _reap().get(child)
         if pipe in ready:
             break
+        over = _limit_passed(*limits) if all(limits) and status is None else 0
     ended = _end(child, grace if status is None else 0.0, linux)
     status = ended.get(child, status)
+    if over:
+        return over
     if status is None:
         return 128 + signal.SIGKILL
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _limit_passed(memory: int, processes: int) -> int:
+    """Exit status that stands for a limit, or 0; by the sandbox's view of descendants."""
+    from child import descendants, resident
+
+    running = descendants(processes)
+    if len(running) > processes:
+        return OVER_PROCESSES
+    return OVER_MEMORY if sum(map(resident, running)) > memory else 0
 
 
 def _start(command: list[str], linux: bool) -> int:

@@ -21,7 +21,6 @@ from covey.core.records import FinishReason, Rollout
 from covey.data.difficulty import PromptHistory
 from covey.data.dynamic_sampling import PromptChooser, SignalFilter
 from covey.data.prompt_stream import PromptStream
-from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
@@ -252,12 +251,12 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
     return Speculation(args.speculative_max_tokens, lenience=lenience)
 
 
-def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
-    extra = generation_extras(args)
-    if extra and not args.samples_elsewhere and read_settings(extra, tokenizer).reshapes and args.speculative_reuse:
+def sampling_params(args: OnlineConfig) -> SamplingParams:
+    if args.generation_kwargs and not args.samples_elsewhere:
         raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
-            " which came before, so earlier completions cannot be checked in one pass. Leave one of the two out."
+            f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
+            f" {', '.join(map(repr, args.generation_kwargs))}. It knows the fields temperature, top_k, top_p, min_p,"
+            " repetition_penalty and max_completion_length; leave generation_kwargs unset."
         )
     return SamplingParams(
         max_tokens=args.max_completion_length or UNLIMITED,
@@ -266,7 +265,7 @@ def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        extra=extra,
+        extra=generation_extras(args),
     )
 
 
@@ -290,11 +289,14 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
             batch_size=args.per_device_train_batch_size,
             device=context.device,
             tokenizer=collector.codec.tokenizer,
+            isolation=args.reward_isolation,
         )
-    if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
+    unused = ["stream_rewards=True"] * args.stream_rewards
+    unused += ["reward_isolation='process'"] * (args.reward_isolation == "process")
+    if unused and not any(isinstance(function, FunctionReward) for function in suite.functions):
         warnings.warn(
-            "`stream_rewards=True` has no effect: every reward is a model, and models score a generation as a whole"
-            " once it is sampled.",
+            f"`{'`, `'.join(unused)}` has no effect: every reward is a model, and models score a generation as a whole"
+            " once it is sampled, in this process.",
             stacklevel=2,
         )
     return suite

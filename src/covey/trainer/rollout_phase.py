@@ -171,6 +171,7 @@ class RolloutPhase:
         self.weight_sync.forget()
 
     def close(self) -> None:
+        self.rewards.close()
         if self.collector.spec is not None:
             self.collector.spec.close()
 

@@ -146,7 +146,7 @@ class OnlineTrainer(Trainer):
         )
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
-        sampling = build.sampling_params(args, tokenizer)  # before reward models are loaded
+        sampling = build.sampling_params(args)  # before reward models are loaded
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
         self._build_step(sampling, prompts_required)
@@ -441,6 +441,6 @@ class OnlineTrainer(Trainer):
         self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.checkpoints.load(checkpoint)  # refuses another optimizer's
         super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint)

@@ -259,6 +259,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave no reward function": "Pass `reward_funcs`.",
         "Gave an empty list of reward functions": "",
         "Gave a reward that cannot be called": "",
+        "Isolated a reward function that no other process can import": "",
         "Wrote a reward function with positional-only arguments": "Remove the `/`; take `completions` and `**kwargs`.",
         "Wrote a reward function that asks for a column the dataset does not have": "",
         "Gave more or fewer weights than reward functions": "One weight per function.",
@@ -465,7 +466,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Resumed with other batch sizes or another number of processes": "",
         'Resumed a run with dynamic_sample or prompt_sampler="difficulty" on a dataset of another length': "",
         "Resumed with another model": "",
-        "Resumed with another optimizer": "",
         "Resumed from a checkpoint saved with save_only_model": (
             "Nothing, if weights are all you need; for an exact continuation save whole checkpoints."
         ),

@@ -7,6 +7,7 @@ import time
 from datasets import Dataset, DatasetDict
 from transformers import LlamaForSequenceClassification
 
+from covey import isolated
 from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, per_completion
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
@@ -323,6 +324,12 @@ REWARDS = [
     early("Gave an empty list of reward functions", [], "reward_funcs is empty", "at least one reward function"),
     early("Gave a reward that cannot be called", [None], r"None \(NoneType\) cannot be a reward", "pass a callable"),
     early("Gave a reward that cannot be called", [0.5], r"0\.5 \(float\) cannot be a reward", "pass a callable"),
+    early(
+        "Isolated a reward function that no other process can import",
+        isolated(lambda completions, **kwargs: [1.0] * len(completions)),
+        "cannot run in a process of its own: .*lambda",
+        r"Import it from a \.py file",
+    ),
     early(
         "Wrote a reward function with positional-only arguments",
         by_position,

@@ -1,0 +1,83 @@
+"""Worker process that runs a function of a user. Run by path; nothing imports it, and it imports no torch by itself.
+
+It reads pickled pickles: `(function, {module: file})`, then `(arguments, recorded names)` for each call. Each is
+answered by a line, the base64 of a pickle: `{}` when ready; `{"result": value, "calls": [(name, args, kwargs), ...]}`
+with the calls of functions that were passed under the recorded names; or `{"raised": (type, message, traceback)}`.
+"""
+
+import base64
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
+import traceback
+
+
+def main() -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the function prints must not look like a reply, nor its input be a request
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    worker = os.getpid()
+    function = None
+    while True:
+        try:
+            data = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            first, second = pickle.loads(data)
+            if function is None:
+                function = load(first, second)
+                data = pickle.dumps({})
+            else:
+                data = pickle.dumps(call(function, first, second))
+        except BaseException as error:  # SystemExit too
+            data = pickle.dumps({"raised": describe(error)})
+        if os.getpid() != worker:  # forked by the function, and it returned here too
+            os._exit(0)
+        replies.write(base64.b64encode(data) + b"\n")
+        replies.flush()
+
+
+def load(function: bytes, files: dict):
+    """Unpickle the function; modules that are not found under their names are loaded from their files."""
+    for name, path in files.items():
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or spec.origin is None or os.path.abspath(spec.origin) != path:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None, "a module has a file that can be run"
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    return pickle.loads(function)
+
+
+def call(function, arguments: dict, recorded: list) -> dict:
+    calls: list = []
+
+    def recorder(name: str):
+        return lambda *args, **kwargs: calls.append((name, args, kwargs))
+
+    result = function(**arguments, **{name: recorder(name) for name in recorded})
+    if inspect.isawaitable(result):
+        import asyncio
+
+        async def wait():
+            return await result
+
+        result = asyncio.run(wait())
+    return {"result": result, "calls": calls}
+
+
+def describe(error: BaseException) -> tuple:
+    try:
+        return type(error).__name__, str(error), "".join(traceback.format_exception(error))
+    except BaseException:  # it is the user's code
+        return type(error).__name__, "", ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Functions in warm child processes that can be killed (`covey.runtime.function_worker`). Imports no torch."""
+
+import base64
+import functools
+import io
+import math
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
+
+WORKER = Path(__file__).with_name("function_worker.py")
+WATCH_SECONDS = 0.05
+MAX_REPLY = 1 << 26  # bytes
+DEFAULT_LIMITS = Quota(memory=4.0, processes=64)  # those of `isolated`
+
+
+def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64) -> Any:
+    """Mark a reward function to run in a process of its own, which is killed if it crashes, is late or passes a limit.
+
+    Args:
+        function: defined at the top level of a module, or an object that can be pickled; its state stays there.
+        memory: GiB that its process and those it starts may use together (on Linux).
+        processes: number of these processes.
+
+    Raises:
+        ValueError: a limit that is not positive.
+    """
+    if not (memory > 0 and processes > 0):
+        raise ValueError(f"isolated(memory={memory!r}, processes={processes!r}): limits must be positive numbers.")
+    if function is None:
+        return functools.partial(isolated, memory=memory, processes=processes)
+    function.covey_isolated = Quota(memory, processes)
+    return function
+
+
+class WorkerFailed(Exception):
+    """A worker process did not answer: it was too slow, ran out of memory or crashed."""
+
+
+class WorkerLate(WorkerFailed):
+    """A worker process did not answer in time."""
+
+
+class FunctionWorker:
+    """Child process that runs one function, one call at a time; killed when it is late, replaced when it has ended.
+
+    It is a new interpreter with this one's `sys.path`: `multiprocessing` would run the user's training script again, or
+    fork a process that holds CUDA and threads. It ends with this process, or when nothing refers to this object. A
+    function may be given as its name and its file, which is not imported here. ValueError if it cannot be sent.
+    """
+
+    def __init__(self, function: Any, limits: Quota | None = None, stderr: int | None = None):
+        self._function = _by_file(*function) if isinstance(function, tuple) else _by_pickle(function)
+        self._limits, self._stderr = limits, stderr
+        self._lock = threading.Lock()
+        self._process: ChildProcess | None = None
+
+    def start(self) -> None:
+        """Start the process unless it runs; RuntimeError, also from `call`, if it cannot load the function."""
+        with self._lock:
+            self._running()
+
+    def call(self, arguments: dict[str, Any], seconds: float, recorded: Sequence[str] = ()) -> dict[str, Any]:
+        """The reply `{"result": ..., "calls": [...]}` or `{"raised": (type, message, traceback)}`; or WorkerFailed.
+
+        `recorded` are names of further arguments: functions whose calls are in the reply.
+        """
+        request = pickle.dumps((arguments, recorded), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            return self._exchange(self._running(), request, seconds)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._end()
+        self._process = None
+
+    def _running(self) -> ChildProcess:
+        if self._process is not None and self._process.is_own and self._process.poll() is None:
+            return self._process
+        self.close()
+        self._process = process = ChildProcess(
+            [sys.executable, "-P", str(WORKER)],
+            limits=self._limits,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        )
+        self._end = weakref.finalize(self, _end, process)  # also at exit
+        self._until = [math.inf]
+        threading.Thread(target=_end_if_late, args=(process, self._until), daemon=True).start()
+        try:
+            reply = self._exchange(process, self._function, 120.0)
+        except WorkerFailed as error:
+            raise RuntimeError(f"its process did not start: {error}") from error
+        if "raised" in reply:
+            self.close()
+            raise RuntimeError(f"its process cannot import it: {': '.join(reply['raised'][:2])}")
+        return process
+
+    def _exchange(self, process: ChildProcess, request: bytes, seconds: float) -> dict[str, Any]:
+        """Send a request and read the answer; anything that prevents this ends the process."""
+        pipes, until = process.process, time.monotonic() + seconds
+        assert pipes.stdin is not None and pipes.stdout is not None
+        self._until[0] = until
+        try:
+            pickle.dump(request, pipes.stdin)
+            pipes.stdin.flush()
+            line = pipes.stdout.readline(MAX_REPLY)
+            reply = pickle.loads(base64.b64decode(line)) if line else None
+        except OSError:
+            reply = None
+        except BaseException:  # a late answer would be taken for that of the next request
+            self.close()
+            raise
+        finally:
+            self._until[0] = math.inf
+        is_late = time.monotonic() >= until
+        if is_late or reply is None:
+            self.close()
+        if reply is None and is_late:
+            raise WorkerLate(f"no answer within {seconds:g} s")
+        if reply is None:
+            raise WorkerFailed(self._cause(pipes.returncode))
+        return reply
+
+    def _cause(self, status: int) -> str:
+        if status in OVER_LIMITS:
+            return OVER_LIMITS[status].format(*self._limits or ())
+        if 0 <= status <= 128:
+            return f"its process exited with {status}"
+        return f"its process ended by signal {max(-status, status - 128)}"  # its guard, or itself
+
+
+def _end_if_late(process: ChildProcess, until: list[float]) -> None:
+    """Watch the deadline of the call under way: neither writing nor reading need ever end."""
+    while process.poll() is None:
+        if time.monotonic() > until[0]:
+            process.end()
+        time.sleep(WATCH_SECONDS)
+
+
+def _end(process: ChildProcess) -> None:
+    process.end()
+    for stream in (process.process.stdin, process.process.stdout):
+        with suppress(OSError):  # what was written and not read
+            stream.close()  # type: ignore[union-attr]
+
+
+def _by_file(name: str, path: Path) -> bytes:
+    return pickle.dumps((f"c{path.stem}\n{name}\n.".encode(), {path.stem: str(path)}))
+
+
+def _by_pickle(function: Callable[..., Any]) -> bytes:
+    pickler = _Pickler(stream := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump(function)
+    except Exception as error:  # of the user's own `__reduce__` too
+        raise ValueError(f"{error}".rstrip(".")) from error
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in pickler.modules}
+    return pickle.dumps((stream.getvalue(), {name: os.path.abspath(file) for name, file in files.items() if file}))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that collects the modules of functions and classes, and refuses what would not be the same there."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.nn.Module):
+            raise ValueError("it holds a model, of which a copy would be sent")
+        if isinstance(value, FunctionType | type):
+            if value.__module__ == "__main__":
+                raise ValueError("it is defined in the script, which would be run again to import it")
+            self.modules.add(value.__module__)
+        return NotImplemented
