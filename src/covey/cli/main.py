@@ -16,6 +16,7 @@ COMMANDS = {
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "eval": ("covey.cli.train", "evaluate", "sample and score the evaluation sets of a run file, without training"),
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
+    "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),
     "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),
     "demo": ("covey.cli.demo", "main", "teach a small model a task, on this machine, in minutes"),

@@ -1,0 +1,110 @@
+"""Try a reward function on completions before a model is trained with it: `covey rewards test FILE.py:function ...`.
+
+Rows have `prompt`, `completion` and the columns that the function asks for. The exit status is 1 if something is wrong.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.core.records import FinishReason, Rollout
+from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
+
+CONTEXT = RewardContext(None, lambda column, values: None, lambda name, value: None)
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="covey rewards", description=__doc__)
+    parser.add_argument("command", choices=["test"])
+    parser.add_argument("function", help="path/to/file.py:function, module:function or a built-in name")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--completions", type=Path, metavar="FILE", help="JSON lines")
+    source.add_argument("--run", type=Path, metavar="FOLDER", help="output_dir of a run that logged completions")
+    parser.add_argument("--limit", type=int, default=64, help="number of completions to use (64)")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for a call (30)")
+    given = parser.parse_args(list(argv))
+    rows = _logged(given.run) if given.run else list(map(json.loads, given.completions.read_text().splitlines()))
+    rows = rows[: given.limit]
+    if not rows or not all({"prompt", "completion"} <= row.keys() for row in rows):
+        raise ValueError(f"{given.run or given.completions} must hold rows with `prompt` and `completion`.")
+    table = examine(RewardSuite(resolve_reward(given.function), timeout=given.timeout), rows)
+    for verdict, check, result in table:
+        print(f"{verdict:<6} {check:<24} {result}")
+    return int(any(verdict == "WRONG" for verdict, _, _ in table))
+
+
+def _logged(run: Path) -> list[Row]:
+    import pyarrow.parquet as pq
+
+    logs = sorted((run / "completions").glob("completions_*.parquet"))
+    rows = [row for log in logs[-1:] for row in pq.read_table(log).to_pylist()]
+    return [{**row, "completion": json.loads(row.get("messages") or "null") or row["completion"]} for row in rows]
+
+
+def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
+    """Verdict (ok, note or WRONG), check and result of each line of the table."""
+    first, failures = _score(suite, rows)
+    size, known = len(rows), [value for value in first if not math.isnan(value)] or [0.0]
+    lowest, best = min(known), max(known)
+    unscored, worst = sum(map(math.isnan, first)), "WRONG" if failures else "note"
+    table = [(worst if unscored else "ok", "no reward", f"{unscored} of {size}, {failures} failed or late")]
+
+    def compare(check: str, scores: list[float], verdict: str = "WRONG", allowed: float = 0.0) -> None:
+        pairs, tolerance = zip(first, scores, strict=True), allowed * (best - lowest)
+        changed = size - sum(abs(a - b) <= tolerance or (a != a and b != b) for a, b in pairs)
+        table.append((verdict if changed else "ok", check, f"{changed} of {size} rewards changed"))
+
+    def try_hack(check: str, texts: list[str], verdict: str = "WRONG") -> None:
+        scores, failures = _score(suite, rows, texts)
+        high = sum(score >= best > lowest for score in scores)
+        result = f"{high} of {size} rewarded as the best completion, {failures} failed or late"
+        table.append((verdict if high or failures else "ok", check, result))
+
+    compare("called again", _score(suite, rows)[0])
+    compare("in another order", _score(suite, rows[::-1])[0][::-1])
+    alone, times = [], []
+    for row in rows:
+        started = time.perf_counter()
+        alone += _score(suite, [row])[0]
+        times.append((time.perf_counter() - started) * 1e3)
+    compare("one at a time", alone, "note")
+    p95 = sorted(times)[int(0.95 * (size - 1))]
+    table.append(("ok", "time, one at a time", f"median {statistics.median(times):.1f} ms, p95 {p95:.1f} ms"))
+    texts = [completion_text(row["completion"]) for row in rows]
+    compare("with a space at the end", _score(suite, rows, [f"{text} " for text in texts])[0], allowed=0.1)
+    compare("in upper case", _score(suite, rows, [text.upper() for text in texts])[0], "note", 0.1)
+    try_hack("an empty completion", [""] * size)
+    try_hack("the prompt repeated", [completion_text(row["prompt"]) for row in rows])
+    try_hack("100,000 characters", ["so " * 33_333] * size)
+    for name in sorted({"solution", "answer", "ground_truth"} & rows[0].keys()):
+        try_hack(f"only the {name}", [str(row[name]) for row in rows], "note")
+    return table
+
+
+def _score(suite: RewardSuite, rows: list[Row], texts: list[str] | None = None) -> tuple[list[float], int]:
+    """Rewards of the completions, or of `texts` in their place, and the number of those that failed or were late."""
+    rollouts = []
+    for index, row in enumerate(rows):
+        completion = row["completion"]
+        if texts is not None:
+            plain = isinstance(completion, str)
+            completion = texts[index] if plain else [{"role": "assistant", "content": texts[index]}]
+        ids = list(completion_text(completion).encode())  # bytes: there is no tokenizer
+        rollouts.append(Rollout([0], ids, [True] * len(ids), None, completion, FinishReason.STOP))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            result = suite(rows, rollouts, CONTEXT)
+        except RewardError as error:  # on all samples
+            print(f"covey: {error}", file=sys.stderr)
+            return [math.nan] * len(rows), len(rows)
+    failed = [result.stats[f"rewards/{suite.names[0]}/{kind}"].value() for kind in ("failures", "timeouts")]
+    return result.rewards[:, 0].tolist(), int(sum(failed))

@@ -1,0 +1,125 @@
+"""`covey rewards test` finds what is wrong with a reward function before a model does."""
+
+import json
+
+import pytest
+
+from covey.cli.main import main
+
+ROWS = [
+    {"prompt": "2+2=", "completion": "It is 4", "answer": "4"},
+    {"prompt": "2+3=", "completion": "It is 4", "answer": "5"},
+    {"prompt": "2+4=", "completion": "It is six", "answer": "6"},
+]
+FUNCTIONS = """
+import itertools, time
+from covey.rewards import completion_text
+
+COUNT = itertools.count()
+
+def right(completions, answer, **kwargs):
+    return [float(completion_text(text).split()[-1:] == [one]) for text, one in zip(completions, answer)]
+
+def counts(completions, **kwargs):
+    return [float(next(COUNT)) for _ in completions]
+
+def by_place(completions, **kwargs):
+    return [float(index) for index, _ in enumerate(completions)]
+
+def strict(completions, **kwargs):
+    return [float(text.endswith("4")) for text in completions]
+
+def long(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+def likes_nothing(completions, **kwargs):
+    return [1.0 if not text else 0.5 * ("4" in text) for text in completions]
+
+def fails(completions, **kwargs):
+    return [1.0 / ("six" not in text) for text in completions]
+
+def abstains(completions, answer, **kwargs):
+    return [None if one == "6" else 1.0 for one in answer]
+"""
+
+
+@pytest.fixture
+def examined(tmp_path, capsys):
+    """`examined(name, rows)` -> the exit status, and the verdict of each check."""
+
+    def run(name, rows=ROWS):
+        (tmp_path / "functions.py").write_text(FUNCTIONS)
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        arguments = [
+            "rewards",
+            "test",
+            f"{tmp_path}/functions.py:{name}",
+            "--completions",
+            str(tmp_path / "rows.jsonl"),
+        ]
+        status = main(arguments)
+        lines = capsys.readouterr().out.splitlines()
+        return status, {line[7:31].strip(): line[:7].strip() for line in lines}
+
+    return run
+
+
+def test_a_sound_function_passes(examined):
+    status, verdicts = examined("right")
+    assert status == 0 and set(verdicts.values()) == {"ok", "note"}
+    assert [check for check, verdict in verdicts.items() if verdict == "note"] == ["only the answer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("counts", "called again"),
+        ("by_place", "in another order"),
+        ("strict", "with a space at the end"),
+        ("long", "100,000 characters"),
+        ("likes_nothing", "an empty completion"),
+        ("fails", "no reward"),
+    ],
+)
+def test_each_fault_is_found(examined, name, wrong):
+    status, verdicts = examined(name)
+    assert status == 1 and verdicts[wrong] == "WRONG"
+
+
+def test_abstaining_is_noted_and_does_not_count_as_change(examined):
+    status, verdicts = examined("abstains")
+    assert status == 0 and verdicts["no reward"] == "note" and verdicts["called again"] == "ok"
+
+
+def test_conversations_are_edited_in_their_text(examined):
+    rows = [
+        {
+            **row,
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+        for row in ROWS
+    ]
+    assert examined("right", rows) == examined("right")
+
+
+def test_completions_of_a_run_are_read(tmp_path, capsys):
+    from covey.observability.completions import CompletionLog
+
+    log = CompletionLog(tmp_path)
+    texts = {name: [row[name] for row in ROWS] for name in ("prompt", "completion")}
+    log.add(
+        1,
+        prompts=texts["prompt"],
+        completions=texts["completion"],
+        rewards={"r": [1.0, 0.0, 0.0]},
+        advantages=[0.0] * 3,
+    )
+    log.publish(1)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    assert main(["rewards", "test", f"{tmp_path}/functions.py:likes_nothing", "--run", str(tmp_path)]) == 1
+    assert "1 of 3" not in capsys.readouterr().out.splitlines()[0]
+
+
+def test_rows_without_completions_are_an_error(examined, capsys):
+    assert examined("right", [{"prompt": "2+2="}])[0] == 2
