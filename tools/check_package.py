@@ -22,13 +22,13 @@ assert home.is_relative_to({environment!r}), f"covey was imported from {{home}},
 assert version("covey") == covey.__version__, (version("covey"), covey.__version__)
 for name in covey.__all__:
     getattr(covey, name)
-assert list((home / "accelerate_configs").glob("*.yaml")), "accelerate_configs is missing"
+assert list((home / "examples" / "accelerate_configs").glob("*.yaml")), "accelerate_configs is missing"
 assert (home / "py.typed").exists(), "py.typed is missing"
 """
 
 
 def check(archive: Path) -> None:
-    """Install an archive without its dependencies, import all public names and run `covey env`."""
+    """Install an archive without its dependencies, import all public names, run `covey env` and `covey init`."""
     with tempfile.TemporaryDirectory() as folder:
         environment = str(Path(folder).resolve())
         venv.create(environment, with_pip=True)
@@ -41,6 +41,8 @@ def check(archive: Path) -> None:
         for command in (
             [scripts / "python", "-c", CHECK.format(environment=environment)],
             [scripts / "covey", "env"],
+            [scripts / "covey", "init", "first"],
+            [scripts / "python", "-c", "from covey.observability.metric_docs import meaning; assert meaning('reward')"],
         ):
             subprocess.run(command, check=True, cwd=folder, env=outside)
         print(f"{archive.name}: installs, imports and runs")

@@ -8,8 +8,8 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from covey.cli import launch
 from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked
+from covey.runtime import files
 
 NAMES = ("cpu_2proc", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3")
 SETS = {
@@ -65,11 +65,11 @@ def test_a_flag_needs_its_value():
 
 def test_a_config_is_found_in_the_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "covey"
-    (package / "cli").mkdir(parents=True)
-    (package / "accelerate_configs").mkdir()
-    (package / "accelerate_configs" / "fsdp2.yaml").write_text("")
-    monkeypatch.setattr(launch, "__file__", str(package / "cli" / "launch.py"))
-    assert find_config("fsdp2") == package / "accelerate_configs" / "fsdp2.yaml"
+    configs = package / "examples" / "accelerate_configs"
+    configs.mkdir(parents=True)
+    (configs / "fsdp2.yaml").write_text("")
+    monkeypatch.setattr(files, "__file__", str(package / "runtime" / "files.py"))
+    assert find_config("fsdp2") == configs / "fsdp2.yaml"
 
 
 def test_two_processes_train_from_one_command(tmp_path, tiny_folder):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from covey.cli.config_file import FlagParser
 from covey.config.messages import closest
+from covey.runtime.files import shipped
 
 FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
 """Flags that choose processes and machines, by their names in `accelerate launch`."""
@@ -56,7 +57,4 @@ def find_config(name: str) -> Path:
 
 
 def configs_folder() -> Path:
-    """Folder of the configs that come with Covey: in the package, or next to the sources it runs from."""
-    package = Path(__file__).parents[1]
-    installed = package / "accelerate_configs"
-    return installed if installed.is_dir() else package.parents[1] / "examples" / "accelerate_configs"
+    return shipped("examples/accelerate_configs")

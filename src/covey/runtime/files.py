@@ -145,3 +145,9 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def shipped(path: str) -> Path:
+    """A file or folder of the repository that comes with the package: in the package, or next to the sources."""
+    package = Path(__file__).parents[1]
+    return found if (found := package / path).exists() else package.parents[1] / path
