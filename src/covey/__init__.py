@@ -3,6 +3,7 @@
 Names are loaded when first used, so `import covey` costs nothing.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from covey.trainer.trainers import RLOOTrainer as RLOOTrainer
 
 __version__ = "0.1.0"
+
+# bitsandbytes, which transformers imports, warns of a kernel of its own for 4-bit weights on a CPU
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 _HOMES = {
     "Episode": "covey.rollout.episode",

@@ -96,7 +96,7 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch):
         ("header.csv", "prompt,answer\n", "holds no rows that can be read"),
         ("empty.json", "[]", "rows"),
         ("other.csv", "question,answer\n1,2\n", "its columns are: question, answer. If 'question' holds them"),
-        ("typo.csv", "promt,answer\n1,2\n", "If 'promt' holds them, rename it"),
+        ("typo.csv", "promt,answer\n1,2\n", "write `columns: {promt: prompt}` into the run file"),
     ],
 )
 def test_unusable_files_say_why(tmp_path, name, text, message):
@@ -116,3 +116,65 @@ def test_a_slice_that_cannot_be_read(jsonl, split):
 def test_without_a_likely_column_the_message_says_what_to_add():
     with pytest.raises(ValueError, match="text, or a list of messages"):
         check_prompt_column("x", ["a", "b"])
+
+
+def test_columns_are_renamed_where_they_are(tmp_path, jsonl):
+    path = tmp_path / "own.csv"
+    path.write_text("question,label\n2+2=,4\n")
+    names = {"question": "prompt", "label": "answer"}
+    assert load_rows(str(path), columns=names)[0] == {"prompt": "2+2=", "answer": 4}
+    assert load_rows(str(jsonl), columns=names)[0] == ROWS[0]  # has the new names already
+
+
+def test_columns_that_cannot_be_renamed(jsonl):
+    with pytest.raises(ValueError, match=r"has no 'label'; it has: prompt, answer"):
+        load_rows(str(jsonl), columns={"label": "solution"})
+    with pytest.raises(ValueError, match=r"has a 'answer' already"):
+        load_rows(str(jsonl), columns={"prompt": "answer"})
+
+
+def test_columns_may_change_places(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("prompt,question\nold,new\n")
+    assert load_rows(str(path), columns={"question": "prompt", "prompt": "id"})[0] == {"id": "old", "prompt": "new"}
+
+
+def test_a_system_prompt_precedes_each_prompt(tmp_path):
+    system, user = ({"role": role, "content": role} for role in ("system", "user"))
+    own = [{"role": "system", "content": "own"}, user]
+    path = tmp_path / "data.py"
+    path.write_text(f"def text():\n    return [{{'prompt': 'user'}}]\ndef chat():\n    return [{{'prompt': {own}}}]\n")
+    assert load_rows(f"{path}:text", system_prompt="system")[0]["prompt"] == [system, user]
+    assert load_rows(f"{path}:chat", system_prompt="system")[0]["prompt"] == own
+
+
+def test_a_system_prompt_before_an_image_has_parts(tmp_path):
+    path = tmp_path / "data.py"
+    path.write_text("def rows():\n    return [{'prompt': [{'role': 'user', 'content': [{'type': 'image'}]}]}]\n")
+    first = load_rows(f"{path}:rows", system_prompt="Look.")[0]["prompt"][0]
+    assert first == {"role": "system", "content": [{"type": "text", "text": "Look."}]}
+
+
+FUNCTIONS = """
+import datasets
+
+def rows():
+    return ({"prompt": str(number)} for number in range(4))
+
+def splits():
+    return datasets.DatasetDict(train=datasets.Dataset.from_list(list(rows())))
+
+def nothing():
+    return None
+"""
+
+
+def test_a_function_returns_rows_or_splits(tmp_path):
+    path = tmp_path / "data.py"
+    path.write_text(FUNCTIONS)
+    assert load_rows(f"{path}:rows", "train[1:]")["prompt"] == ["1", "2", "3"]
+    assert len(load_rows(f"{path}:splits", None)) == 4
+    with pytest.raises(ValueError, match=r"nothing' returned NoneType: None; it must return a `datasets.Dataset`"):
+        load_rows(f"{path}:nothing")
+    with pytest.raises(ValueError, match=r"'row' does not exist. There: nothing, rows, splits"):
+        load_rows(f"{path}:row")

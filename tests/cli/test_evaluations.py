@@ -7,7 +7,7 @@ import pytest
 from covey import EvalSuite
 from covey.cli.data import load_evaluations
 from covey.cli.main import main
-from covey.cli.results import key_figures
+from covey.trainer.integrations.report import key_figures
 
 REWARD = """
 from covey.rewards import answers

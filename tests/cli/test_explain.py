@@ -1,5 +1,6 @@
 """Sentences and figures of `covey explain` for runs whose answers are known."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def explain(args, **facts):
 @pytest.fixture
 def run_file(tmp_path):
     LlamaConfig(
-        vocab_size=100,
+        vocab_size=104,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -130,7 +131,7 @@ def test_an_evaluation_that_would_fail_is_announced():
 def test_the_command_reads_the_file_and_its_model(run_file, capsys):
     assert main([run_file, "--kl_coef", "0.1"]) == 0
     text = words(capsys.readouterr().out)
-    assert "7,888 parameters" in text
+    assert "8,016 parameters" in text
     assert "One rollout batch: 2 prompts, 4 completions each, 8 completions in all" in text
     assert "Warnings `kl_coef` is called `beta` here." in text
 
@@ -141,7 +142,7 @@ def test_the_command_plans_for_more_processes(run_file, capsys):
 
 
 def test_a_model_without_attention_has_no_memory_estimate(run_file, tmp_path, capsys):
-    MambaConfig(vocab_size=100, hidden_size=16, num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    MambaConfig(vocab_size=104, hidden_size=16, num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
     assert main([run_file, "--model", str(tmp_path / "mamba")]) == 0
     assert "No estimate: mamba has no attention" in words(capsys.readouterr().out)
 
@@ -168,11 +169,25 @@ def test_mistakes_end_in_one_line_and_status_two(argv, message, capsys):
     assert message in error
 
 
+OWN_REWARDS = """
+def strip(completions, topic):
+    return [float(text.strip() == "") for text in completions]
+
+def fail(completions, **kwargs):
+    return [float(text["content"] == "") for text in completions]
+
+def brief(completions, kind, **kwargs):
+    return [-float(len(text)) for text in completions]
+"""
+
+
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n' * 7)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 7)
+    (tmp_path / "own.py").write_text(OWN_REWARDS)
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
     return ["--dataset", "rows.jsonl", "--reward_funcs", "exact_match_reward"]
 
 
@@ -196,12 +211,52 @@ def test_the_rows_of_local_data_are_counted(run_file, data, capsys):
         (["--quantization", "{bits: 4}", "--peft", "{r: 2}"], "has bits, which transformers.BitsAndBytesConfig"),
         (["--tools", "os:getcwd", "json:dumps"], "tool 'dumps' cannot be described"),
         (["--rollout_func", "operator.nothing"], "'nothing' does not exist. There: "),
+        (["--reward_funcs", "own.py:strip"], "'strip' asks for 'topic', which is neither given by the trainer nor a"),
+        (["--reward_funcs", "own.py:fail"], "reward function 'fail' failed on all 2 samples"),
+        (["--reward_weights", "1", "2"], "2 reward weights for 1 reward functions"),
+        (["--metric_for_best_model", "eval_x", "--eval_dataset", "{a: rows.jsonl}"], "the evaluation sets have names"),
         (["--per_device_train_batch_size", "32"], "has 7 prompt(s) but one generation draws 16"),
     ],
 )
 def test_a_run_that_would_not_start_has_status_two(run_file, data, capsys, flags, message):
     assert main([run_file, *data, *flags]) == 2
     assert message in words(capsys.readouterr().out)
+
+
+def test_a_model_folder_without_tokenizer_does_not_start(run_file, data, capsys, tmp_path):
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert main([run_file, *data]) == 2
+    assert "will fail: no tokenizer could be loaded from" in words(capsys.readouterr().out)
+
+
+def test_the_first_prompt_lengths_and_rewards_are_shown(run_file, data, capsys, tmp_path):
+    rows = [{"prompt": "1" * size, "solution": "2"} for size in (4, 6, 5, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions = ["--reward_funcs", "exact_match_reward", "own.py:fail_on_empty"]
+    (tmp_path / "own.py").write_text(
+        "def fail_on_empty(completions, **kwargs): return [1 / len(c) for c in completions]"
+    )
+    assert main([run_file, *data, *functions]) == 0
+    text = words(capsys.readouterr().out)
+    assert "as the model reads it: | 1111 Tokens of 4 prompts: from 4 to 9, median 5." in text
+    assert "empty solution exact_match_reward 0.000 1.000 fail_on_empty none 1.000" in text
+    assert "The solution is the text of the first row's 'solution': '2'." in text
+    assert "with prompts of 9 tokens" in text  # in the place of the assumed 256
+    assert "counted in rewards/fail_on_empty/failures" in text
+
+
+def test_prompts_that_leave_no_room_are_counted(run_file, data, capsys, tmp_path):
+    # a context of 2048: 2040 and 300 tokens with completions of 256
+    rows = [{"prompt": "1" * size, "solution": "2"} for size in (2040, 4, 5, 300)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([run_file, *data, "--max_completion_length", "256"]) == 0
+    assert "1 of them leave less room than max_completion_length=256 in the model's" in words(capsys.readouterr().out)
+
+
+def test_text_that_a_reward_asks_for_is_the_solution(run_file, data, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "kind": "sum"}\n' * 7)
+    assert main([run_file, *data, "--reward_funcs", "own.py:brief"]) == 0
+    assert "brief 0.000 -3.000 The solution is the text of the first row's 'kind'" in words(capsys.readouterr().out)
 
 
 def test_ids_of_the_hub_are_listed_as_unchecked(run_file, capsys):
@@ -213,11 +268,11 @@ def test_ids_of_the_hub_are_listed_as_unchecked(run_file, capsys):
 def test_quantised_weights_and_their_scales_are_counted(run_file, data, capsys):
     # linear layers of two layers: 2 * 2304 numbers in 4 bits, 2304 bytes, and a scale of 4 bytes for each 64 of them,
     # 288; adapters of rank 2 on all 7: per layer 2 * (4 * 16 + 16 + 16 + 8 + 8 + 3 * (16 + 32)) = 512; those, norms
-    # 5 * 16, embeddings and head 3200 in float32: (1024 + 80 + 3200) * 4 = 17216. 19808 bytes are 19.3 KiB
+    # 5 * 16, embeddings and head 3328 in float32: (1024 + 80 + 3328) * 4 = 17728. 20320 bytes are 19.8 KiB
     adapter = ["--peft", "{r: 2, target_modules: all-linear}"]
     assert main([run_file, *data, "--quantization", "{load_in_4bit: true}", *adapter]) == 0
     text = words(capsys.readouterr().out)
-    assert "8,912 parameters, 1,024 of them trained" in text and "weights 19.3 KiB" in text
+    assert "9,040 parameters, 1,024 of them trained" in text and "weights 19.8 KiB" in text
 
 
 def test_missing_parts_of_a_run_are_listed(run_file, capsys):
@@ -323,7 +378,7 @@ def test_shards_have_traffic_and_a_gpu_has_seconds(run_file, capsys):
     text = words(capsys.readouterr().out)
     assert "weights, gradients, optimizer sharded over 2 processes (fsdp2)" in text
     assert "Operations and communication One optimizer step, all 2 processes, full completions:" in text
-    assert "gather weights" in text and "add up gradients 15.4 KiB" in text  # half of 7888 gradients of 4 bytes, once
+    assert "gather weights" in text and "add up gradients 15.7 KiB" in text  # half of 8016 gradients of 4 bytes, once
     assert "On h100 GPUs, at 40% of their operations in passes" in text and "sampling and training in turns" in text
 
 

@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from covey import __version__
 from covey.cli.config_file import RUN_KEYS, config_of
 from covey.cli.main import main
-from covey.cli.results import key_figures, samples
 from covey.cli.train import adapter, help_text, read_run, rewards, take_config, train
 from covey.trainer.checkpoint import resume_from
 
@@ -88,9 +85,17 @@ def test_a_run_leaves_model_curves_report_and_completions(run_file, capsys):
         "completions_00002.parquet",
     }
     report = (out / "summary.html").read_text()
-    assert "Completions before and after" in report and "learning_rate" in report and "brief" in report
-    printed = capsys.readouterr().out
+    assert (
+        "Latest completions" in report
+        and "One whole group" in report
+        and "learning_rate" in report
+        and "brief" in report
+    )
+    printed, noise = capsys.readouterr()
     assert "step 1/2  reward" in printed and "out/summary.html" in printed
+    assert printed.splitlines()[0] == f"covey {__version__}: grpo by {run_file}"
+    assert "to step 2, output: out" in printed.splitlines()[1]
+    assert "%|" not in noise and "Generating" not in noise  # no bars of libraries
 
 
 def test_rloo_takes_the_same_file(run_file, capsys):
@@ -240,44 +245,3 @@ def test_short_help_fits_the_screen_width_and_groups_by_theme(capsys):
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "\nThe entropy bonus.\n" in text
     assert "Weight of the KL penalty" in text
-
-
-def write_completions(folder, step, rows):
-    folder.mkdir(exist_ok=True)
-    path = folder / f"completions_{step:05d}.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def row(prompt, completion, reward):
-    return {"prompt": prompt, "completion": completion, "r": reward, "finish": "stop"}
-
-
-def test_samples_pair_common_prompts_of_the_first_and_last_log(tmp_path):
-    folder = tmp_path / "completions"
-    write_completions(folder, 1, [row("a", "a1", 0.0), row("b", "b1", 1.0), row("b", "b2", 1.0)])
-    write_completions(folder, 2, [row("z", "z1", 0.0)])
-    write_completions(folder, 3, [row("c", "c3", None), row("b", "b3", 1.0)])
-    write_completions(folder, 9, [row("b", "of another run", 0.0)])
-    before, after = samples(folder, {"r": 2.0}, last_step=3)
-    assert [s.completion for s in before] == ["b1", "a1"]
-    assert [(s.completion, s.reward) for s in after] == [("b3", 2.0), ("c3", None)]
-
-
-def test_completions_of_an_earlier_run_are_passed_over(tmp_path):
-    folder = tmp_path / "completions"
-    old = write_completions(folder, 1, [row("a", "old", 0.0)])
-    os.utime(old, (1000, 1000))
-    write_completions(folder, 2, [row("a", "new", 0.0)])
-    before, after = samples(folder, {"r": 1.0}, last_step=2, since=2000)
-    assert before == [] and [s.completion for s in after] == ["new"]
-
-
-def test_key_figures_compare_the_ends_of_the_run():
-    history = [{"step": i, "reward": float(i)} for i in range(1, 21)] + [{"step": 20, "train_runtime": 65.0}]
-    assert key_figures(history) == {
-        "Reward at first": 1.5,  # two of twenty logs: (1 + 2) / 2
-        "Reward at last": 19.5,
-        "Optimizer steps": 20,
-        "Training time": "1m05s",
-    }

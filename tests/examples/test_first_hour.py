@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tools.notebook import NOTEBOOK, render
 
+from covey.cli.init import FILES, contents
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "start.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -41,7 +43,12 @@ def install_covey(tmp_path, monkeypatch):
 
 def test_every_file_of_the_page_has_a_name():
     made = [name for language, name, _ in steps(PAGE) if language != "bash"]
-    assert made == ["tickets.csv", "prepare.py", "rewards.py", "run.yaml", "ask.py"]
+    assert made == ["tickets.csv", "rewards.py", "run.yaml", "ask.py"]
+
+
+def test_covey_init_writes_the_files_of_the_page():
+    shown = {name: content for _, name, content in steps(PAGE)}
+    assert contents() == {name: shown[name] for name in FILES}
 
 
 @pytest.mark.slow

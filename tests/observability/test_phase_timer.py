@@ -37,6 +37,19 @@ def test_the_same_phase_nested_counts_once():
     assert phases.drain() == {"score": 2.0}
 
 
+def test_all_of_an_evaluation_is_one_phase():
+    clock, noticed = Clock(), []
+    phases = PhaseTimer(clock, notice=noticed.append)
+    with phases("evaluate"):
+        clock.now += 1
+        with phases("generate"):
+            clock.now += 10
+    with phases("train"):
+        clock.now += 2
+    assert phases.drain() == {"evaluate": 11.0, "train": 2.0}
+    assert noticed == ["evaluate", "generate", "evaluate", "train"]  # where a process hangs is told apart
+
+
 def test_draining_inside_a_phase_splits_its_time():
     clock = Clock()
     phases = PhaseTimer(clock)

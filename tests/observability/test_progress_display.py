@@ -3,11 +3,18 @@
 import gc
 import io
 import math
+from types import SimpleNamespace
 
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from covey.observability.dashboard import ProgressDisplay, duration, phase_bar, sparkline
+from covey.observability.dashboard import FIGURES, Board, ProgressDisplay, duration, phase_bar, sparkline
+
+
+def shown(renderable, width=100):
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue()
 
 
 class Clock:
@@ -27,7 +34,9 @@ class Run:
         self.state = TrainerState(max_steps=10, global_step=step, is_world_process_zero=True)
         console = Console(file=self.out, force_terminal=terminal, width=100)
         self.display = ProgressDisplay(console, self.clock)
-        self.display.on_train_begin(None, self.state, TrainerControl())
+        args = SimpleNamespace(output_dir="runs/x")
+        self.display.on_train_begin(args, self.state, TrainerControl())
+        self.begin = len(self.out.getvalue())
 
     def step(self, seconds: float, **logs) -> None:
         self.clock.now += seconds
@@ -38,7 +47,7 @@ class Run:
 
     @property
     def lines(self) -> list[str]:
-        return self.out.getvalue().splitlines()
+        return self.out.getvalue()[self.begin :].splitlines()
 
 
 def test_without_a_terminal_a_log_is_one_plain_line():
@@ -100,9 +109,11 @@ def test_a_plain_display_prints_lines_on_a_terminal_too():
     out = io.StringIO()
     display = ProgressDisplay(Console(file=out, force_terminal=True), plain=True)
     state = TrainerState(max_steps=2, global_step=1, is_world_process_zero=True)
-    display.on_train_begin(None, state, TrainerControl())
+    display.on_train_begin(SimpleNamespace(output_dir="out"), state, TrainerControl())
     display.on_log(None, state, TrainerControl(), logs={"reward": 0.5})
-    assert out.getvalue().startswith("step 1/2  reward 0.500")
+    first, second = out.getvalue().splitlines()
+    assert first == "training the model from step 1 to step 2, output: out"
+    assert second.startswith("step 1/2  reward 0.500")
 
 
 def test_other_processes_say_nothing():
@@ -144,9 +155,44 @@ def test_a_sparkline_spans_its_own_range():
 
 
 def test_the_phase_bar_is_always_full():
-    bar = phase_bar({"a": 1.0, "b": 1.0, "c": 1.0})
-    assert bar.plain.count("█") == 30
-    assert "a 33%" in bar.plain
+    drawn = shown(phase_bar({"a": 1.0, "b": 1.0, "c": 1.0}))
+    # 30 cells and the sign in the legend; signs differ where there are no colours
+    assert [drawn.count(sign) for sign in "█▓▒"] == [11, 11, 11]
+    assert "█ a 33%" in drawn
+
+
+def test_updates_of_one_rollout_batch_add_up():
+    run = Run()
+    run.step(1.0, **{"reward": 0.5, "num_tokens": 100, "grad_norm": 1.0, "phase/generate": 3.0, "phase/train": 1.0})
+    run.step(1.0, **{"num_tokens": 100, "grad_norm": 2.0, "phase/train": 1.0})
+    assert run.lines[1] == "step  2/10  reward 0.500  grad 2  tok/s 100  ETA 8s"
+    assert run.display.board.logs["phase/generate"] == 3.0 and run.display.board.logs["phase/train"] == 2.0
+    run.step(1.0, **{"reward": 0.7, "num_tokens": 300, "phase/generate": 3.0})
+    assert run.lines[2].endswith("reward 0.700  tok/s 100  ETA 7s")  # 200 tokens in the 2 seconds since the last batch
+    assert "phase/train" not in run.display.board.logs
+
+
+def test_seconds_of_an_evaluation_are_not_sampling():
+    run = Run()
+    run.step(1.0, num_tokens=100)
+    run.step(5.0, **{"num_tokens": 300, "phase/evaluate": 3.0})
+    assert "tok/s 100" in run.lines[1]
+
+
+def test_several_rewards_are_told_apart():
+    run = Run()
+    run.step(1.0, **{"reward": 1.2, "rewards/right/mean": 1.0, "reward/right/mean": 1.0, "entropy": 2.0})
+    run.step(1.0, **{"reward": 1.2, "rewards/right/mean": 1.0, "rewards/brief/mean": 0.2, "entropy": 2.0})
+    assert run.lines[0].startswith("step  1/10  reward 1.200  entropy")
+    assert run.lines[1].startswith("step  2/10  reward 1.200  right 1.000  brief 0.200  entropy")
+
+
+def test_labels_and_values_stay_together_on_a_narrow_screen():
+    board = Board(logs=dict.fromkeys(FIGURES, -0.5) | {"phase/generate": 1.0, "phase/train": 2.0})
+    lines = [line.rstrip() for line in shown(board, width=40).splitlines()]
+    assert all(len(line) <= 40 for line in lines)
+    for label, form in FIGURES.values():
+        assert any(f"{label} {form.format(-0.5)}" in line for line in lines), label
 
 
 def test_durations_are_short():

@@ -5,7 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from covey.observability.metric_docs import METRIC_MEANINGS, meaning
+from covey.observability.metric_docs import meaning, meanings
+from covey.observability.metrics import Timeline
 from covey.observability.plots import _panels, plot_curves, series, smooth
 from covey.observability.report import Sample, write_report
 
@@ -71,14 +72,18 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def page(tmp_path) -> str:
-    figure = plot_curves(HISTORY, tmp_path / "curves.png")
+    timeline = Timeline()
+    timeline.begin(0.0)
+    timeline.phase("generate", 0.0, 1.0)
     nasty = "<script>alert('1')</script>"
     path = write_report(
         tmp_path / "summary.html",
         title=f"Run {nasty}",
         config={"model": nasty, "beta": 0.0},
         log_history=HISTORY,
-        figures=[figure],
+        timeline=timeline,
+        group=[{"prompt": nasty, "completion": "4", "reward": 1.0, "advantage": 0.5, "error": None}],
+        provenance={"seed": 4711},
         before=[Sample("2+2?", nasty, 0.0, "stop"), Sample("3+3?", "")],
         after=[Sample("2+2?", "4", 1.0)],
         summary={"reward": 0.123456, "steps": 12000},
@@ -89,8 +94,21 @@ def page(tmp_path) -> str:
 def test_the_report_stands_alone_and_escapes_everything(page):
     parsed = Page(page)
     assert parsed.open == [] and "script" not in parsed.tags
-    assert len(parsed.links) == 1 and parsed.links[0].startswith("data:image/png;base64,")
-    assert page.count("&lt;script&gt;") == 4  # title twice, setting, completion
+    assert parsed.links == []
+    assert page.count("&lt;script&gt;") == 5  # title twice, setting, completion, prompt of the group
+
+
+def test_figures_take_the_colours_of_the_page_and_the_reward_is_first(page):
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 5  # reward, rewards by function, loss, seconds by phase, lanes of the latest rollout batch
+    assert "Reward (shaded" in drawings[0] and "Seconds per step" in drawings[-2]
+    assert "var(--ink)" in drawings[0] and not re.search("#1f2933|#e4e7eb", drawings[0])
+    assert "<text" in drawings[0]  # letters, not their outlines
+
+
+def test_one_group_and_the_provenance_are_shown(page):
+    assert "<th>reward</th><th>advantage</th><th>completion</th>" in page and "<td>0.5</td>" in page
+    assert "<th>seed</th><td>4711</td>" in page
 
 
 def test_the_report_pairs_samples_and_rounds_figures(page):
@@ -100,7 +118,7 @@ def test_the_report_pairs_samples_and_rounds_figures(page):
 
 def test_the_report_explains_its_metrics(page):
     row = re.search(r"<tr><th>rewards/a/mean</th>.*?</tr>", page).group()
-    assert METRIC_MEANINGS["rewards/{name}/mean"] in row
+    assert meanings()["rewards/{name}/mean"] in row
     assert "entropy</th>" not in page  # never had a value
 
 
@@ -124,8 +142,8 @@ def test_an_empty_run_still_makes_a_page(tmp_path):
 
 
 def test_meanings_know_families_and_evaluations():
-    assert meaning("eval_reward") == METRIC_MEANINGS["reward"]
-    assert meaning("phase/generate") == METRIC_MEANINGS["phase/{name}"]
+    assert meaning("eval_reward") == meanings()["reward"]
+    assert meaning("phase/generate") == meanings()["phase/{name}"]
     assert meaning("my_metric") is None
 
 
@@ -134,7 +152,7 @@ def test_named_evaluation_sets_have_a_curve_and_a_meaning_each(tmp_path):
     panel = _panels(history)[0]
     assert panel.curves == {"reward": "training", "eval_easy_reward": "evaluation easy"}
     text = write_report(tmp_path / "x.html", title="T", config={}, log_history=history).read_text()
-    assert METRIC_MEANINGS["loss"][:20] in re.search(r"<tr><th>eval_easy_loss</th>.*?</tr>", text).group()
+    assert meanings()["loss"][:20] in re.search(r"<tr><th>eval_easy_loss</th>.*?</tr>", text).group()
 
 
 def test_the_report_begins_with_advice_and_merges_spellings(tmp_path):
@@ -143,5 +161,5 @@ def test_the_report_begins_with_advice_and_merges_spellings(tmp_path):
         tmp_path / "x.html", title="T", config={}, log_history=history, advice=["Mind <it>"]
     ).read_text()
     assert ">rewards/a/mean<" in text and ">reward/a/mean<" not in text
-    assert text.count(METRIC_MEANINGS["phase/{name}"]) == 1
+    assert text.count(meanings()["phase/{name}"]) == 1
     assert "Mind &lt;it&gt;" in text

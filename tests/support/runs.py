@@ -38,8 +38,10 @@ def config(output_dir: Any, method: str = "grpo", **changes: Any) -> Any:
     return kind(output_dir=str(output_dir), **{**DEFAULTS, **changes})
 
 
-def trainer(output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields."""
+def trainer(
+    output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, pages: bool = False, **changes: Any
+) -> Any:
+    """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields; `pages` take a second each."""
     known_attributes.guard()
     kind = GRPOTrainer if method == "grpo" else RLOOTrainer
     arguments: dict[str, Any] = {
@@ -48,7 +50,10 @@ def trainer(output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | No
         "train_dataset": tiny.rows(),
         "processing_class": tiny.tokenizer(),
     }
-    return kind(args=config(output_dir, method, **changes), **{**arguments, **(parts or {})})
+    made = kind(args=config(output_dir, method, **changes), **{**arguments, **(parts or {})})
+    if not pages:
+        made.report.write = lambda **own: None
+    return made
 
 
 def weights(trained: Any) -> list[Any]:

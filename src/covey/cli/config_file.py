@@ -18,8 +18,11 @@ from covey.config.base import OnlineConfig
 RUN_KEYS = {
     "method": "`grpo` or `rloo`.",
     "model": "The model to train: a hub id or a folder.",
-    "dataset": "Training prompts: a hub id, or a json, jsonl, parquet or csv file.",
-    "dataset_split": "Split of the dataset to train on.",
+    "dataset": "Training prompts: a hub id, a json, jsonl, parquet or csv file, or a function without arguments that "
+    "returns rows or a Dataset, as path/to/file.py:name.",
+    "dataset_split": "Split of the dataset to train on; a part of one as in `train[100:]`.",
+    "columns": "Columns of the datasets to rename, as in {question: prompt, answer: solution}.",
+    "system_prompt": "A system message before each prompt that has none; prompts of text become messages.",
     "eval_dataset": "Evaluation prompts, given like `dataset`, or a mapping of names to such or suites with sampling "
     "of their own, as in {hard: {dataset: hard.jsonl, num_generations: 8, pass_at: 8}}. Without it, no evaluation.",
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
@@ -33,7 +36,7 @@ RUN_KEYS = {
 }
 """Keys of a run file in addition to config fields."""
 
-_LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("peft", "quantization")  # keys that take several values
+_LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("columns", "peft", "quantization")  # keys that take several values
 
 _OTHER_NAMES = {
     "model_name_or_path": "model",
@@ -54,6 +57,8 @@ class RunConfig:
     model: str | None = None
     dataset: str | None = None
     dataset_split: str = "train"
+    columns: dict[str, Any] | None = None
+    system_prompt: str | None = None
     eval_dataset: Any = None
     reward_funcs: list[Any] = dataclasses.field(default_factory=list)
     tools: list[Any] = dataclasses.field(default_factory=list)
@@ -248,5 +253,6 @@ def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, dict):
-        raise ValueError(f"{name}={value!r} must be a mapping, such as {{r: 16, lora_alpha: 32}}.")
+        example = "{question: prompt}" if name == "columns" else "{r: 16, lora_alpha: 32}"
+        raise ValueError(f"{name}={value!r} must be a mapping, such as {example}.")
     return {} if value is True else value

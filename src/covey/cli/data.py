@@ -1,9 +1,10 @@
-"""Training and evaluation prompts by name: a hub id, a file or a folder, as a dataset with a `prompt` column.
+"""Training and evaluation prompts by name: a hub id, a file, a folder or a function; with a `prompt` column.
 
 The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`.
 """
 
 import difflib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,64 @@ EVAL_SPLITS = ("validation", "test", "eval", "train")
 """Splits for evaluation prompts if none is named, in order of preference."""
 
 
-def load_rows(spec: str, split: str | None = "train") -> Any:
-    """A `datasets.Dataset` with at least one row and a `prompt` column, of a data file, a folder or a hub id.
+def load_rows(
+    spec: str, split: str | None = "train", columns: dict[str, str] | None = None, system_prompt: str | None = None
+) -> Any:
+    """A `datasets.Dataset` with at least one row and a `prompt` column, of a file, a folder, a function or a hub id.
 
     An id may name a configuration after a colon: `openai/gsm8k:main`. A split may be sliced: `train[:1000]`; None takes
-    the first of `EVAL_SPLITS` that exists. A single file is all `train`.
+    the first of `EVAL_SPLITS` that exists. A single file is all `train`. `columns` are new names by those of the data.
     """
-    loaded = _load_local(Path(spec).expanduser()) if is_local(spec) else _load_hub(spec)
+    if is_function(spec):
+        loaded = _call(spec)
+    else:
+        loaded = _load_local(Path(spec).expanduser()) if is_local(spec) else _load_hub(spec)
     rows = _pick(loaded, split, spec)
     if len(rows) == 0:
         raise ValueError(f"dataset {spec!r} has no rows" + (f" in split {split!r}." if split else "."))
+    if columns:
+        there = rows.column_names
+        if missing := [old for old, new in columns.items() if old not in there and new not in there]:
+            raise ValueError(f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}.")
+        columns = {old: new for old, new in columns.items() if old in there}
+        if taken := [new for new in columns.values() if new in there and new not in columns]:
+            raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")
+        rows = rows.rename_columns(columns)
     check_prompt_column(spec, rows.column_names)
-    return rows
+    return rows.map(partial(_with_system, system_prompt)) if system_prompt else rows
+
+
+def is_function(spec: str) -> bool:
+    """True for `path/to/file.py:name`."""
+    return spec.rpartition(":")[0].endswith(".py")
+
+
+def _call(spec: str) -> Any:
+    """The dataset, or the splits, that a user's function returns."""
+    import datasets
+
+    from covey.runtime.import_path import resolve
+
+    found = resolve(spec, "dataset")()
+    if isinstance(found, datasets.Dataset | datasets.DatasetDict):
+        return found
+    rows = [] if isinstance(found, str) or not hasattr(found, "__iter__") else list(found)
+    if not all(isinstance(row, dict) for row in rows) or not rows:
+        raise ValueError(
+            f"dataset {spec!r} returned {type(found).__name__}: {found!r:.80}; it must return a `datasets.Dataset`, or"
+            " rows such as [{'prompt': '2+2=', 'answer': '4'}]."
+        )
+    return datasets.Dataset.from_list(rows)
+
+
+def _with_system(system_prompt: str, row: dict[str, Any]) -> dict[str, Any]:
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not messages or messages[0]["role"] == "system":
+        return {"prompt": messages}
+    parts = isinstance(messages[0]["content"], list)  # text and images; one column holds one kind of content
+    content = [{"type": "text", "text": system_prompt}] if parts else system_prompt
+    return {"prompt": [{"role": "system", "content": content}, *messages]}
 
 
 def check_prompt_column(spec: str, columns: list[str]) -> None:
@@ -36,13 +83,16 @@ def check_prompt_column(spec: str, columns: list[str]) -> None:
         return
     close = difflib.get_close_matches("prompt", columns, n=1, cutoff=0.5)
     likely = close or [name for name in ("question", "problem", "query", "instruction", "input") if name in columns]
-    hint = f"If {likely[0]!r} holds them, rename it to 'prompt'." if likely else "Add it: text, or a list of messages."
+    rename = "write `columns: {{{}: prompt}}` into the run file, or rename it to 'prompt'."
+    hint = (
+        f"If {likely[0]!r} holds them, {rename.format(*likely)}" if likely else "Add it: text, or a list of messages."
+    )
     raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}. {hint}")
 
 
 def is_local(spec: str) -> bool:
-    """True if `spec` names a file or folder, existing or not, rather than a data set of the hub."""
-    if Path(spec).expanduser().exists() or Path(spec).suffix in BUILDERS:
+    """True if `spec` names a file, a folder or a function, existing or not, rather than a data set of the hub."""
+    if is_function(spec) or Path(spec).expanduser().exists() or Path(spec).suffix in BUILDERS:
         return True
     return spec.startswith((".", "/", "~")) or spec.count("/") > 1  # no hub id
 
@@ -124,9 +174,12 @@ def _nearby(path: Path) -> str:
     return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
 
 
-def load_evaluations(given: Any) -> Any:
-    """Evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name."""
-    loaded = {name: _load_set(entry) for name, entry in evaluation_sets(given).items()}
+def load_evaluations(given: Any, *renamed: Any) -> Any:
+    """Evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
+
+    `renamed` are the `columns` and `system_prompt` of `load_rows`.
+    """
+    loaded = {name: _load_set(entry, *renamed) for name, entry in evaluation_sets(given).items()}
     return loaded.get("") if set(loaded) <= {""} else loaded
 
 
@@ -141,12 +194,12 @@ def evaluation_sets(given: Any) -> dict[str, Any]:
     return {"": given}
 
 
-def _load_set(entry: Any) -> Any:
+def _load_set(entry: Any, *renamed: Any) -> Any:
     from covey.runtime.import_path import is_reference, resolve
     from covey.trainer.evaluation.suites import suite_of
 
     if isinstance(entry, str):
-        return load_rows(entry, None)
+        return load_rows(entry, None, *renamed)
     if not isinstance(entry, dict) or not isinstance(entry.get("dataset"), str):
         raise ValueError(
             f"eval_dataset holds {entry!r}; an evaluation set is a file or hub id, or settings with one, such as"
@@ -155,4 +208,4 @@ def _load_set(entry: Any) -> Any:
     settings = {name: value for name, value in entry.items() if name not in ("dataset", "split")}
     if isinstance(answer := settings.get("answer"), str) and is_reference(answer):
         settings["answer"] = resolve(answer, "answer")
-    return suite_of(settings, load_rows(entry["dataset"], entry.get("split")))
+    return suite_of(settings, load_rows(entry["dataset"], entry.get("split"), *renamed))

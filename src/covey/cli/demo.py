@@ -157,19 +157,8 @@ def clustered_interval(correct: list[bool], cluster: int, seed: int, resamples: 
 
 
 def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list[Any], summary: dict[str, Any]) -> None:
-    from covey.observability.plots import plot_curves
-    from covey.observability.report import write_report
-    from covey.observability.timeline import plot_timeline
-
-    history = trainer.state.log_history
-    curves = plot_curves(history, output_dir / "curves.png", title="SmolLM2-135M-Instruct learns one-digit sums")
-    timeline = plot_timeline(trainer.timeline, output_dir / "timeline.png")
-    write_report(
-        output_dir / "summary.html",
-        title="Covey demo: SmolLM2-135M-Instruct learns one-digit sums",
-        config=trainer.args.to_dict(),
-        log_history=history,
-        figures=[curves, *([timeline] if timeline else [])],
+    trainer.report.write(
+        title="SmolLM2-135M-Instruct learns one-digit sums",
         before=before[:SHOWN],
         after=after[:SHOWN],
         summary={
@@ -177,7 +166,6 @@ def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list
             "accuracy after": _accuracy(summary, "after"),
             "measured on": f"{summary['n']} answers to {summary['prompts']} held-out sums",
             "training": f"{summary['steps']} steps in {summary['seconds_train']:.0f} s",
-            "seed": summary["seed"],
         },
     )
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -5,12 +5,10 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from covey import __version__
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 EXTRAS = (
     *("peft", "vllm", "sglang", "deepspeed", "bitsandbytes", "math-verify"),
     *("wandb", "trackio", "swanlab", "mlflow", "tensorboard", "optuna"),
@@ -30,13 +28,13 @@ def environment() -> dict[str, str]:
     import torch
 
     from covey.config.hardware import multiplies_bf16
+    from covey.trainer.integrations.model_card import versions
 
-    installed = {name: _version(name) for name in EXTRAS}
     return {
         "covey": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        **{name: _version(name) or "missing" for name in PACKAGES},
-        "extras": ", ".join(f"{name} {found}" for name, found in installed.items() if found) or "none",
+        **versions(("torch", "transformers", "accelerate", "datasets")),
+        "extras": ", ".join(f"{name} {found}" for name, found in versions(EXTRAS).items()) or "none",
         "CPU": f"{_processor()}, {usable_cores()} cores usable, {torch.get_num_threads()} torch threads",
         "memory": f"{memory_bytes() / 2**30:.1f} GiB",
         "GPU": _gpus(),
@@ -59,13 +57,6 @@ def memory_bytes(cgroup: str = "/sys/fs/cgroup/memory.max") -> int:
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         total = min(total, int(text))
     return total
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -12,6 +13,7 @@ from covey import __version__
 from covey.runtime.safe_text import printable
 
 COMMANDS = {
+    "init": ("covey.cli.init", "main", "write data, rewards and a run file to begin with"),
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "eval": ("covey.cli.train", "evaluate", "sample and score the evaluation sets of a run file, without training"),
@@ -26,6 +28,7 @@ COMMANDS = {
 
 EXAMPLES = (
     ("covey demo", "see it work"),
+    ("covey init tickets", "begin with a run that works"),
     ("covey explain run.yaml", "what would this run do?"),
     ("covey grpo --config run.yaml", "do it"),
     ("covey grpo --config run.yaml --beta 0.04 --output_dir runs/with_kl", "with other settings"),
@@ -96,6 +99,12 @@ def _run(name: str, arguments: list[str]) -> int:
 
         raise ValueError(f"there is no command {name!r}; there are: {', '.join(COMMANDS)}.{closest(name, COMMANDS)}")
     module, function, _ = COMMANDS[name]
+    launched = "LOCAL_RANK" in os.environ
+    if not launched:
+        os.environ["COVEY_COMMAND"] = shlex.join(["covey", name, *arguments])  # for the processes of a launcher, too
+    if name in ("grpo", "rloo", "eval") and arguments and not (launched or {"-h", "--help"} & set(arguments)):
+        file = next((word for word in arguments if word.endswith((".yaml", ".yml", ".json"))), "the flags")
+        print(f"covey {__version__}: {name} by {file}", flush=True)  # libraries take seconds to load
     return getattr(import_module(module), function)(arguments)
 
 

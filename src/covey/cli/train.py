@@ -5,7 +5,6 @@ import functools
 import inspect
 import json
 import textwrap
-import time
 import types
 import typing
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any, get_args, get_origin
 
 from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run
 from covey.cli.launch import launch_if_asked
+from covey.runtime.quiet import without_bars
 
 WIDTH = 100
 INDENT = " " * 6
@@ -36,6 +36,7 @@ grpo = functools.partial(main, "grpo")
 rloo = functools.partial(main, "rloo")
 
 
+@without_bars()
 def evaluate(argv: Sequence[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
@@ -74,19 +75,22 @@ def read_run(path: str | None, flags: list[str], method: str | None, needed: Seq
     return run
 
 
+@without_bars()
 def train(run: RunConfig) -> Any:
-    from covey.cli.results import write_results
-    from covey.trainer.checkpoint import resume_from
-
-    started = time.time()
     trainer = build_trainer(run)
+    trainer.report.named = {key: value for key in RUN_KEYS if (value := getattr(run, key))}
+    trainer.report.saves = True  # the model, in the end
     trainer.train()
     trainer.save_model()
     trainer.save_state()
     if run.eval_dataset and run.args.eval_strategy == "no":
         trainer.evaluate()
+        trainer.report.write()
     if trainer.is_world_process_zero():
-        write_results(trainer, run, since=None if resume_from(run.args.resume_from_checkpoint) else started)
+        assert run.args.output_dir is not None, "transformers fills it in"
+        for name, place in (("model", ""), ("report", "summary.html"), ("curves", "curves.png"), ("completions",) * 2):
+            if (path := Path(run.args.output_dir, place)).exists():
+                print(f"{name + ':':<13}{path}")
     return trainer
 
 
@@ -96,12 +100,13 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
     from covey.cli.data import load_evaluations, load_rows
 
     trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
+    renamed = (run.columns, run.system_prompt)
     return trainer_class(
         model=run.model,
         reward_funcs=rewards(run.reward_funcs) or None,
         args=run.args,
-        train_dataset=load_rows(run.dataset, run.dataset_split) if run.dataset is not None and training else None,
-        eval_dataset=load_evaluations(run.eval_dataset),
+        train_dataset=load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset and training else None,
+        eval_dataset=load_evaluations(run.eval_dataset, *renamed),
         tools=[named(tool, "tool") for tool in run.tools] or None,
         rollout_func=named(run.rollout_func, "rollout_func"),
         environment_factory=environments(run.environment_factory),
@@ -133,11 +138,11 @@ def named(reference: Any, kind: str) -> Any:
     return resolve(reference, kind, needs_call=kind == "rollout_func")
 
 
-def environments(factory: Any) -> Any:
+def environments(factory: Any, kind: str = "environment_factory") -> Any:
     """The factory, or factories by name, that a run names."""
     if isinstance(factory, dict):
-        return {name: named(one, "environment_factory") for name, one in factory.items()}
-    return named(factory, "environment_factory")
+        return {name: named(one, kind) for name, one in factory.items()}
+    return named(factory, kind)
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:

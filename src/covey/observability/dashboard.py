@@ -2,15 +2,18 @@
 
 import io
 import math
+import re
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import rich
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -19,6 +22,8 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from covey.observability.evaluations import evaluation_sets, metrics_of, with_interval
+from covey.observability.metrics import EVALUATE
+from covey.observability.plots import FAINT, PHASES
 
 FIGURES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "{:.3f}"),
@@ -39,8 +44,7 @@ FIGURES: dict[str, tuple[str, str]] = {
 
 ALWAYS_SHOWN = ("loss", "grad_norm")  # metrics that are shown as nan or inf, too
 SPARKS = "▁▂▃▄▅▆▇█"
-PHASES = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue", "wait": "red"}
-PHASE_BAR = 30
+PHASE_BAR, SHADES = 30, "█▓▒░▞▚▤"  # cells, and signs of phases, which differ where there are no colours
 Figures = list[tuple[str, str]]  # labels and formatted values
 
 
@@ -64,7 +68,10 @@ class Board:
 
     def figures(self) -> Figures:
         speed = [] if self.tokens_per_second is None else [("tok/s", f"{self.tokens_per_second:,.0f}")]
-        return readable(self.logs) + speed
+        own = [(name[8:-5], f"{self.logs[name]:.3f}") for name in self.logs if re.fullmatch("rewards/.*/mean", name)]
+        figures = readable(self.logs)
+        figures[1:1] = own if len(own) > 1 else []  # behind the total
+        return figures + speed
 
     def _named(self, start: str) -> dict[str, float]:
         return {name.removeprefix(start): value for name, value in self.logs.items() if name.startswith(start)}
@@ -86,7 +93,7 @@ class Board:
             parts.append(_drawn(figures))
         for name, metrics in self.evaluations.items():
             figures = with_interval(metrics) + readable(metrics)
-            parts.append(Text.assemble((f"eval {name}  ".ljust(7), "dim"), _drawn(figures)))
+            parts.append(_drawn(figures, f"eval {name}".rstrip()))
         phases = self._named("phase/")
         if sum(phases.values()) > 0:
             parts.append(phase_bar(phases, self._named("overlap/")))
@@ -105,11 +112,11 @@ def _without_minus_zero(text: str) -> str:
     return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
-def _drawn(figures: Figures) -> Text:
-    text = Text(overflow="fold")
-    for label, value in figures:
-        text.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
-    return text
+def _drawn(figures: Figures, title: str = "") -> Columns:
+    """Figures in columns, each with its label however narrow the screen is."""
+    cells = [Text(title, "dim")] if title else []
+    cells += [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in figures]
+    return Columns(cells, padding=(0, 2))
 
 
 def sparkline(values: list[float]) -> str:
@@ -125,18 +132,18 @@ def sparkline(values: list[float]) -> str:
     )
 
 
-def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Text:
-    total = sum(phases.values())
-    bar, legend, end = Text.assemble(("time   ", "dim")), Text(), 0.0
-    for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
+def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Group:
+    total, bar, end = sum(phases.values()), Text.assemble(("time   ", "dim")), 0.0
+    legend = []
+    for sign, (name, seconds) in zip(cycle(SHADES), sorted(phases.items(), key=lambda item: -item[1]), strict=False):
         start, end = end, end + seconds
         cells = round(end / total * PHASE_BAR) - round(start / total * PHASE_BAR)
-        colour = PHASES.get(name, "white")
-        bar.append("█" * cells, style=colour)
-        legend.append("  ■ ", style=colour).append(f"{name} {seconds / total:.0%}")
+        colour = PHASES.get(name, FAINT)
+        bar.append(sign * cells, style=colour)
+        legend.append(Text.assemble((f"{sign} ", colour), f"{name} {seconds / total:.0%}"))
         if overlapped := (overlaps or {}).get(name):
-            legend.append(f" (+{overlapped / total:.0%} overlapped)", style="dim")
-    return bar + legend
+            legend[-1].append(f" (+{overlapped / total:.0%} overlapped)", style="dim")
+    return Group(bar, Columns(legend, padding=(0, 2)))
 
 
 def duration(seconds: float) -> str:
@@ -158,13 +165,18 @@ class ProgressDisplay(TrainerCallback):
         self.board = Board()
         self._clock = clock
         self._began: tuple[int, float] | None = None
-        self._tokens: tuple[float, float] | None = None
+        self._tokens: tuple[float, float] | None = None  # so far, and the time without evaluations
+        self._evaluated = 0.0  # seconds
         self._stop: Callable[[], Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = (state.global_step, self._clock())
-        self._tokens = (0.0, self._clock()) if state.global_step == 0 else None
+        self._tokens = (0.0, self._clock() - self._evaluated) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
+        if state.is_world_process_zero:
+            name = getattr(getattr(kwargs.get("model"), "config", None), "_name_or_path", "") or "the model"
+            resumed = f" from step {state.global_step}" if state.global_step else ""
+            self._say(f"training {name}{resumed} to step {state.max_steps}, output: {args.output_dir}")
         if state.is_world_process_zero and self.console.is_terminal and not self.plain:
             self.close()
             # Live holds the board alone: held itself, this object would never go away
@@ -212,11 +224,18 @@ class ProgressDisplay(TrainerCallback):
             self.board.seconds_per_step = (self._clock() - self._began[1]) / (state.global_step - self._began[0])
 
     def _take(self, logs: dict[str, Any]) -> None:
-        self.board.logs = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-        if math.isfinite(reward := self.board.logs.get("reward", math.nan)):
+        """Replace all figures with a rollout batch's first log; those of its further updates are added to them."""
+        board, taken = self.board, {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        if begins := "reward" in logs or "completions/mean_length" in logs:
+            board.logs = {}
+        phases = {name: board.logs.get(name, 0) + taken[name] for name in taken if name.startswith("phase/")}
+        board.logs = {**board.logs, **taken, **phases}
+        self._evaluated += taken.get(f"phase/{EVALUATE}", 0)
+        if begins and math.isfinite(reward := self.board.logs.get("reward", math.nan)):
             self.board.rewards.append(reward)
-        if (tokens := self.board.logs.get("num_tokens")) is not None:
-            now = self._clock()
+        tokens = taken.get("num_tokens", 0)
+        if tokens and (self._tokens is None or tokens != self._tokens[0]):
+            now = self._clock() - self._evaluated
             if self._tokens is not None and now > self._tokens[1]:
                 self.board.tokens_per_second = (tokens - self._tokens[0]) / (now - self._tokens[1])
             self._tokens = (tokens, now)

@@ -25,6 +25,8 @@ Span = tuple[float, float]  # begin and end, seconds on one clock
 TRAINER, ROLLOUTS = "trainer", "rollouts"
 """Lanes of the main thread's phases and of rollouts in flight. Every other lane is that of a reward function."""
 
+EVALUATE = "evaluate"  # the phase that all time of an evaluation is charged to, that of phases inside it, too
+
 _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum)}
 
 
@@ -162,7 +164,7 @@ class PhaseTimer:
         """Charge the time since the last change to the innermost open phase."""
         now = self.clock()
         if self.open:
-            name = self.open[-1]
+            name = EVALUATE if self.open[0] == EVALUATE else self.open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
             self.span(name, self._since, now)
         self._since = now

@@ -1,6 +1,8 @@
 """Curves of a run as one picture: small multiples over optimizer steps. Needs no screen."""
 
+import io
 import math
+import re
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -12,6 +14,17 @@ from covey.observability.evaluations import all_sets, prefix
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
+
+PHASES = {
+    "generate": "#2563eb",
+    "train": "#15936b",
+    "reward": "#9b4dca",
+    "score": "#e07a1f",
+    "sync": "#5b6b7d",
+    "wait": "#c2344b",
+    "evaluate": "#8a6d1f",
+}
+"""Colours of phases, on the terminal as in pictures."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", {"reward": "training"}, ("reward_std",)),
+    Panel("Reward (shaded: ± one standard deviation)", {"reward": "training"}, ("reward_std",)),
     Panel(
         "Completion length (tokens)",
         {"completions/mean_length": "mean", "completions/mean_terminated_length": "mean of those that ended"},
@@ -60,27 +73,51 @@ PANELS = (
     Panel("Loss", {"loss": "loss"}),
     Panel("Gradient norm", {"grad_norm": "norm"}),
 )
+PHASES_PANEL = Panel("Seconds per step by phase", {})
 
 
 def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
     """Write a PNG of every curve in `Trainer.state.log_history`; ValueError if there is none."""
-    panels = [panel for panel in _panels(log_history) if any(series(log_history, name)[1] for name in panel.curves)]
-    timed = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
-    count = len(panels) + bool(timed)
-    if not count:
+    panels = drawn_panels(log_history)
+    if not panels:
         raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
-    columns = min(count, 2)  # readable where the picture is as wide as a page
-    rows = math.ceil(count / columns)
+    columns = min(len(panels), 2)  # readable where the picture is as wide as a page
+    rows = math.ceil(len(panels) / columns)
     figure = new_figure(4.6 * columns, 3.0 * rows + 0.5, title, fontsize=14)
-    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
-    for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, log_history, panel)
-    if timed:
-        _draw_phases(axes[-1], timed)
+    for place, panel in enumerate(panels, 1):
+        _draw_panel(figure.add_subplot(rows, columns, place), log_history, panel)
     return save(figure, path)
 
 
-def new_figure(width: float, height: float, title: str, fontsize: int) -> Any:
+def drawn_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
+    """Panels of which the logs hold something, the reward first."""
+    panels = [panel for panel in _panels(log_history) if any(series(log_history, name)[1] for name in panel.curves)]
+    timed = any(key.startswith("phase/") for entry in log_history for key in entry)
+    return panels + [PHASES_PANEL] * timed
+
+
+def draw_panel(log_history: list[dict[str, Any]], panel: Panel) -> Any:
+    """A figure of one panel."""
+    figure = new_figure(3.8, 2.5)
+    _draw_panel(figure.add_subplot(), log_history, panel)
+    return figure
+
+
+def as_svg(figure: Any) -> str:
+    """A figure as an element of a page, in the page's own colours of ink, faint ink and lines."""
+    import matplotlib
+
+    buffer, unsaid = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "covey"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=unsaid)
+    text = "<svg" + buffer.getvalue().partition("<svg")[2]
+    text = re.sub(r' id="[a-z]+\w*_\d+"| (width|height)="[\d.]+pt"', "", text)
+    for colour, name in ((INK, "ink"), (FAINT, "faint"), (GRID, "line")):
+        text = text.replace(colour, f"var(--{name})")
+    return text
+
+
+def new_figure(width: float, height: float, title: str = "", fontsize: int = 12) -> Any:
     from matplotlib.figure import Figure  # unlike pyplot it needs no screen
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
@@ -135,6 +172,9 @@ def _panels(log_history: list[dict[str, Any]]) -> list[Panel]:
 
 def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
     _style(axis, panel.title)
+    if panel is PHASES_PANEL:
+        _draw_phases(axis, [entry for entry in log_history if any(key.startswith("phase/") for key in entry)])
+        return
     _draw_band(axis, log_history, panel)
     drawn, last = 0, 0.0
     for colour, (name, label) in zip(cycle(COLOURS), panel.curves.items(), strict=False):
@@ -178,7 +218,6 @@ def _finite(value: Any) -> bool:
 
 def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
     """Seconds per optimizer step, phases stacked; overlapped work as lines, since it does not add to their height."""
-    _style(axis, "Seconds per step by phase")
     steps = np.array([float(entry.get("step", index)) for index, entry in enumerate(entries)])
     widths = np.diff(steps, prepend=0.0)  # optimizer steps that each log is about
     widths[widths <= 0] = 1.0
@@ -187,12 +226,13 @@ def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
     phases = sorted((one for one in names if one.startswith("phase/")), key=lambda name: -sum(per_step[name] * widths))
     base = np.zeros(len(steps))
     style = {"fontsize": 7.5, "frameon": False, "loc": "upper left", "labelcolor": INK, "columnspacing": 1}
-    for colour, name in zip(cycle(COLOURS), phases, strict=False):
+    for name in phases:
         label = name.removeprefix("phase/")
+        colour = PHASES.get(label, FAINT)
         axis.bar(steps - widths / 2, per_step[name], widths, base, color=colour, label=label, linewidth=0)
         base += per_step[name]
-    axis.set_ylim(0, base.max() * 1.3 or 1.0)
-    axis.legend(ncols=len(phases), **style)
+    axis.set_ylim(0, base.max() * 1.5 or 1.0)
+    axis.legend(ncols=3, **style)
     for name in (name for name in names if name not in phases):
         if per_step[name].any():
             label = f"{name.removeprefix('overlap/')} overlapped"

@@ -12,9 +12,13 @@ from typing import Any
 from covey.core.transcript import as_text, entries, excerpt, is_conversation, shorten
 from covey.observability.evaluations import all_sets, prefix
 from covey.observability.metric_docs import meaning
-from covey.observability.plots import series
+from covey.observability.metrics import Timeline
+from covey.observability.plots import as_svg, draw_panel, drawn_panels, series
+from covey.observability.timeline import draw_timeline
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
+NOT_NUMBERS = ("step", "error", "turns", "calls")  # columns of a group that its table leaves out
+STYLE = Path(__file__).with_name("report.css")
 
 
 @dataclass(frozen=True)
@@ -34,25 +38,31 @@ def write_report(
     title: str,
     config: Mapping[str, Any],
     log_history: list[dict[str, Any]],
-    figures: Sequence[str | Path] = (),  # PNG files to embed
+    timeline: Timeline | None = None,
     before: Sequence[Sample] = (),  # next to those of `after`, in pairs
     after: Sequence[Sample] = (),
     summary: Mapping[str, Any] | None = None,  # key figures by label
     advice: Sequence[str] = (),  # sentences above all else
+    group: Sequence[Mapping[str, Any]] = (),  # rows of a completions table: one prompt's, with their `reward`
+    provenance: Mapping[str, Any] | None = None,  # command, versions, ... by name
 ) -> Path:
     """Write the page; its folder is created."""
+    lanes = draw_timeline(timeline) if timeline is not None else None
     sections = [
         "".join(f'<p class="advice">{_text(sentence)}</p>\n' for sentence in advice),
         _key_figures(summary or {}),
-        "".join(_figure(Path(figure)) for figure in figures),
+        _figures("Curves", [as_svg(draw_panel(log_history, panel)) for panel in drawn_panels(log_history)]),
         _samples(list(before), list(after)),
+        _group(group),
+        _figures("The latest rollout batch over time", [as_svg(lanes)] if lanes else []),
         _metrics(log_history),
-        _settings(config),
+        _settings("Settings", config),
+        _settings("Provenance", provenance or {}, is_open="open"),
     ]
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{_text(title)}</title>\n<style>{STYLE.read_text()}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{_text(title)}</h1>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
     path = Path(path)
@@ -69,13 +79,8 @@ def _key_figures(summary: Mapping[str, Any]) -> str:
     return f'<dl class="tiles">{tiles}</dl>\n' if tiles else ""
 
 
-def _figure(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    heading = "The latest rollout batch over time" if path.stem == "timeline" else "Curves"
-    return (
-        f'<section><h2>{heading}</h2><img alt="{heading} from {_text(path.name)}" '
-        f'src="data:image/png;base64,{data}"></section>\n'
-    )
+def _figures(heading: str, drawn: list[str]) -> str:
+    return f'<section><h2>{heading}</h2><div class="panels">{"".join(drawn)}</div></section>\n' if drawn else ""
 
 
 def _samples(before: list[Sample], after: list[Sample]) -> str:
@@ -86,9 +91,30 @@ def _samples(before: list[Sample], after: list[Sample]) -> str:
         shared = first is not None and last is not None and as_text(first.prompt) == as_text(last.prompt)
         shared = shared and list(first.images) == list(last.images)
         prompt = _prompt(first) if shared else ""
-        cards = _card(first, "before", not shared) + _card(last, "after", not shared)
+        cards = _card(first, "before", not shared) if before else ""
+        cards += _card(last, "after" if before else "", not shared)
         rows.append(f'<article>{prompt}<div class="pair">{cards}</div></article>')
-    return f"<section><h2>Completions before and after</h2>{''.join(rows)}</section>\n"
+    heading = "Completions before and after" if before else "Latest completions"
+    return f"<section><h2>{heading}</h2>{''.join(rows)}</section>\n"
+
+
+def _group(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of one prompt's completions, with their rewards and advantages."""
+    if not rows:
+        return ""
+    numbers = [name for name in rows[0] if name not in NOT_NUMBERS and isinstance(rows[0][name], int | float | None)]
+    head = "".join(f"<th>{_text(name)}</th>" for name in (*numbers, "completion"))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{'' if row[name] is None else _value(row[name])}</td>" for name in numbers)
+        + f"<td><pre>{_long(row['completion'], MAX_PROMPT)}</pre></td></tr>"
+        for row in rows
+    )
+    return (
+        f'<section><h2>One whole group</h2><div class="prompt">{_long(rows[0]["prompt"], MAX_PROMPT)}</div>'
+        f'<div class="scroll"><table class="metrics"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        "</section>\n"
+    )
 
 
 def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
@@ -147,12 +173,13 @@ def _meaning(name: str, sets: list[str]) -> str:
     return meaning(name.removeprefix(start)) or ""
 
 
-def _settings(config: Mapping[str, Any]) -> str:
-    if not config:
+def _settings(heading: str, values: Mapping[str, Any], is_open: str = "") -> str:
+    if not values:
         return ""
-    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(_value(value))}</td></tr>" for name, value in config.items())
+    shown = {name: ", ".join(map(str, one)) if isinstance(one, list) else one for name, one in values.items()}
+    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in shown.items())
     return (
-        f"<section><details><summary>Settings ({len(config)})</summary>"
+        f"<section><details {is_open}><summary>{heading} ({len(values)})</summary>"
         f'<div class="scroll"><table>{rows}</table></div></details></section>\n'
     )
 
@@ -171,53 +198,3 @@ def _long(value: Any, width: int) -> str:
 
 def _text(value: Any) -> str:
     return html.escape(str(value), quote=True)
-
-
-CSS = """
-:root { color-scheme: light dark; --ink: #1f2933; --faint: #66727f; --paper: #ffffff; --card: #f5f7f9;
-  --line: #dfe4ea; --accent: #2563eb; --bad: #b42318; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e9ee; --faint: #93a0ad; --paper: #14181d; --card: #1d232a; --line: #303943;
-    --accent: #7aa7ff; --bad: #ff8a7a; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 72rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 1.25rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
-img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
-  border-radius: 8px; padding: .5rem; }
-.advice { border-left: 4px solid #d97706; background: var(--card); padding: .7rem .9rem; margin: 0 0 .75rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; margin: 0; }
-.tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .7rem .9rem; }
-.tile dt { color: var(--faint); font-size: .85rem; }
-.tile dd { margin: 0; font-size: 1.35rem; font-weight: 600; overflow-wrap: anywhere;
-  font-variant-numeric: tabular-nums; }
-article { margin: 0 0 1.25rem; }
-.prompt { color: var(--faint); white-space: pre-wrap; overflow-wrap: anywhere; font-size: .95rem; margin: 0 0 .4rem; }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: .75rem; }
-@media (max-width: 44rem) { .pair { grid-template-columns: 1fr; } }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .7rem .9rem;
-  min-width: 0; }
-.card.empty { background: none; border-style: dashed; }
-.card header { display: flex; flex-wrap: wrap; gap: .75rem; font-size: .85rem; color: var(--faint);
-  margin-bottom: .35rem; }
-.when { font-weight: 600; color: var(--accent); }
-.reward { font-variant-numeric: tabular-nums; color: var(--ink); }
-.faint { color: var(--faint); }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .9rem/1.45 ui-monospace, monospace; }
-.shown { max-width: 8rem; max-height: 8rem; margin: 0 .5rem .3rem 0; vertical-align: top; }
-.call { color: var(--accent); }
-.result, .gap { color: var(--faint); }
-.failure { color: var(--bad); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .88rem; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: 500; }
-thead th { color: var(--faint); }
-tbody th { font-family: ui-monospace, monospace; font-size: .82rem; }
-.metrics td { font-variant-numeric: tabular-nums; }
-.metrics td:not(:last-child) { white-space: nowrap; }
-.metrics td:last-child { color: var(--faint); min-width: 18rem; }
-summary { cursor: pointer; font-weight: 600; margin-top: 2.5rem; }
-"""

@@ -4,10 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from covey.observability.metrics import ROLLOUTS, TRAINER, Span, Timeline
-from covey.observability.plots import COLOURS, FAINT, INK, new_figure, save, strip
+from covey.observability.plots import FAINT, INK, PHASES, new_figure, save, strip
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest rollout batch") -> Path | None:
+    figure = draw_timeline(timeline, title)
+    return save(figure, path) if figure else None
+
+
+def draw_timeline(timeline: Timeline, title: str = "") -> Any:
+    """A figure, or None before anything has run."""
     window = timeline.window()
     rewards = [lane for lane in timeline.lanes() if lane not in (TRAINER, ROLLOUTS) and timeline.spans(lane)]
     if window is None or not timeline.spans(TRAINER):
@@ -25,14 +31,14 @@ def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest
             _draw_spans(axis, spans, by_name=lane == TRAINER)
         axis.set_xlim(0, window[1] - window[0])
     axes[-1].set_xlabel("seconds", fontsize=8, color=FAINT)
-    return save(figure, path)
+    return figure
 
 
 def _draw_spans(axis: Any, spans: list[tuple[str, Span]], by_name: bool) -> None:
     names = list(dict.fromkeys(name for name, _ in spans))
-    for number, name in enumerate(names):
+    for name in names:
         bars = [(begin, end - begin) for one, (begin, end) in spans if one == name]
-        colour = COLOURS[number % len(COLOURS)] if by_name else COLOURS[3]
+        colour = PHASES.get(name, FAINT) if by_name else PHASES["reward"]
         axis.broken_barh(bars, (0, 1), facecolors=colour, linewidth=0, label=name)
     if by_name:
         axis.legend(
@@ -49,8 +55,8 @@ def _draw_count(axis: Any, spans: list[Span]) -> None:
         now += change
         times.append(moment)
         counts.append(now)
-    axis.fill_between(times, counts, step="post", color=COLOURS[0], alpha=0.3, linewidth=0)
-    axis.step(times, counts, where="post", color=COLOURS[0], linewidth=1.2)
+    axis.fill_between(times, counts, step="post", color=PHASES["generate"], alpha=0.3, linewidth=0)
+    axis.step(times, counts, where="post", color=PHASES["generate"], linewidth=1.2)
     axis.set_ylim(0, max(counts) * 1.1)
     axis.set_yticks([0, max(counts)])
 

@@ -36,6 +36,7 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.process_memory import reuse_freed_memory
+from covey.runtime.quiet import without_bars
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import check_model
 from covey.trainer.context import RunContext, TrainingLoop
@@ -44,6 +45,7 @@ from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weig
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.integrations.hub import PushCompletions
+from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.loss_terms import EntropyController
 
@@ -99,6 +101,7 @@ def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConf
     )
 
 
+@without_bars()
 def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_config: Any) -> Any:
     """The model to train, with dropout and gradient checkpointing as the config has them."""
     policy = load_policy(
@@ -382,6 +385,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
     trainer.add_callback(trainer.stop)
+    trainer.report = RunReport(trainer)
+    trainer.add_callback(trainer.report)
     known = {id(callback) for callback in given} | {callback for callback in given if isinstance(callback, type)}
     callbacks = trainer.callback_handler.callbacks
     trainer.own_callbacks = frozenset(id(c) for c in callbacks if id(c) not in known and type(c) not in known)

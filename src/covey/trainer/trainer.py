@@ -28,6 +28,7 @@ from covey.policy.loading import load_processing_class
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.files import locked
+from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import environment_rows
 from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, resume_from
@@ -83,6 +84,7 @@ class OnlineTrainer(Trainer):
     model: Any
     eval_dataset: Any
     made_of: dict[str, Any]  # the constructor's arguments, by name
+    report: Any  # `covey.trainer.integrations.report.RunReport`
     own_callbacks: frozenset[int]  # ids of those that the user has not given
     loss_is_scaled_for_ga = True  # an average over the accumulation window is in the weights already
     evaluates_alone = False  # the policy was sharded for an evaluation without training
@@ -265,7 +267,7 @@ class OnlineTrainer(Trainer):
         self.updates.reset()
         self.rollouts.cancel()
         own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
-        with self.stop.listening(), self.collectives.ending_all(), own:
+        with self.stop.listening(), self.collectives.ending_all(), own, without_bars():
             try:
                 if (optimizer := recommending_optimizer(self.optimizer)) is not None:
                     optimizer.train()  # of an earlier call
@@ -280,6 +282,7 @@ class OnlineTrainer(Trainer):
                     optimizer.eval()
                 return result
             finally:
+                self.report.end()
                 self.rollouts.cancel()
                 self.rollouts.close()
 
@@ -421,7 +424,7 @@ class OnlineTrainer(Trainer):
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""
         if not _internal_call:
             self.finite.check_weights(together=self.sharding.weights)  # else one process may save alone
-        with self.balance.config_as_loaded(self.policy):
+        with self.balance.config_as_loaded(self.policy), without_bars():
             if not self.sharding.weights:
                 super().save_model(output_dir, _internal_call)
                 return

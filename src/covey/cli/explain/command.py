@@ -6,6 +6,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import yaml
 
@@ -16,36 +17,23 @@ from covey.cli.explain.run import Cluster, ExplainedRun, check_start, gpu_bytes,
 from covey.cli.launch import find_config
 from covey.cli.train import take_config
 from covey.config.messages import closest
+from covey.runtime.quiet import without_bars
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, SHARDED, ShardCounts
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import GIB
 from covey.trainer.evaluation.suites import suite_of
 
-USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--accelerate_config NAME]
-                     [--gpu NAME] [--gpus_of_node N] [--prompt_tokens N] [--gpu_memory N]
-                     [--images N] [--image_size WxH] [--field value ...]
+USAGE = """covey explain [--config] CONFIG [--field value ...] [flags below, with dashes or underscores]
 
-Explain a run: batches, updates, loss, tokens, memory and communication, and whether its data
-and rewards are there. The exit status is 2 if the run would not start.
-
-  CONFIG            YAML or JSON file of the run
-  --world_size N    explain it for N processes; --num_processes is the same
-  --accelerate_config NAME
-                    how the model is sharded: multi_gpu, fsdp2, zero1, zero2, zero3, or the file
-                    of a config; without --world_size, for its number of processes
-  --gpu NAME        a100, h100 or h200: estimate the time of a step there
-  --gpus_of_node N  GPUs of one machine (8 if not given)
-  --prompt_tokens N length of a prompt, for tokens and memory (256 if not given)
-  --gpu_memory N    GiB of a GPU, if the run has another than this machine
-  --images N        images of a prompt, if the model sees images (1 if not given; 0 for none)
-  --image_size WxH  pixels of each (512x512 if not given)
-  --field value     any setting of the run, in place of the file's
-"""
+Explain a run, given as a file and any of its settings: batches, updates, loss, tokens, memory and communication;
+run the trainer's own checks; show the first prompt as the model reads it, the lengths of prompts, and the
+rewards of two completions. The exit status is 2 if the run would not start."""
 
 
+@without_bars()
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(flag_parser().format_help())
         return 0 if argv else 2
     try:
         path, argv = take_config(argv)
@@ -55,13 +43,13 @@ def main(argv: list[str]) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = load_run(path, settings, world_size=flags.world_size)
-        start = check_start(run, run.args.algebra(flags.world_size))
+            start = check_start(run, run.args.algebra(flags.world_size))
         text = explain(
             ExplainedRun(
                 run.args,
                 model_plan(run, flags.images, flags.image_size),
                 flags.world_size,
-                prompt_tokens=flags.prompt_tokens,
+                prompt_tokens=flags.prompt_tokens or start.prompt_tokens or ASSUMED_PROMPT_TOKENS,
                 gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
                 cluster=flags.cluster,
                 start=start,
@@ -82,6 +70,7 @@ def main(argv: list[str]) -> int:
 def explain(run: ExplainedRun) -> str:
     """Explain a run; `ValueError` if its batch sizes do not divide for the number of processes."""
     contents = {
+        "Prompts and rewards": run.start.prompts if run.start else [],
         "Batches": sections.batches(run),
         "On- or off-policy": sections.policy(run),
         "Loss": sections.loss(run),
@@ -131,18 +120,28 @@ def evaluation(run: ExplainedRun) -> list[str]:
     return lines
 
 
+def flag_parser() -> argparse.ArgumentParser:
+    """Parser of the flags that are no settings of a run."""
+    parser = FlagParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    counts: dict[str, Any] = {"type": _whole(1), "metavar": "N"}
+    add("--world_size", "--num_processes", **counts, help="explain it for N processes")
+    sharding = "how the model is sharded: multi_gpu, fsdp2, zero1, zero2, zero3, or a file; also gives the processes"
+    add("--accelerate_config", metavar="NAME", help=sharding)
+    add("--gpu", type=_machine, metavar="NAME", help="a100, h100 or h200: estimate the time of a step there")
+    add("--gpus_of_node", **counts, default=8, help="GPUs of one machine (8 if not given)")
+    tokens = "of a prompt, for tokens and memory (the longest of the data set, or 256 if that is unknown)"
+    add("--prompt_tokens", **counts, help=tokens)
+    add("--gpu_memory", **counts, help="GiB of a GPU, if the run has another than this machine")
+    add("--images", type=_whole(0), metavar="N", default=1, help="of a prompt, if the model sees images (1; 0: none)")
+    add("--image_size", type=_image_size, metavar="WxH", default=(512, 512), help="in pixels (512x512)")
+    return parser
+
+
 def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the flags that are no settings of a run, with the `cluster` they make, and return the other arguments."""
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world_size", "--world-size", "--num_processes", "--num-processes", type=_whole(1))
-    parser.add_argument("--prompt_tokens", "--prompt-tokens", type=_whole(1), default=ASSUMED_PROMPT_TOKENS)
-    parser.add_argument("--gpu_memory", "--gpu-memory", type=_whole(1))
-    parser.add_argument("--images", type=_whole(0), default=1)
-    parser.add_argument("--image_size", "--image-size", type=_image_size, default=(512, 512))
-    parser.add_argument("--accelerate_config", "--accelerate-config")
-    parser.add_argument("--gpu", type=_machine)
-    parser.add_argument("--gpus_of_node", "--gpus-of-node", type=_whole(1), default=8)
-    found, rest = parser.parse_known_args(argv)
+    spelled = [re.sub("(?<=[a-z])-", "_", word) if word.startswith("--") and "=" not in word else word for word in argv]
+    found, rest = flag_parser().parse_known_args(spelled)
     found.cluster = None
     if found.accelerate_config is not None or found.gpu is not None:
         config = found.accelerate_config

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from covey.cli.config_file import RunConfig
-from covey.cli.data import evaluation_sets, is_local, load_evaluations, load_rows
-from covey.cli.train import named, quantisation, rewards
+from covey.cli.data import evaluation_sets, is_function, is_local, load_evaluations, load_rows
+from covey.cli.explain.tryout import prompt_lines, reward_lines, trainer_parts
+from covey.cli.train import environments, named, quantisation, rewards
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.data.sampler import check_enough
@@ -21,7 +22,6 @@ from covey.runtime.process_memory import available_memory
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
-from covey.trainer.integrations.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Start:
     problems: list[str] = field(default_factory=list)  # reasons that the run would not start
     missing: list[str] = field(default_factory=list)  # required keys that are not given
     unchecked: list[str] = field(default_factory=list)  # parts that only a start can check
+    prompts: list[str] = field(default_factory=list)  # sentences about prompts and rewards
+    prompt_tokens: int | None = None  # of the longest prompt, if known
 
     def lines(self) -> list[str]:
         lines = [f"will fail: {problem}" for problem in self.problems]
@@ -193,24 +195,19 @@ def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -
 
 def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     start = Start(missing=[name for name in run.needed if not getattr(run, name)])
-    _check_data(run, algebra, start)
+    given = _check_data(run, algebra, start) | {"reward_funcs": [], "tools": []}
     for name in run.reward_funcs:
         with start.reporting(f"reward {name!r}"):
-            (one,) = rewards([name])
-            if isinstance(one, str) and not Path(one).is_dir():
+            given["reward_funcs"] += rewards([name])
+            if isinstance(one := given["reward_funcs"][-1], str) and not Path(one).is_dir():
                 start.unchecked.append(f"reward {one!r}, which names no function and so is a reward model from the hub")
-    references: list[tuple[str, Any]] = [("tool", tool) for tool in run.tools]
-    factories = run.environment_factory if isinstance(run.environment_factory, dict) else {"": run.environment_factory}
-    references += [("rollout_func", run.rollout_func)]
-    references += [("environment_factory", factory) for factory in factories.values()]
-    for kind, reference in references:
-        if reference:
-            with start.reporting(f"{kind} {reference!r}"):
-                found = named(reference, kind)
-                if kind == "tool":
-                    Tool.of(found)
-    with start.reporting():
-        check_trackers(run.args.report_to)
+    for tool in run.tools:
+        with start.reporting(f"tool {tool!r}"):
+            given["tools"].append(named(tool, "tool"))
+            Tool.of(given["tools"][-1])
+    for kind, read in (("rollout_func", named), ("environment_factory", environments)):
+        with start.reporting(f"{kind} {getattr(run, kind)!r}"):
+            given[kind] = read(getattr(run, kind), kind)
     if run.quantization:
         with start.reporting():
             quantisation(run.quantization)
@@ -218,10 +215,19 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
             start.problems.append("`quantization` without `peft`: quantised weights cannot be trained.")
     if run.model and not Path(run.model).is_dir():
         start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
+    if not (start.problems or start.missing) and (rows := given["train_dataset"]) is not None:
+        with start.reporting("a check of the trainer"):
+            if parts := trainer_parts(run, algebra, given):
+                collector, suite = parts
+                start.prompts, start.prompt_tokens = prompt_lines(collector.codec, rows, run.args.max_completion_length)
+                start.prompts += reward_lines(suite, collector, rows[0])
     return start
 
 
-def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> None:
+def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> dict[str, Any]:
+    """The data sets that are on this machine, as arguments of a trainer."""
+    given: dict[str, Any] = {"train_dataset": None, "eval_dataset": None}
+    renamed = (run.columns, run.system_prompt)
     evaluations = [
         str(entry.get("dataset", entry) if isinstance(entry, dict) else entry)
         for entry in evaluation_sets(run.eval_dataset).values()
@@ -229,11 +235,13 @@ def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> None:
     far = [spec for spec in [run.dataset, *evaluations] if spec and not is_local(spec)]
     start.unchecked += [f"dataset {spec!r}, which is no file or folder here and so comes from the hub" for spec in far]
     if run.dataset and run.dataset not in far:
-        with start.reporting():
-            start.rows = len(load_rows(run.dataset, run.dataset_split))
+        with start.reporting(f"dataset {run.dataset!r}" if is_function(run.dataset) else None):
+            given["train_dataset"] = load_rows(run.dataset, run.dataset_split, *renamed)
+            start.rows = len(given["train_dataset"])
     if evaluations and not set(evaluations) & set(far):
         with start.reporting():
-            load_evaluations(run.eval_dataset)
+            given["eval_dataset"] = load_evaluations(run.eval_dataset, *renamed)
     if start.rows is not None:
         with start.reporting():
             check_enough(start.rows, algebra)
+    return given

@@ -17,7 +17,7 @@ from covey.core.records import PromptSample, ScoredRollouts
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
-from covey.observability.metrics import generation_stats
+from covey.observability.metrics import EVALUATE, generation_stats
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
 from covey.trainer.rollout_phase import RolloutPhase
@@ -75,7 +75,7 @@ class EvaluationPhase:
             enabled=context.collectives.rank == 0,
         )
         try:
-            with self._recommended_weights():
+            with context.phases(EVALUATE), self._recommended_weights():
                 if dataloader.suite is None:
                     rows, found = self._evaluate_with_loss(dataloader, on_batch)
                 else:

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,7 +91,7 @@ def model_card(facts: CardFacts) -> str:
         papers=[dict(zip(("key", "title", "number"), (key, *PAPERS[key]), strict=True)) for key in keys],
         settings={name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings},
         results=_results(facts.history),
-        versions=_versions(),
+        versions={"covey": __version__, "python": platform.python_version(), **versions(PACKAGES)},
         **{name: getattr(facts, name) for name in names},
     )
     return f"{card}\n"
@@ -120,13 +121,12 @@ def _results(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return results
 
 
-def _versions() -> dict[str, str]:
-    found = {"covey": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

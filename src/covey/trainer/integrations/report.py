@@ -1,0 +1,225 @@
+"""The page and the curves of a run, written at every save, at its end and when it is interrupted."""
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+import warnings
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from statistics import pstdev
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from covey.observability.dashboard import ProgressDisplay, duration
+from covey.observability.diagnostics import advice
+from covey.observability.evaluations import all_sets, metrics_of, with_interval
+from covey.observability.plots import drawn_panels, plot_curves
+from covey.observability.report import Sample, write_report
+from covey.observability.timeline import plot_timeline
+from covey.rewards import RewardSuite
+from covey.runtime.safe_text import SECRET
+from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.integrations.model_card import PACKAGES, PRIVATE, versions
+
+SHOWN = 8  # pairs of completions in the page
+SHARE = 0.05  # of a run's time that pages may take
+
+Row = dict[str, Any]
+
+
+class RunReport(TrainerCallback):
+    """Writes `summary.html`, `curves.png` and `timeline.png` into the output folder, on the main process."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.since = trainer, time.time()
+        self.named: dict[str, Any] = {}  # settings of a run file, in addition to the config's
+        self.saves = False  # something is saved, so there is a page
+        self._due, self._step = 0.0, -1  # clock from which, and step after which, another one may be written
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            self.since = 0.0  # resumed: earlier completions are the run's own
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saves = True
+        if time.monotonic() >= self._due:
+            self.write()
+
+    def end(self) -> None:
+        """Write for the last time, also after an error, and say how to go on with a run that was interrupted."""
+        trainer, state = self.trainer, self.trainer.state
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressDisplay):
+                callback.close()
+        interrupted = trainer.stop.signal is not None or isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        if self.saves and state.log_history and not (interrupted and self._step == state.global_step):
+            self.write()
+        if interrupted and state.is_world_process_zero:
+            there = numbered_checkpoints(trainer.args.output_dir)
+            way = f"go on from {there[-1].name} with: {resume_command()}" if there else "no checkpoint was saved"
+            print(f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}", file=sys.stderr)
+
+    def write(self, **own: Any) -> None:
+        """Write all three; `own` arguments of `write_report` take the place of what a run shows."""
+        if self.trainer.is_world_process_zero():
+            began, self._step = time.monotonic(), self.trainer.state.global_step
+            try:
+                self._write(Path(self.trainer.args.output_dir), own)
+            except Exception as error:  # a picture ends no run
+                warnings.warn(f"the page of the run could not be written: {error!r}", stacklevel=2)
+            self._due = time.monotonic() + (time.monotonic() - began) / SHARE
+
+    def _write(self, folder: Path, own: dict[str, Any]) -> None:
+        trainer, args, history = self.trainer, self.trainer.args, self.trainer.state.log_history
+        model = getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__
+        logs = CompletionFiles(folder, trainer.rewards, trainer.state.global_step, self.since)
+        before, after = logs.pairs()
+        shown: dict[str, Any] = {
+            "title": f"{args.method.upper()}: {os.path.basename(model.rstrip('/'))}",
+            "config": {"method": args.method, "model": model, **self.named, **changed(args)},
+            "before": before,
+            "after": after,
+            "summary": key_figures(history),
+            **own,
+        }
+        if drawn_panels(history):
+            plot_curves(history, folder / "curves.png", shown["title"])
+        plot_timeline(trainer.timeline, folder / "timeline.png")
+        write_report(
+            folder / "summary.html",
+            log_history=history,
+            timeline=trainer.timeline,
+            group=logs.group(),
+            advice=list(advice(history, args, ended=True).values()),
+            provenance=provenance(args),
+            **shown,
+        )
+
+
+def provenance(args: Any) -> dict[str, Any]:
+    device = args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    processes = f"{args.world_size} process{'es' if args.world_size > 1 else ''}"
+    return {
+        "command": command(),
+        "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %z}",
+        "seed": args.seed,
+        "hardware": f"{processes} on {name}, {os.cpu_count()} CPU cores",
+        "versions": ", ".join(f"{package} {number}" for package, number in versions(("covey", *PACKAGES)).items()),
+    }
+
+
+def command() -> str:
+    """The command of this process without secrets; of one that a launcher has started, the launcher's."""
+    words = shlex.split(os.environ.get("COVEY_COMMAND", "")) or ["python", *sys.argv]
+    for place, (flag, word) in enumerate(zip(["", *words], words, strict=False)):
+        name, equals, _ = word.partition("=")
+        if flag.startswith("--") and SECRET.fullmatch(flag[2:]):
+            words[place] = "..."
+        elif equals and name.startswith("--") and SECRET.fullmatch(name[2:]):
+            words[place] = f"{name}=..."
+    return shlex.join(words)
+
+
+def resume_command() -> str:
+    if "COVEY_COMMAND" not in os.environ:
+        return "trainer.train(resume_from_checkpoint=True)"
+    return re.sub(r" --resume([_-]from[_-]checkpoint)?[ =]\S+", "", command()) + " --resume_from_checkpoint true"
+
+
+def changed(args: Any) -> dict[str, Any]:
+    """Settings that differ from their defaults, without secrets and without those of a place."""
+    defaults = {field.name: field.default for field in fields(args)}
+    values = args.to_dict().items()
+    plain = {name: value for name, value in values if not (name in PRIVATE or SECRET.fullmatch(name))}
+    return {name: value for name, value in plain.items() if value not in (defaults.get(name, value), None, [], {})}
+
+
+def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    figures: dict[str, Any] = {}
+    if rewards:
+        tenth = max(1, len(rewards) // 10)
+        figures["Reward at first"] = round(sum(rewards[:tenth]) / tenth, 4)
+        figures["Reward at last"] = round(sum(rewards[-tenth:]) / tenth, 4)
+    latest: dict[str, Any] = {}
+    for entry in history:
+        latest.update(entry)
+    for name in all_sets(history):
+        metrics = metrics_of(name, latest)
+        figures[f"Reward in evaluation {name}".rstrip()] = metrics["reward"]
+        for label, text in with_interval(metrics):
+            figures[f"{label} {name}".rstrip()] = text
+    figures["Optimizer steps"] = latest.get("step", 0)
+    if "num_tokens" in latest:
+        figures["Tokens"] = int(latest["num_tokens"])
+    if "train_runtime" in latest:
+        figures["Training time"] = duration(latest["train_runtime"])
+    return figures
+
+
+@dataclass
+class CompletionFiles:
+    """Files of completions that this run has written."""
+
+    folder: Path
+    rewards: RewardSuite
+    last_step: int
+    since: float = 0.0  # seconds since the epoch; older files are another run's
+
+    def pairs(self) -> tuple[list[Sample], list[Sample]]:
+        """First completions of the same prompts in the first and the last of several logs; else the last ones alone.
+
+        Evaluations ask the same prompts each time; of prompts in training, those that came again are pairs.
+        """
+        names = sorted({path.stem.rpartition("_")[0] for path in self.folder.glob("evaluations/*.parquet")})
+        logs = [*(self._steps(f"evaluations/{name}") for name in names), self._steps("completions/completions")]
+        before: list[Sample] = []
+        after: list[Sample] = []
+        for steps in (steps for steps in logs if len(steps) > 1):
+            first, last = (self._groups(steps[step]) for step in (min(steps), max(steps)))
+            for prompt in [prompt for prompt in first if prompt in last][: SHOWN - len(after)]:
+                before.append(_sample(first[prompt][0], min(steps)))
+                after.append(_sample(last[prompt][0], max(steps)))
+        if not after and (steps := next(filter(None, logs), {})):
+            after = [_sample(rows[0], max(steps)) for rows in self._groups(steps[max(steps)]).values()][:SHOWN]
+        return before, after
+
+    def group(self) -> list[Row]:
+        """All completions of one prompt in the latest log of training: those with the most different rewards."""
+        steps = self._steps("completions/completions")
+        groups = self._groups(steps[max(steps)]).values() if steps else []
+        return max(groups, key=lambda rows: pstdev(row["reward"] or 0.0 for row in rows), default=[])
+
+    def _steps(self, name: str) -> dict[int, Path]:
+        """Files by step."""
+        steps = {}
+        for path in self.folder.glob(f"{name}_*.parquet"):
+            step = path.stem.removeprefix(f"{Path(name).name}_")
+            if step.isdigit() and int(step) <= self.last_step and path.stat().st_mtime >= self.since:
+                steps[int(step)] = path
+        return steps
+
+    def _groups(self, path: Path) -> dict[str, list[Row]]:
+        """Rows with their total `reward`, by prompt."""
+        import pyarrow.parquet as pq
+
+        groups: dict[str, list[Row]] = {}
+        weights = dict(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True))
+        for row in pq.read_table(path).to_pylist():
+            scores = [weight * row[name] for name, weight in weights.items() if row.get(name) is not None]
+            groups.setdefault(row["prompt"], []).append({"reward": sum(scores) if scores else None, **row})
+        return groups
+
+
+def _sample(row: Row, step: int) -> Sample:
+    completion = json.loads(row["messages"]) if row.get("messages") else row["completion"]
+    note = ", ".join(filter(None, (f"step {step}", row.get("finish"))))
+    return Sample(row["prompt"], completion, row["reward"], note, row.get("images") or ())

@@ -1,0 +1,131 @@
+"""A run's page is there while the run goes on, pairs what is a pair, and an interruption says how to go on."""
+
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from covey.trainer.integrations.report import CompletionFiles, command, key_figures, resume_command
+from tests.support import runs
+
+REWARDS = SimpleNamespace(names=["r"], weights=torch.tensor([2.0]))
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+
+
+def write(folder, name, step, rows):
+    path = folder / f"{name}_{step:05d}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def row(prompt, completion, reward):
+    return {"prompt": prompt, "completion": completion, "r": reward, "finish": "stop"}
+
+
+def shown(samples):
+    return [(sample.completion, sample.reward, sample.note) for sample in samples]
+
+
+def test_pairs_are_first_answers_to_prompts_that_came_again(tmp_path):
+    write(tmp_path, "completions/completions", 1, [row("a", "a1", 0.0), row("b", "b1", 1.0), row("b", "b2", 1.0)])
+    write(tmp_path, "completions/completions", 2, [row("z", "z1", 0.0)])
+    write(tmp_path, "completions/completions", 3, [row("c", "c3", None), row("b", "b3", 1.0)])
+    write(tmp_path, "completions/completions", 9, [row("b", "of another run", 0.0)])
+    before, after = CompletionFiles(tmp_path, REWARDS, last_step=3).pairs()
+    assert shown(before) == [("b1", 2.0, "step 1, stop")]
+    assert shown(after) == [("b3", 2.0, "step 3, stop")]
+
+
+def test_evaluations_come_before_rollouts_of_training(tmp_path):
+    for step, answer in ((10, "old"), (20, "middle"), (30, "new")):
+        write(tmp_path, "evaluations/eval_hard", step, [row("a", answer, 1.0)])
+    for step in (1, 30):
+        write(tmp_path, "completions/completions", step, [row("b", str(step), 0.0)])
+    before, after = CompletionFiles(tmp_path, REWARDS, last_step=30).pairs()
+    assert [sample.completion for sample in before] == ["old", "1"]
+    assert [sample.completion for sample in after] == ["new", "30"]
+
+
+def test_completions_of_an_earlier_run_are_passed_over(tmp_path):
+    old = write(tmp_path, "completions/completions", 1, [row("a", "old", 0.0)])
+    os.utime(old, (1000, 1000))
+    write(tmp_path, "completions/completions", 2, [row("a", "new", 0.0)])
+    before, after = CompletionFiles(tmp_path, REWARDS, last_step=2, since=2000).pairs()
+    assert before == [] and [sample.completion for sample in after] == ["new"]
+
+
+def test_the_group_shown_is_the_one_with_the_most_different_rewards(tmp_path):
+    files = CompletionFiles(tmp_path, REWARDS, last_step=3)
+    assert files.group() == []
+    equal = [row("a", "x", 1.0), row("a", "y", 1.0)]
+    write(tmp_path, "completions/completions", 3, [*equal, row("b", "z", 0.0), row("b", "w", 1.0), row("c", "v", None)])
+    assert [(one["completion"], one["reward"]) for one in files.group()] == [("z", 0.0), ("w", 2.0)]
+
+
+def test_key_figures_compare_the_ends_of_the_run():
+    history = [{"step": i, "reward": float(i)} for i in range(1, 21)] + [{"step": 20, "train_runtime": 65.0}]
+    assert key_figures(history) == {
+        "Reward at first": 1.5,  # two of twenty logs: (1 + 2) / 2
+        "Reward at last": 19.5,
+        "Optimizer steps": 20,
+        "Training time": "1m05s",
+    }
+
+
+class Interrupts(TrainerCallback):
+    """Ctrl-C in the second step, once it was seen that the page of the first is there."""
+
+    def __init__(self, folder, twice=False):
+        self.folder, self.twice = folder, twice
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            assert "<svg" in (self.folder / "summary.html").read_text()
+            assert (self.folder / "curves.png").exists()
+            for _ in range(1 + self.twice):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_pages_are_written_at_saves_and_an_interruption_says_how_to_go_on(tmp_path, capfd, monkeypatch, twice):
+    monkeypatch.delenv("COVEY_COMMAND", raising=False)
+    callbacks = [Interrupts(tmp_path, twice)]
+    trainer = runs.trainer(tmp_path, parts={"callbacks": callbacks}, pages=True, max_steps=4, logging_steps=1, **SAVED)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    done = 1 if twice else 2  # the first Ctrl-C waits for the end of the step
+    said = f"covey: stopped at step {done} of 4; go on from checkpoint-{done} with:"
+    assert f"{said} trainer.train(resume_from_checkpoint=True)" in capfd.readouterr().err
+    page = (tmp_path / "summary.html").read_text()
+    assert "One whole group" in page and "<th>seed</th>" in page and "<th>versions</th><td>covey " in page
+
+
+def test_a_run_that_saves_nothing_writes_no_page(tmp_path):
+    runs.trainer(tmp_path, pages=True, max_steps=1).train()
+    assert not (tmp_path / "summary.html").exists()
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "summary.html").mkdir()
+    trainer = runs.trainer(tmp_path, pages=True, max_steps=1, **SAVED)
+    with pytest.warns(UserWarning, match="the page of the run could not be written: IsADirectoryError"):
+        trainer.train()
+
+
+def test_the_command_to_go_on_is_the_one_that_was_given(monkeypatch):
+    given = "covey grpo --config 'my run.yaml' --hub_token hf_x --resume_from_checkpoint auto --beta 0"
+    monkeypatch.setenv("COVEY_COMMAND", given)
+    assert command() == given.replace("hf_x", "...")
+    assert (
+        resume_command() == "covey grpo --config 'my run.yaml' --hub_token ... --beta 0 --resume_from_checkpoint true"
+    )
+    monkeypatch.delenv("COVEY_COMMAND")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--api_key", "secret", "--hub-token=secret", "--key"])
+    assert command() == "python train.py --api_key ... --hub-token=... --key"
