@@ -98,7 +98,7 @@ def test_the_report_stands_alone_and_escapes_everything(page):
     assert page.count("&lt;script&gt;") == 5  # title twice, setting, completion, prompt of the group
 
 
-def test_figures_take_the_colours_of_the_page_and_the_reward_is_first(page):
+def test_figures_have_colours_of_the_page_and_reward_is_first(page):
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(drawings) == 5  # reward, rewards by function, loss, seconds by phase, lanes of the latest rollout batch
     assert "Reward (shaded" in drawings[0] and "Seconds per step" in drawings[-2]

@@ -61,7 +61,7 @@ def test_completions_of_an_earlier_run_are_passed_over(tmp_path):
     assert before == [] and [sample.completion for sample in after] == ["new"]
 
 
-def test_the_group_shown_is_the_one_with_the_most_different_rewards(tmp_path):
+def test_the_group_shown_has_the_most_different_rewards(tmp_path):
     files = CompletionFiles(tmp_path, REWARDS, last_step=3)
     assert files.group() == []
     equal = [row("a", "x", 1.0), row("a", "y", 1.0)]
@@ -94,7 +94,7 @@ class Interrupts(TrainerCallback):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_pages_are_written_at_saves_and_an_interruption_says_how_to_go_on(tmp_path, capfd, monkeypatch, twice):
+def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_go_on(tmp_path, capfd, monkeypatch, twice):
     monkeypatch.delenv("COVEY_COMMAND", raising=False)
     callbacks = [Interrupts(tmp_path, twice)]
     trainer = runs.trainer(tmp_path, parts={"callbacks": callbacks}, pages=True, max_steps=4, logging_steps=1, **SAVED)
