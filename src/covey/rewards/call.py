@@ -40,12 +40,14 @@ class CallResult:
     @classmethod
     def of(cls, returned: Values, log: Log) -> "CallResult":
         values: list[float] = []
+        steps: list[StepRewards | None] = []
         for item in returned:
+            steps.append(item if isinstance(item, list) else None)
             value = total(item) if isinstance(item, list) else item
             if value is not None and math.isnan(value) and not isinstance(value, FailedReward):
                 value = FailedReward(None, "it returned NaN; None is how to abstain")
             values.append(math.nan if value is None else value)
-        return cls(values, [item if isinstance(item, list) else None for item in returned], log)
+        return cls(values, steps, log)
 
     @classmethod
     def failed(cls, size: int, error: BaseException, seconds: float = 0.0) -> "CallResult":
@@ -71,7 +73,11 @@ class CallResult:
     @property
     def failures(self) -> dict[int, FailedReward]:
         """Samples on which it raised, returned NaN or something that is no reward, or was late."""
-        return {index: value for index, value in enumerate(self.values) if isinstance(value, FailedReward)}
+        found = {}
+        for index, value in enumerate(self.values):
+            if isinstance(value, FailedReward):
+                found[index] = value
+        return found
 
     @property
     def first_failure(self) -> FailedReward | None:
@@ -83,9 +89,8 @@ class CallResult:
         if not parts:
             return replace(self, seconds=seconds)
         joined = CallResult.joined(parts)
-        return replace(
-            joined, seconds=seconds, whole=self.first_failure if len(joined.failures) == len(parts) else None
-        )
+        whole = self.first_failure if len(joined.failures) == len(parts) else None
+        return replace(joined, seconds=seconds, whole=whole)
 
     def without(self, unusable: dict[int, str]) -> "CallResult":
         """The same result with more failures."""
@@ -162,7 +167,7 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
 
 
 def _samples_to_retry(whole: CallResult, batch: RewardBatch, if_late: bool) -> list[RewardBatch]:
-    error = whole.first_failure.error if whole.first_failure is not None else None
+    error = whole.first_failure.error if whole.failures and whole.first_failure else None
     if isinstance(error, MissingArgument):
         raise error
     # A function that returned another number of rewards might return one for a single sample whatever that is.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,12 +70,12 @@ class RewardBatch:
         """Keyword arguments, a list each: samples, dataset columns, and rollout extras, which replace columns."""
         columns: dict[str, list] = {}
         for records in (self.rows, [rollout.extras for rollout in self.rollouts]):
-            names = dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED)
-            columns |= {name: [record.get(name) for record in records] for name in names}
+            for name in dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED):
+                columns[name] = [record.get(name) for record in records]
         refuse_reserved(columns)
-        prompts = [rollout.asked(row) for row, rollout in zip(self.rows, self.rollouts, strict=True)]
-        completions = [rollout.completion for rollout in self.rollouts]
-        ids = [rollout.completion_ids for rollout in self.rollouts]
+        prompts = list(map(Rollout.asked, self.rollouts, self.rows))
+        completions = list(map(attrgetter("completion"), self.rollouts))
+        ids = list(map(attrgetter("completion_ids"), self.rollouts))
         return columns | {"prompts": prompts, "completions": completions, "completion_ids": ids, "completions_ids": ids}
 
 

@@ -8,7 +8,9 @@ in `_adapt`.
 import math
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -104,9 +106,11 @@ class RewardSuite:
 
     def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
         """Scorer of rollouts as they end; None if no function can use it."""
-        known = {index: one for index, one in enumerate(self.functions) if isinstance(one, FunctionReward)}
-        each = {index: one for index, one in known.items() if one.per_completion}
-        whole = {index: one for index, one in known.items() if groups and not one.per_completion}
+        each: dict[int, FunctionReward] = {}
+        whole: dict[int, FunctionReward] = {}
+        for index, one in enumerate(self.functions):
+            if isinstance(one, FunctionReward) and (groups or one.per_completion):
+                (each if one.per_completion else whole)[index] = one
         return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
@@ -160,20 +164,24 @@ class RewardSuite:
 
     def _score_all(self, batch: RewardBatch, trainer_state: Any, stream: RewardStream | None) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
-        left = {index: one for index, one in enumerate(self.functions) if stream is None or index not in stream}
-        waiting = {index: one for index, one in left.items() if isinstance(one, FunctionReward) and one.is_async}
-        with RewardStream({}, waiting, self._loop, trainer_state, self.timeout) as started:
-            started.on_group(0, batch.rows, batch.rollouts)
-            results = {
-                index: score(one, batch, trainer_state, self.timeout)
-                for index, one in left.items()
-                if index not in waiting
-            }
-            results |= {index: started.result(index) for index in waiting}
-        if stream is not None:
-            results |= {index: stream.result(index) for index in range(len(self.functions)) if index not in left}
-        assert all(len(result.values) == len(batch) for result in results.values()), "every rollout was streamed"
-        return [results[index] for index in range(len(self.functions))]
+        waiting: dict[int, FunctionReward] = {}
+        for index, function in enumerate(self.functions):
+            if isinstance(function, FunctionReward) and function.is_async and (stream is None or index not in stream):
+                waiting[index] = function
+        started = RewardStream({}, waiting, self._loop, trainer_state, self.timeout) if waiting else None
+        results: dict[int, CallResult] = {}
+        ordered = []
+        with started or nullcontext():
+            if started is not None:
+                started.on_group(0, batch.rows, batch.rollouts)
+            for index, function in enumerate(self.functions):
+                if index not in waiting and (stream is None or index not in stream):
+                    results[index] = score(function, batch, trainer_state, self.timeout)
+            for index in range(len(self.functions)):
+                source = started if index in waiting else stream
+                ordered.append(results[index] if index in results or source is None else source.result(index))
+                assert len(ordered[-1].values) == len(batch), "every rollout was streamed"
+        return ordered
 
     def _resolve_steps(
         self, index: int, call: CallResult, batch: RewardBatch, scorable: list[int], steps: list[dict[int, StepRewards]]
@@ -188,13 +196,16 @@ class RewardSuite:
         return call.without(unusable) if unusable else call
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
-        name, size, first = self.names[index], len(batch), result.first_failure
-        failed = [sample for sample, failure in result.failures.items() if not failure.is_late]
-        late = len(result.failures) - len(failed)
-        if first is None or len(result.failures) < size:
+        name, size, failures = self.names[index], len(batch), result.failures
+        if len(failures) < size:
             self._has_scored[index] = True
             self._failed_batches[index] = 0
-        else:
+        if not failures:
+            return
+        first = result.first_failure
+        assert first is not None, "there are failures"
+        failed = [sample for sample, failure in failures.items() if not failure.is_late]
+        if len(failures) == size:
             self._failed_batches[index] += 1
             broken = first.error is not None and not first.is_late and not self._has_scored[index]
             if broken or self._failed_batches[index] >= FAILED_BATCHES:
@@ -203,11 +214,11 @@ class RewardSuite:
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
                     + f": {first.text}. First sample:\n{batch.describe(0)}"
                 ) from first.error
-        if first is not None and failed:
+        if failed:
             text = f"reward function {name!r} failed on {len(failed)} of {size} samples ({first.text}); they get no"
             text += f" reward from it and are counted in rewards/{name}/failures. The first of them:\n"
             self._warn_once(name, "failures", text + batch.describe(failed[0]))
-        if late:
+        if late := len(failures) - len(failed):
             text = f"reward function {name!r} did not score {late} of {size} samples within"
             text += f" {self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First"
             self._warn_once(name, "timeouts", f"{text} sample of the batch:\n{batch.describe(0)}")
@@ -221,7 +232,7 @@ class RewardSuite:
         """Statistics with the same keys on every call and every process."""
         stats: dict[str, Stat] = {}
         for name, result in zip(self.names, results, strict=True):
-            late = sum(failure.is_late for failure in result.failures.values())
+            late = sum(map(attrgetter("is_late"), result.failures.values()))
             stats[f"rewards/{name}/failures"] = Sum(float(len(result.failures) - late))
             stats[f"rewards/{name}/timeouts"] = Sum(float(late))
             stats[f"rewards/{name}/seconds"] = Mean.of([result.seconds])
