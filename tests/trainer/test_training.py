@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import string
 from dataclasses import replace
 
 import pytest
@@ -442,3 +443,22 @@ def test_continuous_batching_means_the_built_in_engine(tmp_path):
     usual = runs.trainer(tmp_path / "usual", speculative_reuse="exact")
     asked.train(), usual.train()
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(asked), runs.weights(usual), strict=True))
+
+
+def test_completions_end_at_stop_texts_and_are_not_truncated(tmp_path):
+    """Every completion holds one of these characters sooner or later, and its first is its last token."""
+    texts = []
+
+    def reward(completions, **kwargs):
+        texts.extend(completions)
+        return [float(len(text)) for text in completions]
+
+    stop = [*string.ascii_letters, *string.digits]
+    kwargs = {"generation_kwargs": {"stop_strings": stop, "do_sample": True}, "max_completion_length": 40}
+    trained = runs.trainer(tmp_path, parts={"reward_funcs": reward}, max_steps=1, **kwargs)
+    trained.train()
+    assert all(sum(character in stop for character in text) <= 1 for text in texts)
+    assert sum(text[-1:] in stop for text in texts) > len(texts) // 2
+    assert trained.state.log_history[0]["completions/clipped_ratio"] == 0
+    with pytest.raises(ValueError, match=r"'exact' with generation_kwargs=.*cannot be checked in one pass"):
+        runs.trainer(tmp_path, speculative_reuse="exact", num_train_epochs=2, generation_kwargs={"min_tokens": 2})

@@ -32,7 +32,8 @@ class GenerationFields:
     repetition_penalty: float = limited(1.0, gt=0, advice="1.0 changes nothing; 1.05 to 1.2 are usual.")
     """Above 1, tokens already in the prompt or completion become less probable; 1 changes nothing."""
     generation_kwargs: dict | str | None = None
-    """Further sampling settings for the engine (a dict or JSON); not for those that have a field of their own."""
+    """Further sampling settings for the engine (a dict or JSON), such as `{"stop": ["</answer>"]}`; not for those that
+    have a field of their own."""
     chat_template_kwargs: dict | str | None = None
     """Keyword arguments of the chat template (a dict or JSON); a dataset column of that name wins, row by row."""
     allow_control_tokens: bool = False
@@ -124,8 +125,8 @@ SAMPLING_KEYS = {
 
 def generation_kwargs_repeat_no_field(args: "OnlineConfig") -> None:
     assert not isinstance(args.generation_kwargs, str), "parsed at construction"
-    for key in args.generation_kwargs or {}:
-        if key in SAMPLING_KEYS:
+    for key, value in (args.generation_kwargs or {}).items():
+        if key in SAMPLING_KEYS and (key, value) != ("do_sample", True):
             raise ValueError(f"generation_kwargs may not hold {key!r}: set the field `{SAMPLING_KEYS[key]}` instead.")
 
 

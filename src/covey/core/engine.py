@@ -73,7 +73,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings. Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
+    """Sampling settings. Filters apply in this order: repetition penalty, `extra`, temperature, top-k, top-p, min-p.
 
     Attributes:
         max_tokens: most tokens to sample.
@@ -83,7 +83,7 @@ class SamplingParams:
         min_p: keep tokens at least this times as probable as the most probable one; None or 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens already seen (CTRL, arXiv
             1909.05858); 1 changes nothing.
-        extra: further settings, passed through to engines that know them.
+        extra: further settings, passed through to engines that know them; `docs/engines.md` has the built-in one's.
     """
 
     max_tokens: int

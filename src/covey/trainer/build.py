@@ -21,6 +21,7 @@ from covey.core.records import FinishReason, Rollout
 from covey.data.difficulty import PromptHistory
 from covey.data.dynamic_sampling import PromptChooser, SignalFilter
 from covey.data.prompt_stream import PromptStream
+from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
@@ -254,12 +255,12 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
     return Speculation(args.speculative_max_tokens, lenience=lenience)
 
 
-def sampling_params(args: OnlineConfig) -> SamplingParams:
-    if args.generation_kwargs and not args.samples_elsewhere:
+def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
+    extra = generation_extras(args)
+    if extra and not args.samples_elsewhere and read_settings(extra, tokenizer).reshapes and args.speculative_reuse:
         raise ValueError(
-            f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
-            f" {', '.join(map(repr, args.generation_kwargs))}. It knows the fields temperature, top_k, top_p, min_p,"
-            " repetition_penalty and max_completion_length; leave generation_kwargs unset."
+            f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
+            " which came before, so earlier completions cannot be checked in one pass. Leave one of the two out."
         )
     return SamplingParams(
         max_tokens=args.max_completion_length or UNLIMITED,
@@ -268,7 +269,7 @@ def sampling_params(args: OnlineConfig) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        extra=generation_extras(args),
+        extra=extra,
     )
 
 

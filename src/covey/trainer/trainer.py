@@ -148,7 +148,7 @@ class OnlineTrainer(Trainer):
         )
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
-        sampling = build.sampling_params(args)  # before reward models are loaded
+        sampling = build.sampling_params(args, tokenizer)  # before reward models are loaded
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
         self._build_step(sampling, prompts_required)

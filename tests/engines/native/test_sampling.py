@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from covey.core.engine import SamplingParams
+from covey.core.engine import SampleRequest, SamplingParams
 from covey.engines.native.sampling import (
     BLOCK,
+    Batch,
+    SequenceState,
     block_sums,
     exponential_race,
     filter_logits,
@@ -134,9 +136,10 @@ def test_filters_keep_the_expected_tokens(settings, kept):
 
 
 def test_repetition_penalty_by_eye():
-    logits = torch.tensor([[2.0, -2.0, 2.0]])
-    seen = torch.tensor([[True, True, False]])
-    out = filter_logits(logits, SamplingParams(max_tokens=1, repetition_penalty=2.0), seen)
+    """Token 0 is in the prompt and 1 in the completion."""
+    params = SamplingParams(max_tokens=1, repetition_penalty=2.0)
+    sequence = SequenceState(SampleRequest([0], 1, params, [0]), 0, 1, set(), done=None, token_ids=[1])
+    out = Batch([sequence], torch.device("cpu"))._adjusted(torch.tensor([[2.0, -2.0, 2.0]]), [0])
     assert out.tolist() == [[1.0, -4.0, 2.0]]
 
 

@@ -125,7 +125,7 @@ SETTINGS = [
     Mistake(
         "Put something into generation_kwargs that the engine does not know",
         lambda b: b.build({"generation_kwargs": {"num_beams": 4}}),
-        (r"generation_kwargs=\{'num_beams': 4\}", "no setting 'num_beams'", "It knows the fields temperature, top_k"),
+        (r"generation_kwargs=\{'num_beams': 4\}", "no setting 'num_beams'", "It knows stop, "),
     ),
     setting(
         "Used sync_ref_model without a KL penalty",

@@ -71,6 +71,14 @@ def test_generation_kwargs_and_the_regex_are_passed_on(tmp_path):
     assert generation_extras(config) == {"bad_words": ["x"], "structured_outputs": {"regex": "[0-9]+"}}
 
 
+def test_generation_kwargs_for_transformers_get_vllm_names(tmp_path):
+    given = {"stop_strings": ["</a>"], "min_new_tokens": 4, "do_sample": True}
+    assert generation_extras(runs.config(tmp_path, **SERVER, generation_kwargs=given)) == {
+        "stop": ["</a>"],
+        "min_tokens": 4,
+    }
+
+
 def test_two_shapes_for_completions_are_refused(tmp_path):
     config = runs.config(
         tmp_path,

@@ -65,7 +65,7 @@ class NativeEngine(PolicyEngine):
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; ValueError for unknown settings, images or unfit drafts."""
-        sequences = sequences_of(request, self.eos_token_ids, self.max_context)
+        sequences = sequences_of(request, self.eos_token_ids, self.max_context, tokenizer=self.tokenizer)
         self._waiting.extend(sequences)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
@@ -304,7 +304,7 @@ class NativeEngine(PolicyEngine):
             return
         assert self._cache is not None, "admission comes first"
         if self._batch is None:
-            self._batch = Batch(self._running, self.eos_token_ids, self.input_device, self.check_interval)
+            self._batch = Batch(self._running, self.input_device, self.check_interval)
         self._batch.sample(self._forward(self._cache, self._batch.last, self._batch.positions))
         if self._batch.has_ended():
             self._settle()

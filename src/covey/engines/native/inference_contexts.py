@@ -134,6 +134,7 @@ class PolicyEngine:
     max_context: int | None = None  # most tokens of prompt and completion together
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # mixed precision, gathered weights
     device: torch.device | None = None  # of the model's inputs; None: that of its weights
+    tokenizer: Any = None  # reads texts among the settings of requests, such as `stop`
 
     traits: ClassVar[EngineTraits] = EngineTraits(shares_policy=True)
 

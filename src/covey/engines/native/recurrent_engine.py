@@ -41,7 +41,7 @@ class RecurrentEngine(PolicyEngine):
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
-        sequences = sequences_of(request, self.eos_token_ids, self.max_context, images=True)
+        sequences = sequences_of(request, self.eos_token_ids, self.max_context, True, self.tokenizer)
         for start in range(0, len(sequences), self.max_sequences):
             self._sample(sequences[start : start + self.max_sequences])
             await asyncio.sleep(0)  # waiters for finished completions run
@@ -52,7 +52,7 @@ class RecurrentEngine(PolicyEngine):
         device = self.input_device
         logits, cache = self._prefill(sequences[0].request, device)
         cache.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=device))
-        batch = Batch(sequences, self.eos_token_ids, device)
+        batch = Batch(sequences, device)
         batch.sample(logits.expand(len(sequences), -1))
         while True:
             if batch.has_ended():
@@ -65,7 +65,7 @@ class RecurrentEngine(PolicyEngine):
                     return
                 cache.reorder_cache(torch.tensor(unfinished, device=device))
                 sequences = [sequences[i] for i in unfinished]
-                batch = Batch(sequences, self.eos_token_ids, device)
+                batch = Batch(sequences, device)
             logits, cache = self._forward(batch.last[:, None], cache)
             batch.sample(logits)
 

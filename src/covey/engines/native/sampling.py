@@ -5,15 +5,16 @@ A sample depends on its row's logits, seed and step alone, never on the other ro
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
+from covey.engines.native.settings import NO_SETTINGS, GenerationSettings, read_settings
 
 BLOCK = 256  # tokens in one block of the race
 CPU_CHUNK = 1 << 19  # logits sampled from at a time on a CPU, so that they stay in the processor's cache
@@ -33,35 +34,36 @@ class SampledTokens(NamedTuple):
 
 
 def sample_tokens(
-    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None = None
+    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, adjusted: Tensor | None = None
 ) -> SampledTokens:
     """Sample one token per row from logits [R, V], with [R] seeds and numbers of tokens sampled before (`steps`).
 
-    `seen` [R, V]: tokens already in the sequence, for the repetition penalty.
+    `adjusted` [R, V]: logits to sample from in their place, which are not those that the policy is scored by.
     """
     rows = len(logits) if logits.is_cuda else max(1, CPU_CHUNK // logits.shape[-1])
     if len(logits) <= rows:
-        return _sample_chunk(logits, seeds, steps, params, seen)
+        return _sample_chunk(logits, seeds, steps, params, adjusted)
     chunks = [
-        _sample_chunk(logits[chunk], seeds[chunk], steps[chunk], params, None if seen is None else seen[chunk])
+        _sample_chunk(logits[chunk], seeds[chunk], steps[chunk], params, None if adjusted is None else adjusted[chunk])
         for chunk in (slice(start, start + rows) for start in range(0, len(logits), rows))
     ]
     return concatenate(chunks)
 
 
 def _sample_chunk(
-    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None
+    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, adjusted: Tensor | None
 ) -> SampledTokens:
+    filters = params.truncates or adjusted is not None
     logits = logits.float()
     reported = logits if params.temperature in (0.0, 1.0) else logits / params.temperature
     top, weights, below = _weights(reported)
     blocks = block_sums(weights)
     total = blocks.sum(-1)
-    if params.truncates:
-        logits = filter_logits(logits, params, seen)
+    if filters:
+        logits = filter_logits(logits if adjusted is None else adjusted, params)
     if params.temperature == 0:
         tokens = logits.argmax(-1)
-    elif params.truncates:
+    elif filters:
         _, filtered, _ = _weights(logits)
         tokens = exponential_race(filtered, block_sums(filtered), seeds, steps)
     else:
@@ -93,11 +95,8 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return top, below.exp(), below
 
 
-def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Logits [R, V] after repetition penalty, temperature, top-k, top-p and min-p; -inf where a token is excluded."""
-    if params.repetition_penalty != 1.0 and seen is not None:
-        penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits = torch.where(seen, penalised, logits)
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [R, V] after temperature, top-k, top-p and min-p; -inf where a token is excluded."""
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
@@ -185,8 +184,9 @@ class SequenceState:
     request: SampleRequest
     index: int  # of the completion within the request
     budget: int  # most tokens it may sample
-    end_ids: set[int]  # tokens that end it
+    end_ids: Set[int]  # tokens that end it
     done: asyncio.Future[Completion]
+    settings: GenerationSettings = NO_SETTINGS
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -204,23 +204,22 @@ class SequenceState:
 
     @property
     def draft(self) -> list[int]:
-        """Draft up to its first end token and within the budget; [] without one, and with a repetition penalty.
+        """Draft up to its end and within the budget; [] without one, and with penalties, biases and the like.
 
-        Under that penalty each position's distribution depends on the tokens before it, unlike in a parallel forward
-        pass.
+        Under these each position's distribution depends on the tokens before it, unlike in a parallel forward pass.
         """
         drafts = self.request.drafts
         tokens = drafts[self.index] if drafts else None
-        if not tokens or self.request.params.repetition_penalty != 1.0:
+        if not tokens or self.request.params.repetition_penalty != 1.0 or self.settings.reshapes:
             return []
-        return tokens[: min(_length_to_end(tokens, self.end_ids) or len(tokens), self.budget)]
+        return tokens[: min(self._length_to_end([], tokens) or len(tokens), self.budget)]
 
     def append(self, tokens: list[int], logprobs: list[float], entropies: list[float]) -> None:
         """Append sampled tokens, up to the one that ends the sequence; ignored when it is finished."""
         if self.finish is not None:
             return
         tokens = tokens[: self.budget - len(self.token_ids)]
-        end = _length_to_end(tokens, self.end_ids)
+        end = self._length_to_end(self.token_ids, tokens)
         count = end or len(tokens)
         self.token_ids += tokens[:count]
         self.logprobs += logprobs[:count]
@@ -246,24 +245,20 @@ class SequenceState:
         else:
             self.done.set_result(Completion(self.token_ids, self.logprobs, self.finish, self.entropies, self.reused))
 
-
-def _length_to_end(tokens: list[int], end_ids: set[int]) -> int:
-    """Length up to and including the first end token; 0 without one."""
-    for index, token in enumerate(tokens):
-        if token in end_ids:
-            return index + 1
-    return 0
+    def _length_to_end(self, before: list[int], tokens: list[int]) -> int:
+        """Number of tokens up to the one that ends the sequence, by itself or by completing a text; 0 without one."""
+        end = 0
+        for index, token in enumerate(tokens):
+            if token in self.end_ids:
+                end = index + 1
+                break
+        return (self.settings.stop and self.settings.length_to_stop(before, tokens[: end or None])) or end
 
 
 def sequences_of(
-    request: SampleRequest, end_ids: set[int], max_context: int | None, images: bool = False
+    request: SampleRequest, end_ids: set[int], max_context: int | None, images: bool = False, tokenizer: Any = None
 ) -> list[SequenceState]:
     """New sequences of a request, one per seed, with futures of the running event loop; ValueError as in `generate`."""
-    if request.params.extra:
-        raise ValueError(
-            f"the native engine does not know the generation settings {sorted(request.params.extra)}; it knows"
-            " temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens."
-        )
     if request.media and not images:
         raise ValueError("the native engine samples text only; images need a vision-language engine.")
     for name, given in (("drafts", request.drafts), ("draft_logprobs", request.draft_logprobs)):
@@ -280,7 +275,10 @@ def sequences_of(
                     f" {len(logprobs or [])}. Give draft_logprobs, or leave draft_lenience None to verify exactly."
                 )
     budget, new_future = request.token_budget(max_context), asyncio.get_running_loop().create_future
-    return [SequenceState(request, index, budget, end_ids, new_future()) for index in range(len(request.seeds))]
+    extra = request.params.extra
+    settings = read_settings(extra, tokenizer, end_ids) if extra else NO_SETTINGS
+    ends: Set[int] = settings.end_ids if extra else end_ids
+    return [SequenceState(request, i, budget, ends, new_future(), settings) for i in range(len(request.seeds))]
 
 
 class Batch:
@@ -294,7 +292,6 @@ class Batch:
     def __init__(
         self,
         sequences: Sequence[SequenceState],
-        end_ids: set[int],
         device: torch.device,
         check_interval: int | None = None,
     ):
@@ -302,11 +299,15 @@ class Batch:
         self.check_interval = check_interval or (1 if device.type == "cpu" else 8)
         self.history: list[SampledTokens] = []
         self._count = 0
+        self._stops = False
+        end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
         columns = []
         by_settings: list[tuple[SamplingParams, list[int]]] = []
         for index, sequence in enumerate(sequences):
             prompt, sampled = sequence.request.prompt_ids, sequence.token_ids
             length = len(prompt) + len(sampled)
+            self._stops |= bool(sequence.settings.stop)
+            end_ids |= sequence.end_ids
             columns.append(((sampled or prompt)[-1], length - 1, len(sampled), sequence.seed, sequence.budget))
             params = replace(sequence.request.params, max_tokens=0)  # budgets may differ
             for known, indices in by_settings:
@@ -326,8 +327,9 @@ class Batch:
         """Sample one token for every sequence from logits [S, V], each with its own settings."""
         if len(self._by_settings) == 1:
             params, indices = self._by_settings[0]
-            seen = None if params.repetition_penalty == 1.0 else self._seen_tokens(indices, logits)
-            sampled = sample_tokens(logits, self._seeds, self.steps, params, seen)
+            changed = params.extra or params.repetition_penalty != 1.0
+            adjusted = self._adjusted(logits, indices) if changed else None
+            sampled = sample_tokens(logits, self._seeds, self.steps, params, adjusted)
         else:
             sampled = self._sample_by_settings(logits)
         self.history.append(sampled)
@@ -342,23 +344,35 @@ class Batch:
         for params, indices in self._by_settings:
             order += indices
             at = torch.tensor(indices, device=logits.device)
-            seen = None if params.repetition_penalty == 1.0 else self._seen_tokens(indices, logits)
-            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, seen))
+            adjusted = self._adjusted(logits[at], indices)
+            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted))
         back = torch.tensor(order, device=logits.device).argsort()
         return SampledTokens(*(torch.cat(column)[back] for column in zip(*chunks, strict=True)))
 
-    def _seen_tokens(self, indices: list[int], logits: Tensor) -> Tensor:
-        """[n, V] bool: tokens that the sequences at `indices` contain."""
+    def _adjusted(self, logits: Tensor, indices: list[int]) -> Tensor | None:
+        """Logits [n, V] of the sequences at `indices` as their tokens change them; None where nothing does."""
+        first = self.sequences[indices[0]]
+        penalty, settings = first.request.params.repetition_penalty, first.settings
+        if penalty == 1.0 and not settings.reshapes:
+            return None
         self.flush()
-        seen = torch.zeros(len(indices), logits.shape[1], dtype=torch.bool, device=logits.device)
-        for i, index in enumerate(indices):
-            sequence = self.sequences[index]
-            seen[i, torch.tensor(sequence.request.prompt_ids + sequence.token_ids, device=logits.device)] = True
-        return seen
+        logits = logits.float()
+        tokens = [(self.sequences[index].request.prompt_ids, self.sequences[index].token_ids) for index in indices]
+        if penalty != 1.0:
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row, (prompt, sampled) in zip(seen, tokens, strict=True):
+                row[torch.tensor(prompt + sampled, device=logits.device)] = True
+            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        return settings.add_to(logits, tokens) if settings.reshapes else logits
 
     def has_ended(self) -> bool:
         """True when a sequence is known to have ended; checked every `check_interval` steps only."""
-        return self._count % self.check_interval == 0 and bool(self._ended.any())
+        if self._count % self.check_interval:
+            return False
+        if self._stops:
+            self.flush()
+            return any(sequence.finish is not None for sequence in self.sequences)
+        return bool(self._ended.any())
 
     def flush(self) -> None:
         """Append the tokens sampled since the last call to their sequences."""

@@ -46,6 +46,7 @@ def build_engine(
         "max_sequences": args.max_concurrent_completions,
         "max_context": context,
         "forward_context": accelerator.autocast,
+        "tokenizer": tokenizer,
     }
     sharded = sharding_of(accelerator).weights
     in_step = sharded and not args.ds3_gather_for_generation

@@ -145,7 +145,11 @@ def remote_engine(
 
 def generation_extras(args: OnlineConfig) -> dict[str, Any]:
     """Settings of requests in addition to those that every engine knows."""
-    extra = dict(args.generation_kwargs or {})  # type: ignore[arg-type] # a config parses JSON
+    names = (
+        {"stop_strings": "stop", "min_new_tokens": "min_tokens"} if args.use_vllm else {}
+    )  # transformers' and vLLM's
+    given = dict(args.generation_kwargs or {}).items()  # type: ignore[arg-type] # a config parses JSON
+    extra = {names.get(name, name): value for name, value in given if (name, value) != ("do_sample", True)}
     shape: dict[str, Any] = {}
     if (regex := args.vllm_structured_outputs_regex) is not None:
         if args.use_sglang:
