@@ -462,3 +462,38 @@ def test_completions_end_at_stop_texts_and_are_not_truncated(tmp_path):
     assert trained.state.log_history[0]["completions/clipped_ratio"] == 0
     with pytest.raises(ValueError, match=r"'exact' with generation_kwargs=.*cannot be checked in one pass"):
         runs.trainer(tmp_path, speculative_reuse="exact", num_train_epochs=2, generation_kwargs={"min_tokens": 2})
+
+
+class Unmeasured(CopyEngine):
+    """An engine that reports no entropies, as servers do."""
+
+    async def generate(self, request):
+        return [replace(completion, entropies=None) for completion in await super().generate(request)]
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_entropies_of_completions_are_logged(tmp_path, reported):
+    """With log_entropy: a column of their means, whose extremes are metrics and whose mean by tokens is `entropy`."""
+    import pyarrow.parquet
+
+    rows = [{**row, "solution": row["answer"] + "!"} for row in tiny.rows()]
+    parts = {"train_dataset": rows} if reported else {"train_dataset": rows, "engine": Unmeasured(tiny.model())}
+    trained = runs.trainer(tmp_path, parts=parts, max_steps=1, logging_steps=1, log_entropy=True)
+    trained.train()
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pydict()
+    assert all(text.endswith("!") for text in table["solution"])
+    means, logged = table["entropy"], trained.state.log_history[0]
+    assert logged["entropy/min"] == pytest.approx(min(means)) and logged["entropy/max"] == pytest.approx(max(means))
+    assert logged["entropy/mean"] == pytest.approx(sum(means) / len(means))
+    by_token = sum(mean * length for mean, length in zip(means, table["length"], strict=True)) / sum(table["length"])
+    assert logged["entropy"] == pytest.approx(by_token, rel=1e-4)
+    assert logged["entropy/min"] < logged["entropy"] < logged["entropy/max"]
+
+
+def test_entropies_do_not_depend_on_who_measures_them(tmp_path):
+    logs = []
+    for name, parts in (("own", {}), ("scored", {"engine": Unmeasured(tiny.model())})):
+        trained = runs.trainer(tmp_path / name, parts=parts, max_steps=1, logging_steps=1, log_entropy=True)
+        trained.train()
+        logs.append({key: trained.state.log_history[0][key] for key in ("entropy", "entropy/min", "entropy/max")})
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)

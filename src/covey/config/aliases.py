@@ -85,7 +85,6 @@ ALIASES: dict[str, Alias] = {
     ),
     "overlong_filter": Alias("mask_truncated_completions"),
     "epsilon_low": Alias("epsilon"),
-    "log_entropy": _removed("entropy is always logged"),
     "sleep_level": Alias(
         "vllm_enable_sleep_mode",
         "0 means False, 1 and 2 mean True; for level 2 set vllm_sleep_level=2 too",

@@ -99,6 +99,9 @@ class LoggingFields:
 
     log_completions: bool = False
     """Show sampled prompts and completions at every log, on the console and in the trackers."""
+    log_entropy: bool = False
+    """Log mean, largest and smallest entropy of completions, and a column of it. Where the engine does not measure it,
+    as servers do not, this takes one more scoring pass."""
     log_multimodal: bool = True
     """Include small images of what vision-language models are shown in the tables of completions."""
     num_completions_to_print: int | None = limited(None, ge=1)

@@ -236,7 +236,8 @@ class RolloutSummary(NamedTuple):
     counts: Counts  # turns and calls
     error: str | None  # of a rollout that failed
     images: list[bytes]  # small PNG files
-    extras: dict[str, Any]  # cells of columns that reward functions have logged
+    extras: dict[str, Any]  # cells of columns that reward functions have logged, and `solution`
+    entropy: float | None  # mean over its sampled tokens, in nats; None if unknown
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import MicroBatchRunner, weigh
 from covey.trainer.rollout_phase import RolloutBatch
-from covey.trainer.rollout_reports import GlobalBatch, sampling_entropy, summarize, token_ages
+from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
 
 
 @dataclass(eq=False)
@@ -45,11 +45,13 @@ class BehaviourScorer:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty [B] or None. Collective."""
         context = self.context
         batch = collate(rollouts, mask_truncated=context.args.mask_truncated_completions).to(context.device)
-        entropy = sampling_entropy(rollouts, batch)
-        self.entropy_known = bool(entropy)
-        context.metrics.add(entropy, context.mode)
         with context.phases("score"):
             self.settle_layout(batch)
+            if context.args.log_entropy:
+                self.measure_entropies(rollouts, batch)
+            entropy = sampling_entropy(rollouts, batch)
+            self.entropy_known = bool(entropy)
+            context.metrics.add(entropy, context.mode)
             ages = token_ages(rollouts, context.step)
             fresh = torch.tensor([row for row, age in enumerate(ages) if not age], dtype=torch.long)
             self.engine_check(batch, fresh.to(batch.lengths.device))
@@ -84,6 +86,16 @@ class BehaviourScorer:
         context.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, context.mode)
         return segment_sum(kl, batch.lengths).cpu()
 
+    def measure_entropies(self, rollouts: Sequence[Rollout], batch: TrainBatch) -> None:
+        """Score the entropies of rollouts where the engine of any process did not report them. Collective."""
+        lacking = any(rollout.entropies is None for rollout in rollouts)
+        if not any(self.context.collectives.gather(lacking, "ask for entropies")):
+            return
+        policy = self.context.loop.policy
+        values = self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
+        for rollout, own in zip(rollouts, values.cpu().split(batch.lengths.tolist()), strict=True):
+            rollout.entropies = own.tolist()
+
     def probe(self, rollouts: Sequence[Rollout]) -> None:
         """Check the engine with rollouts that are not trained on, if there are any. Collective."""
         if not rollouts:
@@ -109,7 +121,7 @@ class BehaviourScorer:
         with self.scorer.at_temperature(temperature):
             return self.logprobs(self.context.loop.policy, batch)
 
-    def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Tensor]) -> Tensor:
+    def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any]) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
         with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
             return self.runner.score(batch, self.context.micro_batch_rows, values_of)
@@ -208,7 +220,7 @@ class CreditAssigner:
             trained_tokens=int(batch.sampled.sum()),
             micro_batches=-(-len(scored.rollouts) // context.micro_batch_rows),
             staleness=max(token_ages(scored.rollouts, context.step), default=0),
-            summaries=summarize(scored, images=bool(context.args.log_multimodal)),
+            summaries=summarize(scored, context.args),
         )
         purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
         return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
@@ -230,6 +242,8 @@ class CreditAssigner:
             num_generations=context.group_size,
         )
         stats |= step_stats(sampled.scores, weights, names, context.group_size)
+        if context.args.log_entropy:
+            stats |= entropy_stats(everyone.columns["entropy"])
         context.metrics.add(stats, context.mode)
         if log is not None and log.enabled:
             log.add(context.step, **everyone.table(names, credit.of_completions()))

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.records import FinishReason, RankShard, Rollout, RolloutSummary, ScoredRollouts, Scores
-from covey.core.stats import Max, Mean, Stat, merge_all
+from covey.core.stats import Max, Mean, Min, Stat, merge_all
 from covey.core.transcript import Counts, count, thumbnails
 from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
@@ -180,6 +181,21 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
     return {"entropy": Mean(trained.sum().item(), len(trained))}
 
 
+def mean_entropy(rollout: Rollout) -> float | None:
+    """Mean entropy of a rollout's sampled tokens, or None if none was measured."""
+    pairs = zip(rollout.entropies or (), rollout.sampled, strict=False)
+    values = [entropy for entropy, sampled in pairs if sampled]
+    return sum(values) / len(values) if values else None
+
+
+def entropy_stats(entropies: Sequence[float | None]) -> dict[str, Stat]:
+    """`entropy/mean`, `entropy/max` and `entropy/min` over completions."""
+    known = [entropy for entropy in entropies if entropy is not None]
+    if not known:
+        return {}
+    return {"entropy/mean": Mean.of(known), "entropy/max": Max(max(known)), "entropy/min": Min(min(known))}
+
+
 def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:
     columns = map(list, zip(*summaries, strict=True)) if summaries else ([] for _ in RolloutSummary._fields)
     return dict(zip(RolloutSummary._fields, columns, strict=True))
@@ -189,6 +205,7 @@ def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
     """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
     extras = columns["extras"]
     names = dict.fromkeys(chain.from_iterable(extras))
+    entropies = {"entropy": columns["entropy"]} if set(columns["entropy"]) - {None} else {}
     return {
         "prompts": columns["prompt"],
         "completions": columns["completion"],
@@ -197,17 +214,20 @@ def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
         "errors": columns["error"],
         "images": columns["images"],
         "lengths": columns["length"],
-        "extras": {name: [cells.get(name) for cells in extras] for name in names},
+        "extras": entropies | {name: [cells.get(name) for cells in extras] for name in names},
     }
 
 
-def summarize(scored: ScoredRollouts, images: bool) -> list[RolloutSummary]:
-    """A summary of each rollout; with `images`, small ones of each."""
+def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary]:
+    """A summary of each rollout, with small images and its entropy if the config asks for them."""
     known: dict[int, bytes] = {}
     found = []
     for index, (sample, rollout) in enumerate(zip(scored.draws, scored.rollouts, strict=True)):
         # Messages show calls that were not executed, too; the rollout's own counts know their results.
         shown, executed = count(rollout.completion), sum(rollout.calls.values())
+        extras = {"solution": sample.row["solution"]} if "solution" in sample.row else {}
+        if scored.columns:
+            extras |= {name: values[index] for name, values in scored.columns.items()}
         failed = executed - rollout.calls.get("ok", 0) if executed else shown.failed_calls
         found.append(
             RolloutSummary(
@@ -219,8 +239,9 @@ def summarize(scored: ScoredRollouts, images: bool) -> list[RolloutSummary]:
                 finish=str(rollout.finish),
                 counts=Counts(rollout.num_turns or shown.turns, max(executed, shown.calls), failed),
                 error=rollout.error,
-                images=thumbnails(rollout.images, known) if images and rollout.media else [],
-                extras={name: values[index] for name, values in scored.columns.items()} if scored.columns else {},
+                images=thumbnails(rollout.images, known) if args.log_multimodal and rollout.media else [],
+                extras=extras,
+                entropy=mean_entropy(rollout) if args.log_entropy else None,
             )
         )
     return found

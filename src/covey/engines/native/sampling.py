@@ -307,7 +307,7 @@ class Batch:
             prompt, sampled = sequence.request.prompt_ids, sequence.token_ids
             length = len(prompt) + len(sampled)
             self._stops |= bool(sequence.settings.stop)
-            end_ids |= sequence.end_ids
+            end_ids.update(sequence.end_ids)
             columns.append(((sampled or prompt)[-1], length - 1, len(sampled), sequence.seed, sequence.budget))
             params = replace(sequence.request.params, max_tokens=0)  # budgets may differ
             for known, indices in by_settings:

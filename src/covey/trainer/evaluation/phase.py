@@ -121,7 +121,7 @@ class EvaluationPhase:
             with context.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, params=params)
                 mine = self._grades(scored, judge)
-            summaries = summarize(scored, images=bool(context.args.log_multimodal))
+            summaries = summarize(scored, context.args)
             shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
             for grades, scores, rows in shards:
                 columns = columns_of(rows)
