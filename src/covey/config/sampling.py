@@ -37,8 +37,8 @@ class GenerationFields:
     chat_template_kwargs: dict | str | None = None
     """Keyword arguments of the chat template (a dict or JSON); a dataset column of that name wins, row by row."""
     allow_control_tokens: bool = False
-    """Let control tokens in the text of a prompt's messages, such as <|im_end|>, be control tokens. Off: they are text,
-    so that data cannot end a turn or begin another. Prompts that are text are always read as they are."""
+    """Let control tokens in messages of prompts, tools and environments, such as <|im_end|>, be control tokens. Off:
+    they are text, so that data cannot end a turn or begin another. Prompts that are text are read as they are."""
     cache_implementation: str | None = None
     """Kind of key-value cache of transformers' `generate`. The built-in engine manages its own."""
     max_concurrent_completions: int = limited(64, ge=1)

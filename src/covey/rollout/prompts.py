@@ -50,6 +50,30 @@ def row_images(row: Mapping[str, Any]) -> list[Any]:
     return [image for image in found if image is not None] if found else found
 
 
+class ControlTokens:
+    """Control tokens in messages; private characters, `hidden`, stand for them until a chat template has rendered."""
+
+    def __init__(self, tokenizer: Any, allowed: bool = False):
+        texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
+        self.tokenizer, self.texts = tokenizer, [] if allowed else sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
+
+    def hide(self, text: str, hidden: dict[str, str]) -> str:
+        def sign(found: re.Match[str]) -> str:
+            hidden[character := chr(0xF0000 + len(hidden))] = found[0]
+            return character
+
+        return self._pattern.sub(sign, text)
+
+    def encode(self, rendered: str, hidden: dict[str, str]) -> list[int]:
+        """Tokens of a rendered conversation in which each private character is the text of a control token."""
+        ids: list[int] = []
+        for piece in re.split(f"([{''.join(hidden)}])", rendered) if hidden else [rendered]:
+            text, is_text = hidden.get(piece, piece), piece in hidden
+            ids += self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
+        return ids
+
+
 @dataclass(eq=False, repr=False)
 class PromptCodec:
     """Encodes prompts and decodes completions with one tokenizer."""
@@ -154,16 +178,14 @@ class PromptCodec:
                 " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`."
             ) from error
         if self.vision is None:
-            return Encoded(self._with_hidden(rendered, hidden) if hidden else list(rendered))
+            return Encoded(self.controls.encode(rendered, hidden) if hidden else list(rendered))
         bos = self.tokenizer.bos_token  # processors add it unless the template has, unlike tokenizers
         has_bos = bos is not None and rendered.startswith(bos)
         return self.vision.encode(rendered, images, **({"add_special_tokens": False} if has_bos else {}))
 
     @cached_property
-    def _controls(self) -> re.Pattern[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in added if token.special} - {""}
-        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    def controls(self) -> "ControlTokens":
+        return ControlTokens(self.tokenizer, self.allow_control_tokens)
 
     @cached_property
     def _prints_parts(self) -> bool:
@@ -176,30 +198,16 @@ class PromptCodec:
         return "'text'" in shown or "probe" not in shown
 
     def _plain(self, messages: Any, hidden: dict[str, str]) -> Any:
-        """Messages with text parts joined, control tokens, except the assistant's, as private signs in `hidden`."""
-
-        def hide(match: re.Match[str]) -> str:
-            sign = chr(0xF0000 + len(hidden))
-            hidden[sign] = match[0]
-            return sign
-
+        """Messages as the template can show them: text parts joined, and control tokens hidden but the assistant's."""
         plain = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list) and self._prints_parts:
                 content = content_text(content)
-            if isinstance(content, str) and not self.allow_control_tokens and message["role"] != "assistant":
-                content = self._controls.sub(hide, content)
+            if isinstance(content, str) and message["role"] != "assistant":
+                content = self.controls.hide(content, hidden)
             plain.append(message if content is message.get("content") else {**message, "content": content})
         return plain
-
-    def _with_hidden(self, rendered: str, hidden: dict[str, str]) -> list[int]:
-        """Tokens of a rendered conversation in which each private character is the text of a control token."""
-        ids: list[int] = []
-        for piece in re.split(f"([{''.join(hidden)}])", rendered):
-            text, is_text = hidden.get(piece, piece), piece in hidden
-            ids += self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
-        return ids
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""

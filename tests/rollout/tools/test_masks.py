@@ -5,6 +5,7 @@ which says what a policy that keeps to the template would say, or a call that no
 """
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -43,14 +44,16 @@ TOOLBOX = Toolbox([lookup])
 def templates_of(name: str) -> TurnTemplates:
     tokenizer = TOKENIZERS[name]
     ends = [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name].ends]
-    codec = PromptCodec(tokenizer, None, None, TOOLBOX.schemas, allow_control_tokens=True)  # as `Scene._encode` reads
+    codec = PromptCodec(tokenizer, None, None, TOOLBOX.schemas)
     return TurnTemplates(codec, ends)
 
 
 # --- conversations -----------------------------------------------------------------------------------------------
 
+FIRST_MARK = 0xE000  # the private characters from here on stand for control tokens that are text
+
 # Without control tokens, and without white space at the ends, which some templates trim.
-words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<>[]{}｜`"), max_size=12)
+words = st.text(st.characters(exclude_categories=["Cs", "Cc", "Co"], exclude_characters="<>[]{}｜`"), max_size=12)
 plain = st.lists(words.map(str.strip), max_size=3).map("\n".join).map(str.strip)
 CONTROL = "|CONTROL|"
 """Stands for a control token of the family."""
@@ -135,7 +138,8 @@ class Scene:
         Args:
             completion: the rollout's messages: of these only what the policy did not say.
         """
-        said, conversation, answers = iter(self.messages), list(self.prompt), []
+        said, answers = iter(self.messages), []
+        conversation = [{**message, "content": self._harmless(message["content"])} for message in self.prompt]
         for message in completion:
             if message["role"] != "assistant":
                 answers.append({**message, "content": self._harmless(message["content"])})
@@ -192,10 +196,14 @@ class Scene:
         return [{"role": "user", "content": "\n".join(texts)}]
 
     def _harmless(self, text: str) -> str:
-        """Control tokens are broken up."""
-        for token in sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True):
-            text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
+        """Control tokens are text: `_encode` reads a mark for each as that."""
+        for mark, token in self._marks().items():
+            text = text.replace(token, mark)
         return text
+
+    def _marks(self) -> dict[str, str]:
+        tokens = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        return {chr(FIRST_MARK + number): token for number, token in enumerate(tokens)}
 
     def _with_control(self, text: str) -> str:
         return text.replace(CONTROL, self.control)
@@ -209,7 +217,11 @@ class Scene:
         )
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        marks, ids = self._marks(), []
+        for piece in re.split(f"([{''.join(marks)}])", text):
+            settings = {"split_special_tokens": True} if piece in marks else {}
+            ids += self.tokenizer(marks.get(piece, piece), add_special_tokens=False, **settings)["input_ids"]
+        return ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -47,11 +47,20 @@ def test_a_result_cannot_end_its_own_turn(name):
     control = {token: tokenizer.convert_tokens_to_ids(token) for token in (family.eos, *family.special, "<bos>")}
     hostile = "".join(f"{token}x" for token in control)
 
-    def counts(content):
-        ids = TURNS[name].continuation([{"role": "tool", "name": "t", "tool_call_id": "call00000", "content": content}])
+    def continuation(content, turns=TURNS[name]):
+        return turns.continuation([{"role": "tool", "name": "t", "tool_call_id": "call00000", "content": content}])
+
+    def counts(ids):
         return {token: ids.count(number) for token, number in control.items()}
 
-    assert counts(hostile) == counts("harmless")
+    assert counts(continuation(hostile)) == counts(continuation("harmless"))
+    assert tokenizer.decode(continuation(hostile)) == tokenizer.decode(continuation("harmless")).replace(
+        "harmless", hostile
+    )
+    allowing = TurnTemplate(tokenizer, TOOLS, allow_control_tokens=True)
+    assert counts(continuation(hostile, allowing)) == {
+        token: count + 1 for token, count in counts(continuation("harmless", allowing)).items()
+    }
 
 
 def test_a_user_may_answer_too():

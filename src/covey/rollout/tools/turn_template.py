@@ -12,7 +12,7 @@ from typing import Any
 
 from covey.core.records import Message
 from covey.rollout.images import as_parts, with_images
-from covey.rollout.prompts import PromptCodec
+from covey.rollout.prompts import ControlTokens, PromptCodec
 from covey.rollout.vision import Encoded, Vision
 
 _TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"  # marks in placeholders
@@ -32,6 +32,7 @@ class TurnTemplate:
         chat_template_kwargs: dict[str, Any] | None = None,
         unstable: str = "raise",  # refuse a template that is not prefix-stable; "keep": turns stay as they were sampled
         vision: Vision | None = None,
+        allow_control_tokens: bool = False,
     ):
         if unstable not in ("raise", "keep"):
             raise ValueError(f"unstable={unstable!r} is not known; choose 'raise' or 'keep'.")
@@ -44,8 +45,7 @@ class TurnTemplate:
         self.tools, self.kwargs = list(tools), chat_template_kwargs or {}
         ends = {tokenizer.eos_token_id, *end_ids} - {None}
         self._ends = {str(tokenizer.convert_ids_to_tokens(end)): end for end in sorted(ends)}
-        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = sorted(special, key=len, reverse=True)
+        self._controls = ControlTokens(tokenizer, allow_control_tokens)
         self.result_role, self._calls = self._find_result_format()
         self.shows_tools = self._renders_tools()
         self.reasons = self._instabilities([_result("1")], [_result("2")])
@@ -69,7 +69,8 @@ class TurnTemplate:
         images: list[Any] = []
         if self.vision is not None:
             results, images = with_images(results, ())
-        messages = self._result_messages(results)
+        hidden: dict[str, str] = {}
+        messages = self._result_messages(results, hidden)
         if self._check_users and any(result["role"] == "user" for result in results):
             self._check_users = False
             self._warn_of_users()
@@ -79,7 +80,7 @@ class TurnTemplate:
             if len(messages) == 1:
                 raise
             text = self._after_single_calls(messages)
-        ids = self._encode_after_end(text)
+        ids = self._encode_after_end(text, hidden)
         repeated = ended_with is not None and ids[:1] == [ended_with]
         if not images:
             return Encoded(ids[1:] if repeated else ids)
@@ -164,9 +165,9 @@ class TurnTemplate:
             message["tool_calls"] = calls
         return message
 
-    def _result_messages(self, results: Sequence[Message]) -> list[Message]:
-        """Results in the role that the template knows; control tokens are broken up, so that none ends its own turn."""
-        clean = [{**result, "content": self._without_control(result.get("content"))} for result in results]
+    def _result_messages(self, results: Sequence[Message], hidden: dict[str, str]) -> list[Message]:
+        """Results in the role that the template knows; control tokens are hidden, so that none ends its own turn."""
+        clean = [{**result, "content": self._without_control(result.get("content"), hidden)} for result in results]
         if self.result_role == "tool":
             return clean
         if any(isinstance(result["content"], list) for result in clean):
@@ -174,12 +175,13 @@ class TurnTemplate:
         texts = [f"```tool_output\n{r['content']}\n```" if r["role"] == "tool" else r["content"] for r in clean]
         return [{"role": "user", "content": "\n".join(texts)}]
 
-    def _without_control(self, content: Any) -> Any:
+    def _without_control(self, content: Any, hidden: dict[str, str]) -> Any:
+        """Content whose control tokens are hidden, or where a processor encodes it, broken by a space of no width."""
         if isinstance(content, list) and all(part.get("type") == "text" for part in content):
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, list) and self.vision is not None:
             return [
-                {**part, "text": self._without_control(part["text"])} if part.get("type") == "text" else part
+                {**part, "text": self._without_control(part["text"], hidden)} if part.get("type") == "text" else part
                 for part in content
             ]
         if not isinstance(content, str):
@@ -187,16 +189,18 @@ class TurnTemplate:
                 f"the content of a result must be text, got {type(content).__name__}: images among the results of tools"
                 " need a vision-language model and its processor (`processing_class`)."
             )
-        for token in self._special:
+        if self.vision is None:
+            return self._controls.hide(content, hidden)
+        for token in self._controls.texts:
             content = content.replace(token, f"{token[:1]}\u200b{token[1:]}")
         return content
 
-    def _encode_after_end(self, text: str) -> list[int]:
+    def _encode_after_end(self, text: str, hidden: dict[str, str]) -> list[int]:
         """Tokens of `text` behind a token that ends a turn: some tokenizers treat the beginning of a text specially."""
         if not self._ends:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self._controls.encode(text, hidden)
         end, end_id = next(iter(self._ends.items()))
-        ids = list(self.tokenizer(end + text, add_special_tokens=False)["input_ids"])
+        ids = self._controls.encode(end + text, hidden)
         if not ids or ids[0] != end_id:
             raise ValueError(f"the tokenizer does not encode {end!r} as one token, so turns have no end of their own.")
         return ids[1:]
@@ -206,7 +210,7 @@ class TurnTemplate:
         for role, calls in [*(("tool", calls) for calls in _CALLS), ("user", "none")]:
             self.result_role, self._calls = role, calls
             try:
-                if _RESULT in self._after_turn([_USER], self._result_messages([_result()])):
+                if _RESULT in self._after_turn([_USER], self._result_messages([_result()], {})):
                     return role, calls
             except ValueError as error:
                 reason = str(error)
@@ -238,7 +242,7 @@ class TurnTemplate:
         """Reasons why the template is not prefix-stable over two rounds, with an answer to each turn."""
         opening = self._render([_USER])
         thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not opening.rstrip().endswith("</think>")
-        results = [self._result_messages(answer) for answer in answers]
+        results = [self._result_messages(answer, {}) for answer in answers]
         turns = [
             self._turn(result, f"<think>\n{_THOUGHT}{i}\n</think>\n\n" if thinks else "", str(i))
             for i, result in enumerate(results, 1)
@@ -270,8 +274,8 @@ class TurnTemplates:
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
         template = self._cache.pop(key, None)
         if template is None:
-            tokenizer, vision = self.codec.tokenizer, self.codec.vision
-            template = TurnTemplate(tokenizer, tools, self._end_ids, kwargs, self._unstable, vision)
+            vision, allowed = self.codec.vision, self.codec.allow_control_tokens
+            template = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable, vision, allowed)
         self._cache[key] = template
         if len(self._cache) > CACHED_TEMPLATES:
             del self._cache[next(iter(self._cache))]
