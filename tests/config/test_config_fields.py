@@ -199,3 +199,24 @@ def test_a_system_without_cpuinfo_counts_as_unable(tmp_path):
 def test_old_checkpointing_name_is_in_force():
     assert GRPOConfig().gradient_checkpointing is True
     assert GRPOConfig(gradient_checkpointing=False).gradient_checkpointing is False
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "covey: WORLD_SIZE=2, RANK=1 in the environment: waiting until 2 processes"),
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, ""),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, ""),
+        ({}, ""),
+    ],
+)
+def test_variables_of_a_launch_are_named_before_it_is_waited_for(monkeypatch, capsys, given, says):
+    """They may be left over from an earlier one, and the wait is as long as torch's."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    hardware.announce_meeting(use_cpu=True)
+    said = capsys.readouterr().err
+    assert said.startswith(says) and bool(said) == bool(says)
+    assert not says or said.endswith("unset WORLD_SIZE RANK\n")

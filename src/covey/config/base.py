@@ -12,7 +12,7 @@ from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, regist
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
-from covey.config.hardware import by_deepspeed, has_accelerator, launched, multiplies_bf16
+from covey.config.hardware import announce_meeting, by_deepspeed, has_accelerator, launched, multiplies_bf16
 from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import without_secrets
@@ -219,6 +219,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True  # else each process would believe that it is the only one
+        announce_meeting(self.use_cpu)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
             if self.bf16 and not has_accelerator():

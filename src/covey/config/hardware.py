@@ -1,6 +1,7 @@
 """Hardware support for bfloat16, and the launcher of this process."""
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,19 @@ def has_accelerator() -> bool:
 def launched() -> bool:
     """True if torchrun, `accelerate launch` or DeepSpeed has started this process."""
     return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
+
+
+def announce_meeting(use_cpu: bool) -> None:
+    """Say on stderr that this process waits for others, unless torchrun starts them: the variables may be left over."""
+    names = [name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR") if name in os.environ]
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" or not (launched() or use_cpu or not has_accelerator())
+    if not (alone or "TORCHELASTIC_RUN_ID" in os.environ or torch.distributed.is_initialized()):
+        given = ", ".join(f"{name}={os.environ[name]}" for name in names)
+        print(
+            f"covey: {given} in the environment: waiting until {os.environ['WORLD_SIZE']} processes have joined. For a"
+            f" run of one process: unset {' '.join(names)}",
+            file=sys.stderr,
+        )
 
 
 def by_deepspeed() -> bool:
