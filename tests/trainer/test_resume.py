@@ -229,6 +229,17 @@ def test_changes_since_the_checkpoint_are_listed(tmp_path, name):
     assert says is None or re.search(says, heard[0]), heard
 
 
+def test_another_optimizer_is_refused_before_training(tmp_path):
+    """AdamW's state has no momentum for SGD; a fused AdamW has the same state."""
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1, optim="adamw_torch").train()
+    for optim in ("sgd", "adafactor"):
+        with pytest.raises(ValueError, match=rf"optim='adamw_torch', which optim='{optim}' cannot go on from. Resume"):
+            runs.trainer(tmp_path, max_steps=2, optim=optim).train(resume_from_checkpoint=True)
+    resumed = runs.trainer(tmp_path, max_steps=2, optim="adamw_torch_fused")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+
+
 def test_what_is_said_to_have_no_effect_has_none(tmp_path):
     runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
     resumed = runs.trainer(

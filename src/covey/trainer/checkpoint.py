@@ -136,9 +136,11 @@ class Checkpointer:
             )
             return
         state = torch.load(own if os.path.isfile(own) else any_rank, map_location="cpu", weights_only=True)
+        saved, current = state.get("run", {}), self.described()
         _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
+        _check_same_optimizer(checkpoint, saved.get("settings", {}), current.get("settings", {}))
         self.load_method_state(state["method"])
-        changes = changes_since(state.get("run", {}), self.described())
+        changes = changes_since(saved, current)
         if changes and self.context.args.should_log:
             warnings.warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}", stacklevel=3)
 
@@ -352,4 +354,13 @@ def _check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str,
             f"{checkpoint!r} was made with {', '.join(changed)}: its buffered completions and its place in the data do"
             f" not fit this run. Resume with the same numbers, or begin a new run from its weights with"
             f" model={checkpoint!r}."
+        )
+
+
+def _check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[str, str]) -> None:
+    was, now = saved.get("optim", current.get("optim", "")), current.get("optim", "")
+    if was.replace("_fused", "") != now.replace("_fused", ""):  # a fused optimizer has the same state
+        raise ValueError(
+            f"{checkpoint!r} holds the state of optim={was}, which optim={now} cannot go on from. Resume with"
+            f" optim={was}, or begin a new run from its weights with model={checkpoint!r}."
         )

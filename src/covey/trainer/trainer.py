@@ -444,6 +444,6 @@ class OnlineTrainer(Trainer):
         self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.checkpoints.load(checkpoint)
+            self.checkpoints.load(checkpoint)  # refuses another optimizer's
+        super()._load_optimizer_and_scheduler(checkpoint)

@@ -466,6 +466,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Resumed with other batch sizes or another number of processes": "",
         'Resumed a run with dynamic_sample or prompt_sampler="difficulty" on a dataset of another length': "",
         "Resumed with another model": "",
+        "Resumed with another optimizer": "",
         "Resumed from a checkpoint saved with save_only_model": (
             "Nothing, if weights are all you need; for an exact continuation save whole checkpoints."
         ),

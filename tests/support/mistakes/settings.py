@@ -389,6 +389,12 @@ RESUMING = [
         TRAINING,
     ),
     Mistake(
+        "Resumed with another optimizer",
+        lambda b: b.resume(b.checkpoint(), {"optim": "sgd"}),
+        ("holds the state of optim='adamw_torch", "optim='sgd' cannot go on from", "begin a new run from its weights"),
+        TRAINING,
+    ),
+    Mistake(
         "Resumed from a checkpoint saved with save_only_model",
         lambda b: b.resume(b.checkpoint(save_only_model=True)),
         ("holds weights but not Covey's state", "goes on from the weights", "save_only_model=True"),
