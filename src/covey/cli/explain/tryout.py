@@ -53,7 +53,7 @@ def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collec
     vision = build.build_vision(processing, model)
     no_engine = object()  # in the place of one that would be started
     collector = build.build_collector(context, model, tokenizer_of(processing), no_engine, *played, vision=vision)
-    build.sampling_params(args)
+    build.sampling_params(args, collector.codec.tokenizer)
     rewards = build.build_rewards(context, collector, functions, None)
     check_fit(context, collector, rewards, given["train_dataset"], given["eval_dataset"])
     return collector, rewards
