@@ -233,6 +233,7 @@ def test_the_first_prompt_lengths_and_rewards_are_shown(run_file, data, capsys, 
     rows = [{"prompt": "1" * size, "solution": "2"} for size in (4, 6, 5, 9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     functions = ["--reward_funcs", "exact_match_reward", "own.py:fail_on_empty"]
+    functions += ["--keep_sampling_mask", "True", "--top_p", "0.9"]  # which needs an engine that returns masks
     (tmp_path / "own.py").write_text(
         "def fail_on_empty(completions, **kwargs): return [1 / len(c) for c in completions]"
     )

@@ -1,5 +1,6 @@
 """Rollouts become flat vectors and come back out of any selection unchanged."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -176,3 +177,18 @@ def test_a_batch_moves_and_saves_with_all_its_fields():
         assert copy.entropy_threshold == 0.25
         assert copy.media is not None and copy.media[0][0] is copy.media[1][0]  # siblings share it
         assert torch.equal(copy.media[0][0].tensors["pixels"], torch.ones(2, 3))
+
+
+def test_sampling_masks_move_with_their_tokens():
+    def sampled(prompt, ids, masks):
+        return replace(rollout(prompt, ids), sampling_mask=masks)
+
+    batch = collate([sampled([1], [10, 11], [[10, 20], []]), sampled([1], [12], [[12]]), rollout([2], [13])])
+    assert batch.kept_counts.tolist() == [2, 0, 1, 0]
+    assert batch.kept_ids.tolist() == [10, 20, 12]
+    chosen = TrainBatch.of_state(batch.select(torch.tensor([1, 0])).state())
+    assert (chosen.kept_counts.tolist(), chosen.kept_ids.tolist()) == ([1, 2, 0], [12, 10, 20])
+    joined = join([chosen, collate([rollout([1], [14])]), batch.idle()])
+    assert (joined.kept_counts.tolist(), joined.kept_ids.tolist()) == ([1, 2, 0, 0, 0], [12, 10, 20])
+    assert torch.equal(joined.silenced().kept_counts, joined.kept_counts)
+    assert joined.select(torch.tensor([2])).kept_ids.tolist() == []

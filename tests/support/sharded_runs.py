@@ -67,7 +67,14 @@ BEST = {
 }
 CASES = {
     "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, **SAVED},
-    "rloo": {"method": "rloo", "num_iterations": 2, "gradient_checkpointing": True},
+    "rloo": {
+        "method": "rloo",
+        "num_iterations": 2,
+        "gradient_checkpointing": True,
+        "keep_sampling_mask": True,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+    },
     "grpo, lora": {"peft": True, "beta": 0.05, **SAVED},
     "rloo, lora": {"method": "rloo", "peft": True, "beta": 0.05, "gradient_checkpointing": True},
     # 6 prompts are 3 micro-steps: the second update of an epoch has one. 3 prompts of evaluation: the last is alone.

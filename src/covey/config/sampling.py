@@ -31,6 +31,10 @@ class GenerationFields:
     """Sample from tokens at least this times as probable as the most probable one; unset keeps all."""
     repetition_penalty: float = limited(1.0, gt=0, advice="1.0 changes nothing; 1.05 to 1.2 are usual.")
     """Above 1, tokens already in the prompt or completion become less probable; 1 changes nothing."""
+    keep_sampling_mask: bool = False
+    """Train the distribution that was sampled from: log-probabilities of the policy, its earlier versions and the
+    reference are over the tokens that top_p, top_k and min_p kept, after the repetition penalty (DeepSeek-V3.2, arXiv
+    2512.02556, section 3.1). Off: over the whole vocabulary. A small `top_k` bounds the memory for kept tokens."""
     generation_kwargs: dict | str | None = None
     """Further sampling settings for the engine (a dict or JSON), such as `{"stop": ["</answer>"]}`; not for those that
     have a field of their own."""
@@ -128,6 +132,24 @@ def generation_kwargs_repeat_no_field(args: "OnlineConfig") -> None:
     for key, value in (args.generation_kwargs or {}).items():
         if key in SAMPLING_KEYS and (key, value) != ("do_sample", True):
             raise ValueError(f"generation_kwargs may not hold {key!r}: set the field `{SAMPLING_KEYS[key]}` instead.")
+
+
+def sampling_masks_can_be_kept(args: "OnlineConfig") -> None:
+    if not args.keep_sampling_mask:
+        return
+    if args.use_vllm or args.use_sglang:
+        raise ValueError(
+            f"keep_sampling_mask=True with {'use_vllm' if args.use_vllm else 'use_sglang'}=True: only the built-in"
+            " engine returns which tokens it sampled from. Leave one of the two out; at top_p=1, top_k=0 and without"
+            " min_p and repetition_penalty the server samples from all tokens, as the trainer scores them."
+        )
+    if args.speculative_reuse == "lenient":
+        raise ValueError(
+            "keep_sampling_mask=True with speculative_reuse='lenient': a stale token may stay that the policy would not"
+            " sample now, and its probability would be 0. Set speculative_reuse='exact', or leave one of the two out."
+        )
+    if args.top_p == 1 and not args.top_k and not args.min_p and args.repetition_penalty == 1:
+        ignored(args, ["keep_sampling_mask"], "top_p, top_k, min_p and repetition_penalty change nothing")
 
 
 def prompt_options_are_read(args: "OnlineConfig") -> None:

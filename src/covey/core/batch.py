@@ -16,6 +16,7 @@ from covey.core.records import Rollout
 TOKEN_FIELDS = (
     "token_ids",
     "sampled",
+    "kept_counts",
     "advantages",
     "weights",
     "entropy_weights",
@@ -25,8 +26,8 @@ TOKEN_FIELDS = (
     "mismatch_weights",
 )
 
-UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0}
-"""Fill value for tokens without an engine log-prob in a batch where other tokens have one."""
+UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0}
+"""Fill value for tokens without an engine log-prob or sampling mask in a batch where other tokens have one."""
 
 
 @dataclass(slots=True)
@@ -63,6 +64,10 @@ class TrainBatch:
     engine_logprobs: Tensor | None = None
     # [N] float32 or None, importance weights that correct the engine's distribution
     mismatch_weights: Tensor | None = None
+    # [N] int64 or None, number of tokens that each token was drawn from (0: all), and their ids, one token's after the
+    # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
+    kept_counts: Tensor | None = None
+    kept_ids: Tensor | None = None
     # [B] images of each rollout, or None where no rollout has any. They stay on the CPU and go to the device
     # micro-batch by micro-batch.
     media: list[tuple[Media, ...]] | None = None
@@ -93,8 +98,12 @@ class TrainBatch:
         """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
+        kept = self.kept_ids
+        if kept is not None and self.kept_counts is not None:
+            kept = kept[token_index(tokens, self.kept_counts)]
         return TrainBatch(
             **self._each(TOKEN_FIELDS, itemgetter(tokens)),
+            kept_ids=kept,
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -120,7 +129,7 @@ class TrainBatch:
 
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
-        per_token = self._each(TOKEN_FIELDS[2:], lambda values: torch.where(self.sampled, values, 0.0))
+        per_token = self._each(TOKEN_FIELDS[3:], lambda values: torch.where(self.sampled, values, 0.0))
         return replace(self, **per_token)
 
     def idle(self) -> "TrainBatch":
@@ -128,6 +137,7 @@ class TrainBatch:
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
             **self._each(TOKEN_FIELDS, methodcaller("new_zeros", 1)),
+            **self._each(["kept_ids"], methodcaller("new_zeros", 0)),
             lengths=length,
             prompt_ids=torch.zeros_like(length),
             prompt_lengths=length,
@@ -175,6 +185,8 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     token_ids: list[int] = []
     sampled: list[bool] = []
     logprobs: list[float] = []
+    kept: list[Sequence[int]] = []
+    masked = False  # an engine reported sampling masks
     for rollout in rollouts:
         size = len(rollout.completion_ids)
         groups.append(prompts.setdefault(tuple(rollout.prompt_ids), len(prompts)))
@@ -182,6 +194,8 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids += rollout.completion_ids
         sampled += [False] * size if mask_truncated and rollout.truncated else rollout.sampled
         logprobs += [math.nan] * size if rollout.logprobs is None else rollout.logprobs
+        kept += [()] * size if rollout.sampling_mask is None else rollout.sampling_mask
+        masked = masked or rollout.sampling_mask is not None
     reporting = [rollout.completion_ids for rollout in rollouts if rollout.logprobs is not None]
     media = [rollout.media for rollout in rollouts]
     # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
@@ -194,6 +208,8 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long),
         groups=torch.tensor(groups, dtype=torch.long),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
+        kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if masked else None,
+        kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if masked else None,
         media=media if any(media) else None,
     )
 
@@ -219,8 +235,10 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
 
     per_token: dict[str, Any] = {name: joined(name) for name in TOKEN_FIELDS}
     media = [images for batch in batches for images in (batch.media or [()] * len(batch))]
+    kept = [batch.kept_ids for batch in batches if batch.kept_ids is not None]
     return TrainBatch(
         **per_token,
+        kept_ids=torch.cat(kept) if kept else None,
         lengths=torch.cat([batch.lengths for batch in batches]),
         prompt_ids=torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.long, device=device),
         prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long, device=device),

@@ -84,6 +84,9 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens already seen (CTRL, arXiv
             1909.05858); 1 changes nothing.
         extra: further settings, passed through to engines that know them; `docs/engines.md` has the built-in one's.
+        keep_mask: return the tokens that each token was drawn from (`Completion.sampling_mask`), and log-probs and
+            entropies of the distribution that was sampled from, after all filters. The keep-sampling-mask of
+            DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
     """
 
     max_tokens: int
@@ -93,6 +96,7 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
+    keep_mask: bool = False
 
     @property
     def truncates(self) -> bool:
@@ -159,6 +163,7 @@ class EngineTraits:
         takes_adapters: it can sample from an adapter that is sent without its base model; otherwise weights are sent
             merged.
         expands_images: each image is sent as a single token, which the engine expands.
+        returns_masks: it obeys `SamplingParams.keep_mask`.
     """
 
     shares_policy: bool = False
@@ -167,6 +172,7 @@ class EngineTraits:
     updates_in_flight: bool = False
     takes_adapters: bool = False
     expands_images: bool = False
+    returns_masks: bool = False
 
 
 def traits_of(engine: Any) -> EngineTraits:

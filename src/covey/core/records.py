@@ -80,7 +80,7 @@ class Completion:
 
     token_ids: list[int]  # the sampled tokens, the end-of-sequence token included where one was sampled
     # natural log-probability of each token under the sampling policy at its temperature, before top-k, top-p and min-p
-    # cut the tail: the quantity the trainer's own scorer computes. None if the engine does not report them.
+    # cut the tail (after it under `keep_mask`): what the trainer's scorer computes. None if the engine reports none.
     logprobs: list[float] | None
     finish: FinishReason  # STOP or LENGTH
     # entropy in nats of the distribution each token was drawn from, at the temperature and before any cut; None if the
@@ -92,6 +92,8 @@ class Completion:
     # policy version, in optimizer steps, that each token was sampled with; None if the engine does not say. Tokens of
     # one completion differ in it where new weights arrived while it was being sampled.
     versions: list[int] | None = None
+    # ids of the tokens that each token was drawn from (none: from all), under `SamplingParams.keep_mask`; else None
+    sampling_mask: list[list[int]] | None = None
 
 
 @dataclass(slots=True)
@@ -124,10 +126,11 @@ class Rollout:
     seconds: float = 0.0  # from the beginning to the end, where an agent played it
     tool_seconds: float = 0.0  # those of them in which it waited for its tools
     prompt: str | list[Message] | None = None  # the episode's own, where that need not be the row's
+    sampling_mask: list[list[int]] | None = None  # as an engine returns it, one per completion token
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
-        for name in ("sampled", "logprobs", "entropies", "versions"):
+        for name in ("sampled", "logprobs", "entropies", "versions", "sampling_mask"):
             values = getattr(self, name)
             if values is not None and len(values) != tokens:
                 raise ValueError(

@@ -20,6 +20,7 @@ from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import deduplicated_images
 from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
 from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden, score_in_head_call
+from covey.policy.lm_head.support import SampledSupport
 from covey.policy.moe import RouterLoads, captured_router_logits, check_router_logits, loads_of
 
 
@@ -46,6 +47,7 @@ class TokenScorer:
     unwrap: Callable[[Any], Any]  # from a (distributed) wrapper to the transformers model inside
     _: KW_ONLY
     temperature: float  # divides the logits, as in sampling
+    repetition_penalty: float = 1.0  # of what was sampled from; sampling masks are in the batch
     # "auto" for the fastest that is right: shared_prefix, packed, padded. Another name insists on a layout, and is
     # refused where it is wrong. Once a model has been tried, the layout of the first one (the policy).
     layout: str = "auto"
@@ -133,12 +135,14 @@ class TokenScorer:
         learned = batch.sampled.nonzero()[:, 0]
         head = head_of(inner, float32=self.float32_head)
         predictors = inputs.predictors[learned]
+        whole = batch.kept_counts is None and self.repetition_penalty == 1.0
         score = partial(
             score_hidden,
             targets=batch.token_ids[learned],
             temperature=self.temperature,
             entropy=entropy,
             chunk_size=self.chunk_size,
+            support=None if whole else SampledSupport.of(batch, learned, self.repetition_penalty),
         )
         router: AbstractContextManager[list[Tensor]] = nullcontext([])
         if top_k is not None:

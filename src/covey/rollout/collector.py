@@ -61,7 +61,7 @@ class Collector:
             if spec is not None and isinstance(spec.play, BatchFunction):
                 if submitted is not None:
                     submitted()
-                return _number_groups(await self._play_batch(spec.play, groups, params, key, callbacks))
+                return _number_groups(await self._play_batch(spec.play, groups, params, key, callbacks), params)
             runner = None
             if spec is not None:
                 runner = GroupRunner(self.engine, self.codec, spec, params, (self.seed, *key), callbacks)
@@ -84,7 +84,7 @@ class Collector:
                     await runner.barrier.all_sent()  # or, with several rollouts a group, until these have
                 if submitted is not None:
                     submitted()
-                return _number_groups(await asyncio.gather(*tasks))
+                return _number_groups(await asyncio.gather(*tasks), params)
             finally:
                 for task in tasks:
                     task.cancel()  # the other groups of a batch that failed
@@ -132,6 +132,7 @@ class Collector:
                 entropies=completion.entropies,
                 reused=completion.reused,
                 versions=completion.versions,
+                sampling_mask=completion.sampling_mask,
             )
             for completion in await self.engine.generate(request)
         ]
@@ -190,13 +191,23 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
     return groups
 
 
-def _number_groups(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
-    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own."""
+def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) -> list[Rollout]:
+    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own.
+
+    ValueError if masks are to be kept and a rollout has sampled tokens without them.
+    """
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rollouts: list[Rollout] = []
     for group in groups:
         rollouts += group
         for rollout in group:
+            if params.keep_mask and rollout.sampling_mask is None and any(rollout.sampled):
+                raise ValueError(
+                    "keep_sampling_mask=True, and a rollout came without `sampling_mask`, the tokens that each of its"
+                    " tokens was drawn from. Pass on what the engine returns (`Completion.sampling_mask`; an episode's"
+                    " `done()` does so), or leave keep_sampling_mask False. A rollout_func(prompts, trainer) cannot"
+                    " return masks."
+                )
             rollout.group = numbers.setdefault((rollout.group, tuple(rollout.prompt_ids)), len(numbers))
     return rollouts
 

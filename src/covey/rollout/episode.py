@@ -16,7 +16,7 @@ from covey.rollout.vision import Encoded
 
 Generate = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
-_REPORTED = ("logprobs", "_entropies", "_versions")  # one value for each token, as the engine reports them
+_REPORTED = ("logprobs", "_entropies", "_versions", "_masks")  # one value for each token, as the engine reports them
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,7 @@ class Episode:
     logprobs: list[float] | None = field(default_factory=list)
     _entropies: list[float] | None = field(default_factory=list)
     _versions: list[int] | None = field(default_factory=list)
+    _masks: list[list[int]] | None = field(default_factory=list)
     _samples: int = 0
     _forks: int = 0
     _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
@@ -256,7 +257,8 @@ class Episode:
         if not continues:
             self._turn_start = len(self.completion_ids)
             self.messages.append({"role": "assistant", "content": ""})
-        self._append(completion.token_ids, True, completion.logprobs, completion.entropies, completion.versions)
+        reported = completion.logprobs, completion.entropies, completion.versions, completion.sampling_mask
+        self._append(completion.token_ids, True, *reported)
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
         text = self.engine.tokenizer.decode(self.completion_ids[self._turn_start :], skip_special_tokens=True)
@@ -301,7 +303,7 @@ class Episode:
             return False
         self.media += encoded.media
         zeros, last_version = [0.0] * len(encoded.ids), self._versions[-1:] if self._versions else [0]
-        self._append(encoded.ids, False, zeros, zeros, last_version * len(encoded.ids))
+        self._append(encoded.ids, False, zeros, zeros, last_version * len(encoded.ids), [[]] * len(encoded.ids))
         self.messages += messages
         self._turn_start, self._open = None, False
         return True
@@ -359,6 +361,7 @@ class Episode:
             finish=finish or self.finish or (FinishReason.LENGTH if self._open else FinishReason.STOP),
             entropies=self._entropies,
             versions=self._versions,
+            sampling_mask=self._masks,
             extras=extras,
             turn_ends=list(self.turn_ends),
             calls=dict(self.calls),

@@ -152,6 +152,7 @@ def build_scorer(args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, v
     return TokenScorer(
         Unwrap(accelerator),
         temperature=args.temperature,
+        repetition_penalty=args.repetition_penalty if args.keep_sampling_mask else 1.0,
         layout=str(args.attn_layout) if vision is None else "padded",
         pad_token_id=tokenizer.pad_token_id,
         chunk_size=args.logprob_chunk_size,
@@ -238,6 +239,12 @@ def build_collector(
     if engine is None:
         policy = partial(getattr, run.loop, "policy")
         engine = build_engine(args, model, tokenizer, run.accelerator, policy, context, run.collectives, vision)
+    known = hasattr(engine, "generate")  # `covey explain` starts none
+    if args.keep_sampling_mask and known and not traits_of(engine).returns_masks:
+        raise ValueError(
+            f"keep_sampling_mask=True, and {type(engine).__name__} does not say that it returns which tokens it sampled"
+            " from (`EngineTraits.returns_masks`). Sample with the built-in engine, or leave keep_sampling_mask False."
+        )
     return Collector(engine, codec, args.seed, spec)
 
 
@@ -257,7 +264,13 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
 
 def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
     extra = generation_extras(args)
-    if extra and not args.samples_elsewhere and read_settings(extra, tokenizer).reshapes and args.speculative_reuse:
+    reshapes = bool(extra) and not args.samples_elsewhere and read_settings(extra, tokenizer).reshapes
+    if reshapes and args.keep_sampling_mask:
+        raise ValueError(
+            f"keep_sampling_mask=True with generation_kwargs={extra!r}: only the effects of top_p, top_k, min_p and"
+            " repetition_penalty are trained on. Leave out what changes probabilities, or keep_sampling_mask."
+        )
+    if reshapes and args.speculative_reuse:
         raise ValueError(
             f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
             " which came before, so earlier completions cannot be checked in one pass. Leave one of the two out."
@@ -270,6 +283,7 @@ def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
         extra=extra,
+        keep_mask=args.keep_sampling_mask,
     )
 
 

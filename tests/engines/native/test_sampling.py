@@ -135,6 +135,30 @@ def test_filters_keep_the_expected_tokens(settings, kept):
     assert (left[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
 
 
+def test_masks_are_the_tokens_that_each_row_keeps():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    masks = []
+    params = SamplingParams(max_tokens=1, top_k=2, top_p=0.9, keep_mask=True)
+    sampled = sample_tokens(logits, *rows(3), params, None, masks)
+    # 3 and 2 have 0.73 and 0.27 of their two; 5 has 0.98 of all four; four alike are tied for second place.
+    assert masks == [[1, 3], [0], []]
+    chances = [{1: 0.7311, 3: 0.2689}, {0: 1.0}, dict.fromkeys(range(4), 0.25)]
+    expected = torch.tensor([chance[token] for chance, token in zip(chances, sampled.tokens.tolist(), strict=True)])
+    torch.testing.assert_close(sampled.logprobs.exp(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(sampled.entropies, torch.tensor([0.5822, 0.0, 1.3863]), rtol=0, atol=1e-4)
+
+
+def test_keeping_masks_changes_no_sample():
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    adjusted = logits - 0.5 * (torch.rand(50, 300) < 0.1)
+    filters = {"max_tokens": 1, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
+    tokens = [
+        sample_tokens(logits, *rows(50), SamplingParams(**filters, keep_mask=keep), adjusted).tokens
+        for keep in (False, True)
+    ]
+    assert torch.equal(*tokens)
+
+
 def test_repetition_penalty_by_eye():
     """Token 0 is in the prompt and 1 in the completion."""
     params = SamplingParams(max_tokens=1, repetition_penalty=2.0)

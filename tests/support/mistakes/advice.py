@@ -338,6 +338,8 @@ SECTIONS: dict[str, dict[str, str]] = {
             "0.5 and 3 are usual; [what they bound](algorithms.md#engine-and-trainer-mismatch)."
         ),
         "Corrected an engine by sequences with vespo": "",
+        "Kept sampling masks with vLLM": "",
+        "Kept sampling masks with lenient reuse": "",
         "Used speculative_reuse with a repetition penalty": "",
         "Used speculative_reuse with another engine": "",
         "Asked for fewer than no steps of staleness": (

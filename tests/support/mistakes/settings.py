@@ -166,6 +166,20 @@ SETTINGS = [
         kind=UserWarning,
     ),
     setting(
+        "Kept sampling masks with vLLM",
+        {"keep_sampling_mask": True, "top_p": 0.9, "use_vllm": True},
+        "keep_sampling_mask=True with use_vllm=True",
+        "only the built-in engine returns which tokens it sampled from",
+        "Leave one of the two out",
+    ),
+    setting(
+        "Kept sampling masks with lenient reuse",
+        {"keep_sampling_mask": True, "top_p": 0.9, "speculative_reuse": "lenient"},
+        "keep_sampling_mask=True with speculative_reuse='lenient'",
+        "its probability would be 0",
+        "Set speculative_reuse='exact'",
+    ),
+    setting(
         "Used speculative_reuse with a repetition penalty",
         {"speculative_reuse": "exact", "repetition_penalty": 1.1},
         r"speculative_reuse='exact' with repetition_penalty=1\.1",

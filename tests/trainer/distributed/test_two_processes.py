@@ -92,6 +92,16 @@ CASES = {
         "settled": True,
         "max_tokens_per_micro_batch": 30,
     },
+    "sampling masks, a group over both processes": {
+        "method": "grpo",
+        "num_generations": 8,
+        "num_iterations": 2,
+        "beta": 0.05,
+        "keep_sampling_mask": True,
+        "top_p": 0.8,
+        "repetition_penalty": 1.2,
+        "settled": True,
+    },
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

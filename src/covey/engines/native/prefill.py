@@ -153,8 +153,9 @@ def verify_drafts(
     params = sequences[0].request.params
     lenient = sequences[0].request.draft_lenience is not None and params.temperature > 0
     sampled_tiles, draft_tiles = [], []
+    masks: list[list[int]] = []
     for tile, logits in logit_tiles(model, hidden):
-        sampled_tiles.append(sample_tokens(logits, seeds[tile], steps[tile], params))
+        sampled_tiles.append(sample_tokens(logits, seeds[tile], steps[tile], params, None, masks))
         if lenient:
             draft_tiles.append(score_tokens(logits, tokens[tile], params.temperature))
     chosen = concatenate(sampled_tiles)
@@ -166,7 +167,8 @@ def verify_drafts(
     columns = [column.split(lengths) for column in chosen]
     for sequence, mask, *results in zip(sequences, accepted.split(lengths), *columns, strict=True):
         sequence.reused = int(mask.long().cumprod(0).sum())
-        sequence.append(*(result[: sequence.reused + 1].tolist() for result in results))
+        own, masks = masks[: len(mask)], masks[len(mask) :]
+        sequence.append(*(result[: sequence.reused + 1].tolist() for result in results), own)
     return computed, [len(sequence.token_ids) for sequence in sequences]
 
 

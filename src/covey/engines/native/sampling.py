@@ -26,7 +26,10 @@ _SECOND = -0x6B2FB644ECCEEE15
 
 
 class SampledTokens(NamedTuple):
-    """Tokens [R], their log-probabilities [R] and entropies [R], at the sampling temperature, before any filter."""
+    """Tokens [R], their log-probabilities [R] and entropies [R], at the sampling temperature, before any filter.
+
+    Under `SamplingParams.keep_mask`: after all filters.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -34,28 +37,43 @@ class SampledTokens(NamedTuple):
 
 
 def sample_tokens(
-    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, adjusted: Tensor | None = None
+    logits: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    params: SamplingParams,
+    adjusted: Tensor | None = None,
+    masks: list[list[int]] | None = None,
 ) -> SampledTokens:
     """Sample one token per row from logits [R, V], with [R] seeds and numbers of tokens sampled before (`steps`).
 
-    `adjusted` [R, V]: logits to sample from in their place, which are not those that the policy is scored by.
+    `adjusted` [R, V]: logits to sample from in their place, which are not those that the policy is scored by, except
+    under `params.keep_mask`; then `masks` receives the `kept_ids` of each row.
     """
     rows = len(logits) if logits.is_cuda else max(1, CPU_CHUNK // logits.shape[-1])
     if len(logits) <= rows:
-        return _sample_chunk(logits, seeds, steps, params, adjusted)
+        return _sample_chunk(logits, seeds, steps, params, adjusted, masks)
     chunks = [
-        _sample_chunk(logits[chunk], seeds[chunk], steps[chunk], params, None if adjusted is None else adjusted[chunk])
-        for chunk in (slice(start, start + rows) for start in range(0, len(logits), rows))
+        _sample_chunk(logits[i], seeds[i], steps[i], params, None if adjusted is None else adjusted[i], masks)
+        for i in (slice(start, start + rows) for start in range(0, len(logits), rows))
     ]
     return concatenate(chunks)
 
 
 def _sample_chunk(
-    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, adjusted: Tensor | None
+    logits: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    params: SamplingParams,
+    adjusted: Tensor | None,
+    masks: list[list[int]] | None,
 ) -> SampledTokens:
-    filters = params.truncates or adjusted is not None
+    filters = (params.truncates or adjusted is not None) and not params.keep_mask
     logits = logits.float()
     reported = logits if params.temperature in (0.0, 1.0) else logits / params.temperature
+    if params.keep_mask:
+        reported = logits = filter_logits(logits if adjusted is None else adjusted, params)
+        if masks is not None:
+            masks += kept_ids(logits)
     top, weights, below = _weights(reported)
     blocks = block_sums(weights)
     total = blocks.sum(-1)
@@ -112,6 +130,14 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits
+
+
+def kept_ids(filtered: Tensor) -> list[list[int]]:
+    """Tokens that each row of filtered logits [R, V] keeps, with one copy to the host; [] where it keeps all."""
+    kept = filtered > -torch.inf
+    kept &= ~kept.all(-1, keepdim=True)
+    row, ids = kept.nonzero().cpu().unbind(1)
+    return [own.tolist() for own in ids.split(row.bincount(minlength=len(kept)).tolist())]
 
 
 def block_sums(weights: Tensor) -> Tensor:
@@ -190,6 +216,7 @@ class SequenceState:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    masks: list[list[int]] = field(default_factory=list)  # under `keep_mask`
     reused: int = 0  # tokens taken from its draft
     finish: FinishReason | None = None  # why it ended; None while it is decoded
 
@@ -214,7 +241,9 @@ class SequenceState:
             return []
         return tokens[: min(self._length_to_end([], tokens) or len(tokens), self.budget)]
 
-    def append(self, tokens: list[int], logprobs: list[float], entropies: list[float]) -> None:
+    def append(
+        self, tokens: list[int], logprobs: list[float], entropies: list[float], masks: Sequence[list[int]] = ()
+    ) -> None:
         """Append sampled tokens, up to the one that ends the sequence; ignored when it is finished."""
         if self.finish is not None:
             return
@@ -224,6 +253,7 @@ class SequenceState:
         self.token_ids += tokens[:count]
         self.logprobs += logprobs[:count]
         self.entropies += entropies[:count]
+        self.masks += masks[:count]
         if end:
             self.finish = FinishReason.STOP
         elif len(self.token_ids) >= self.budget:
@@ -243,7 +273,11 @@ class SequenceState:
                 )
             )
         else:
-            self.done.set_result(Completion(self.token_ids, self.logprobs, self.finish, self.entropies, self.reused))
+            masks = self.masks if self.request.params.keep_mask else None
+            completion = Completion(
+                self.token_ids, self.logprobs, self.finish, self.entropies, self.reused, sampling_mask=masks
+            )
+            self.done.set_result(completion)
 
     def _length_to_end(self, before: list[int], tokens: list[int]) -> int:
         """Number of tokens up to the one that ends the sequence, by itself or by completing a text; 0 without one."""
@@ -298,6 +332,7 @@ class Batch:
         self.sequences = sequences
         self.check_interval = check_interval or (1 if device.type == "cpu" else 8)
         self.history: list[SampledTokens] = []
+        self._masks: list[list[list[int]]] = []  # of each step of `history` and each sequence
         self._count = 0
         self._stops = False
         end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
@@ -329,25 +364,31 @@ class Batch:
             params, indices = self._by_settings[0]
             changed = params.extra or params.repetition_penalty != 1.0
             adjusted = self._adjusted(logits, indices) if changed else None
-            sampled = sample_tokens(logits, self._seeds, self.steps, params, adjusted)
+            masks: list[list[int]] = []
+            sampled = sample_tokens(logits, self._seeds, self.steps, params, adjusted, masks)
         else:
-            sampled = self._sample_by_settings(logits)
+            sampled, masks = self._sample_by_settings(logits)
         self.history.append(sampled)
+        self._masks.append(masks or [[]] * len(logits))
         self._count += 1
         self.last = sampled.tokens
         self.steps = self.steps + 1
         self.positions = torch.minimum(self.positions + 1, self._last_position)
         self._ended |= torch.isin(sampled.tokens, self._end_ids) | (self.steps >= self._budgets)
 
-    def _sample_by_settings(self, logits: Tensor) -> SampledTokens:
+    def _sample_by_settings(self, logits: Tensor) -> tuple[SampledTokens, list[list[int]]]:
         chunks, order = [], []
+        masks: list[list[int]] = []
         for params, indices in self._by_settings:
             order += indices
             at = torch.tensor(indices, device=logits.device)
             adjusted = self._adjusted(logits[at], indices)
-            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted))
+            own: list[list[int]] = []
+            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted, own))
+            masks += own or [[]] * len(indices)
         back = torch.tensor(order, device=logits.device).argsort()
-        return SampledTokens(*(torch.cat(column)[back] for column in zip(*chunks, strict=True)))
+        sampled = SampledTokens(*(torch.cat(column)[back] for column in zip(*chunks, strict=True)))
+        return sampled, [masks[index] for index in back.tolist()]
 
     def _adjusted(self, logits: Tensor, indices: list[int]) -> Tensor | None:
         """Logits [n, V] of the sequences at `indices` as their tokens change them; None where nothing does."""
@@ -379,9 +420,11 @@ class Batch:
         if not self.history:
             return
         columns = [torch.stack(column, dim=1).tolist() for column in zip(*self.history, strict=True)]
+        columns.append(list(zip(*self._masks, strict=True)))
         for sequence, *sampled in zip(self.sequences, *columns, strict=True):
             sequence.append(*sampled)
         self.history.clear()
+        self._masks.clear()
 
 
 def compaction_moves(finished: list[bool]) -> list[tuple[int, int]]:

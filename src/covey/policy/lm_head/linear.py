@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from covey.policy.lm_head.support import SampledSupport
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
 TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     words: int  # v, most vocabulary entries in a tile
     usual: tuple[int, int]  # n and v of a call with many tokens, by which arithmetic is chosen; the same in every call
     gradient_in_forward: bool  # compute the hidden states' gradient in the forward pass; see `LinearHead`
+    support: SampledSupport | None  # of the tokens' distributions; None: the whole softmax
 
 
 class Tile(NamedTuple):
@@ -51,6 +53,7 @@ def plan_of(
     entropy: bool,
     compute: torch.dtype,
     chunk_size: int,
+    support: SampledSupport | None = None,
 ) -> Plan:
     """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V]."""
     wide = torch.promote_types(compute, torch.float32)
@@ -60,8 +63,9 @@ def plan_of(
     usual = (chunk_size, max(1, min(size // chunk_size, len(weight))))
     # The gradient by a frozen head's input needs the forward products alone, unless entropies may be differentiated.
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    in_forward = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy and curve.cap is None
-    return Plan(curve, entropy, compute, wide, tokens, words, usual, in_forward)
+    straight = curve.cap is None and (support is None or support.penalty == 1.0)
+    in_forward = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy and straight
+    return Plan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support)
 
 
 class LinearHead(torch.autograd.Function):
@@ -108,7 +112,11 @@ class _Tiles:
         size = plan.tokens * plan.words
         self.buffer = torch.empty(size, dtype=plan.compute, device=hidden.device)
         self.arithmetic = _arithmetic_for(plan, hidden.device)(
-            plan.curve, minus_inf=bias is not None, size=size, wide=plan.wide, device=hidden.device
+            plan.curve,
+            minus_inf=bias is not None or plan.support is not None,
+            size=size,
+            wide=plan.wide,
+            device=hidden.device,
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Iterator[Tile]]]:
@@ -128,7 +136,8 @@ class _Tiles:
                 torch.addmm(x, inputs, words.T, beta=0, alpha=gain, out=x)
             else:
                 torch.addmm(bias, inputs, words.T, beta=gain, alpha=gain, out=x)
-            yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words)))
+            support = None if self.plan.support is None else self.plan.support.tile(part, start, len(words))
+            yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words), support))
 
     def sums(self) -> tuple[RowSums, Tensor | None]:
         """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H]."""
@@ -178,8 +187,8 @@ class _Tiles:
 
 
 def _arithmetic_for(plan: Plan, device: torch.device) -> type[TorchTiles]:
-    """Triton kernels on CUDA, where they are available, right and fast; else torch."""
-    if device.type != "cuda" or plan.wide != torch.float32 or find_spec("triton") is None:
+    """Triton kernels on CUDA, where they are available, right and fast; else torch, as under sampling masks."""
+    if device.type != "cuda" or plan.wide != torch.float32 or plan.support or find_spec("triton") is None:
         return TorchTiles
     from covey.policy.lm_head.triton_tiles import fastest_tiles
 

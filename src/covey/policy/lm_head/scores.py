@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.core.model import patched_forward
 from covey.policy.lm_head.linear import LinearHead, plan_of
+from covey.policy.lm_head.support import SampledSupport, TileSupport
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
 CHUNK_BYTES = 256 * 2**20  # most bytes of a chunk's float32 logits if the head is called as a module
@@ -62,9 +63,18 @@ def head_of(model: Any, *, float32: bool = False) -> Head:
 
 
 def score_hidden(
-    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float, entropy: bool, chunk_size: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    temperature: float,
+    entropy: bool,
+    chunk_size: int,
+    support: SampledSupport | None = None,
 ) -> TokenScores:
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
+
+    Distributions are the softmax at the temperature, or what sampling left of it (`support`).
 
     Sums are taken in float32 or wider. Half-precision products are rounded once, as in the model itself, so a log-prob
     is good to 2^-8 (bfloat16) or 2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError
@@ -77,7 +87,7 @@ def score_hidden(
         )
     linear = plain_linear(head.module, called=head.forward is not None)
     if linear is None:
-        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size)
+        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support)
     device = hidden.device.type
     if head.float32:
         compute = torch.promote_types(linear.weight.dtype, torch.float32)
@@ -85,7 +95,9 @@ def score_hidden(
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
     curve = Curve.of(head.scale, head.soft_cap, temperature)
     weight, bias = linear.weight, linear.bias
-    plan = plan_of(hidden, weight, bias, curve, entropy=entropy, compute=compute, chunk_size=chunk_size)
+    plan = plan_of(
+        hidden, weight, bias, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support
+    )
     return TokenScores(*LinearHead.apply(hidden, weight, bias, targets, plan))
 
 
@@ -105,7 +117,13 @@ def _is_linear(module: Any) -> bool:
 
 
 def _score_by_calls(
-    hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: bool, chunk_size: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float,
+    entropy: bool,
+    chunk_size: int,
+    support: SampledSupport | None,
 ) -> TokenScores:
     size = chunk_size
     if words := getattr(head.module, "out_features", None):
@@ -114,16 +132,18 @@ def _score_by_calls(
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
 
-    def score(states: Tensor, chunk: Tensor, cached: list[RowSums]) -> tuple[Tensor, Tensor | None]:
-        return LogprobAndEntropy.apply(head(states), chunk, entropy, temperature, cached)
+    def score(states: Tensor, part: slice, cached: list[RowSums]) -> tuple[Tensor, Tensor | None]:
+        logits = head(states)
+        tile = None if support is None else support.tile(part, 0, logits.shape[1])
+        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile)
 
     scores: list[tuple[Tensor, Tensor | None]] = []
-    for states, chunk in zip(hidden.split(size), targets.split(size), strict=True):
-        cached: list[RowSums] = []
+    for number, states in enumerate(hidden.split(size)):
+        part, cached = slice(number * size, (number + 1) * size), list[RowSums]()
         if recompute:
-            scores.append(checkpoint(score, states, chunk, cached, use_reentrant=False))
+            scores.append(checkpoint(score, states, part, cached, use_reentrant=False))
         else:
-            scores.append(score(states, chunk, cached))
+            scores.append(score(states, part, cached))
     logprobs = torch.cat([logprobs for logprobs, _ in scores])
     entropies = [entropies for _, entropies in scores if entropies is not None]
     return TokenScores(logprobs, torch.cat(entropies) if entropy else None)
@@ -134,30 +154,37 @@ class LogprobAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, entropy: bool, temperature: float, cached: list[RowSums]
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        entropy: bool,
+        temperature: float,
+        cached: list[RowSums],
+        support: TileSupport | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """logits [n, V], targets [n] int64 -> log-probs [n] and entropies [n] or None, float32 or wider.
 
         `cached` receives the rows' sums, so that a recomputation in the backward pass need not sum again.
         """
         ctx.curve = Curve.of(1.0, None, temperature)
+        ctx.columns = TargetColumns.of(targets, 0, logits.shape[1], support)
         if not cached:
             x = _scaled(logits, ctx.curve)
             cached.append(RowSums.empty(len(x), x, entropy))
-            _tiles_for(x).add(x, TargetColumns.of(targets, 0, x.shape[1]), cached[0])
+            _tiles_for(x).add(x, ctx.columns, cached[0])
         log_z, logprobs, entropies = cached[0].results()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, log_z, logprobs, entropies)
+        ctx.save_for_backward(logits, log_z, logprobs, entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, targets, log_z, logprobs, entropies = ctx.saved_tensors
+        logits, log_z, logprobs, entropies = ctx.saved_tensors
         rows = RowGradients.of(log_z, logprobs, entropies, *grads)
         x = _scaled(logits, ctx.curve)
-        grad = _tiles_for(x).gradient(x, TargetColumns.of(targets, 0, x.shape[1]), rows)
+        grad = _tiles_for(x).gradient(x, ctx.columns, rows)
         grad.mul_((rows.factor() * ctx.curve.gain)[:, None])
-        return grad.to(logits.dtype), None, None, None, None
+        return grad.to(logits.dtype), None, None, None, None, None
 
 
 def _scaled(logits: Tensor, curve: Curve) -> Tensor:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from covey.policy.lm_head.support import TileSupport
+
 IMPOSSIBLE = -1e4  # replaces a log-prob of -inf where it is multiplied by its probability: its exp is 0 in every dtype
 
 
@@ -94,12 +96,13 @@ class TargetColumns(NamedTuple):
 
     offset: Tensor
     column: Tensor
+    support: TileSupport | None = None  # of the rows' distributions; None: the whole softmax
 
     @classmethod
-    def of(cls, targets: Tensor, start: int, width: int) -> "TargetColumns":
+    def of(cls, targets: Tensor, start: int, width: int, support: TileSupport | None = None) -> "TargetColumns":
         """Columns of targets [n] in a tile of the vocabulary entries start .. start + width."""
         offset = targets - start
-        return cls(offset, offset.clamp(0, width - 1))
+        return cls(offset, offset.clamp(0, width - 1), support)
 
     def put(self, tile: Tensor, values: Tensor | float) -> None:
         """Set the targets' entries [n] of a tile, in rows whose target is in it."""
@@ -128,6 +131,8 @@ class TorchTiles:
         targets, valid until the next call; and the factor [n] by which sums of earlier such tiles shrink.
         """
         z = self._logits(x)
+        if targets.support is not None:
+            targets.support.apply_(z)
         chosen = z.gather(1, targets.column[:, None])[:, 0]
         torch.where(targets.offset == targets.column, chosen, sums.chosen, out=sums.chosen)
         peak = torch.maximum(sums.peak, z.amax(1))
@@ -159,6 +164,7 @@ class TorchTiles:
         if self.curve.cap is not None:  # dz / dx = cap (1 - tanh^2), and z / cap is the tanh
             slope = torch.div(z, self.curve.cap, out=self._scratch_like("slope", z)).square_().neg_().add_(1.0)
             slope.mul_(self.curve.cap)
+        by_penalty = None if targets.support is None else targets.support.apply_(z)
         log_p = z.sub_(rows.log_z[:, None])
         if rows.by_entropy is None:
             grad = log_p.exp_()
@@ -170,8 +176,9 @@ class TorchTiles:
             grad = log_p.add_(rows.entropy[:, None]).mul_(rows.by_entropy[:, None])
             grad.add_(rows.by_logprob[:, None]).mul_(p)
         targets.put(grad, rows.at_target)
-        if slope is not None:
-            grad.mul_(slope)
+        for factor in (slope, by_penalty):
+            if factor is not None:
+                grad.mul_(factor)
         return grad if x.dtype == grad.dtype else x.copy_(grad)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -51,7 +51,9 @@ def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, pa
 
 
 def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
-    """The settings, by name, that make the sampling distribution another than the softmax at the temperature."""
+    """The settings, by name, that make the sampling distribution another than the one that the trainer scores."""
+    if args.keep_sampling_mask:
+        return []
     settings = {
         "top_k": params.top_k > 0,
         "top_p": params.top_p < 1.0,

@@ -122,7 +122,7 @@ class EvalSuite:
         changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_completion_length is not None:
             changes["max_tokens"] = self.max_completion_length
-        return replace(params, **changes)
+        return replace(params, keep_mask=False, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
         if not self.pass_at and not self.maj_at:
