@@ -20,6 +20,7 @@ from tests.rewards.conftest import RecordingContext, make_rollout
 from tests.support import runs
 
 DEADLINE = 0.3
+LATE = 3.0  # seconds after it: less than 1 on a machine of its own, but tests run next to others
 FAST = ("exits with 3", "segfaults", "stops its parent", "backtracks", "sleeps with signals blocked", "leaks", "forks")
 FAST += ("holds the interpreter", "writes to all files", "hangs when pickled", "leaves a daemon", "forks and returns")
 CASES = [
@@ -63,7 +64,7 @@ def test_a_hostile_reward_ends_at_its_deadline(hostile, name: str):
     assert call(hostile, batch_of("fine"), None, 20.0).values == [1.0]  # the process is up
     start = time.monotonic()
     [value] = call(hostile, batch_of(name), None, DEADLINE).values
-    assert time.monotonic() - start < DEADLINE + 1.0
+    assert time.monotonic() - start < DEADLINE + LATE
     assert value == 1.0 if name in functions.HARMLESS else math.isnan(value)
     hostile.worker.close()
     assert not left_behind(os.environ["COVEY_TEST_HOSTILE"])
@@ -86,9 +87,11 @@ def suites():
         suite.close()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("segfaults", "failures"), ("loops", "timeouts")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("segfaults", "failures"), pytest.param("loops", "timeouts", marks=pytest.mark.slow)]
+)
 def test_other_completions_keep_their_rewards(suites, score, name: str, kind: str):
-    suite = suites(functions.hostile, timeout=3.0)
+    suite = suites(functions.hostile, timeout=12.0)
     with pytest.warns(RewardWarning):
         rewards, stats = score(suite, ["a", name, "b"])
     assert rewards == [[1.0], [None], [1.0]]
