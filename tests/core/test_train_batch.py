@@ -192,3 +192,4 @@ def test_sampling_masks_move_with_their_tokens():
     assert (joined.kept_counts.tolist(), joined.kept_ids.tolist()) == ([1, 2, 0, 0, 0], [12, 10, 20])
     assert torch.equal(joined.silenced().kept_counts, joined.kept_counts)
     assert joined.select(torch.tensor([2])).kept_ids.tolist() == []
+    assert collate([sampled([1], [10, 11], [[], []]), sampled([1], [], [])]).kept_counts is None  # all were kept

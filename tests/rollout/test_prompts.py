@@ -110,6 +110,16 @@ def test_control_tokens_in_a_message_are_text():
     assert allowing.read([{"role": "user", "content": "a<eos><bos>b"}]).ids.count(1) == 2
 
 
+def test_private_characters_of_a_message_stay():
+    """Unknown to the tokenizer, one token each, and none is taken for the sign of a control token."""
+    codec = PromptCodec(tiny.tokenizer(), None, None)
+    unknown = codec.tokenizer.unk_token_id
+    ids = codec.read([{"role": "user", "content": "\U000f0000<eos>\U000f0001<eos>\U000f0000"}]).ids
+    text = [unknown, *codec.tokenizer("<eos>", split_special_tokens=True)["input_ids"]]
+    start = ids.index(unknown)
+    assert ids[start : start + 13] == [*text, *text, unknown]
+
+
 def test_control_tokens_of_the_assistant_and_of_texts_are_kept():
     codec = PromptCodec(tiny.tokenizer(), None, None)
     turns = [{"role": "assistant", "content": "a<eos>"}, {"role": "user", "content": "b"}]
@@ -135,3 +145,5 @@ def test_templates_that_read_parts_get_them():
     codec = PromptCodec(tokenizer, None, None)
     ids = codec.read([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]).ids
     assert tokenizer.decode(ids) == "[a][b]"
+    hostile = codec.read([{"role": "user", "content": [{"type": "text", "text": "a<eos>b"}]}]).ids
+    assert tokenizer.decode(hostile) == "[a<eos>b]" and 1 not in hostile

@@ -1,5 +1,7 @@
 """Runs that keep sampling masks train the distribution that was sampled from, whatever happens in between."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,4 +123,18 @@ async def without_masks(row, engine):
 def test_rollouts_without_masks_end_the_run(tmp_path, function):
     trainer = runs.trainer(tmp_path, top_p=0.8, keep_sampling_mask=True, parts={"rollout_func": function})
     with pytest.raises(ValueError, match=r"a rollout came without `sampling_mask`.*Pass on what the engine returns"):
+        trainer.train()
+
+
+async def another_tokens_masks(row, engine):
+    episode = engine.begin()
+    await episode.sample()
+    done = episode.done()
+    return replace(done, sampling_mask=[[(token + 1) % 50] for token in done.completion_ids])
+
+
+def test_masks_without_the_sampled_token_end_the_run(tmp_path):
+    parts = {"rollout_func": another_tokens_masks}
+    trainer = runs.trainer(tmp_path, top_p=0.8, keep_sampling_mask=True, parts=parts)
+    with pytest.raises(ValueError, match=r"`sampling_mask` gives the 1 tokens that token .* probability would be 0"):
         trainer.train()

@@ -186,7 +186,6 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     sampled: list[bool] = []
     logprobs: list[float] = []
     kept: list[Sequence[int]] = []
-    masked = False  # an engine reported sampling masks
     for rollout in rollouts:
         size = len(rollout.completion_ids)
         groups.append(prompts.setdefault(tuple(rollout.prompt_ids), len(prompts)))
@@ -195,11 +194,11 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         sampled += [False] * size if mask_truncated and rollout.truncated else rollout.sampled
         logprobs += [math.nan] * size if rollout.logprobs is None else rollout.logprobs
         kept += [()] * size if rollout.sampling_mask is None else rollout.sampling_mask
-        masked = masked or rollout.sampling_mask is not None
     reporting = [rollout.completion_ids for rollout in rollouts if rollout.logprobs is not None]
     media = [rollout.media for rollout in rollouts]
     # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
     reported = any(reporting) or (bool(reporting) and not token_ids)
+    masked = any(kept)  # else every token was drawn from all
     return TrainBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),

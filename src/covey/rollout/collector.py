@@ -208,8 +208,19 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                     " `done()` does so), or leave keep_sampling_mask False. A rollout_func(prompts, trainer) cannot"
                     " return masks."
                 )
+            _check_masks(rollout)
             rollout.group = numbers.setdefault((rollout.group, tuple(rollout.prompt_ids)), len(numbers))
     return rollouts
+
+
+def _check_masks(rollout: Rollout) -> None:
+    triples = zip(rollout.completion_ids, rollout.sampled, rollout.sampling_mask or (), strict=False)
+    for token, sampled, mask in triples:
+        if sampled and len(mask) and token not in mask:
+            raise ValueError(
+                f"a rollout's `sampling_mask` gives the {len(mask)} tokens that token {token} was drawn from, and it is"
+                " not one of them: its probability would be 0. Give each token's own list, or an empty one for all."
+            )
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

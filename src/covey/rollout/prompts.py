@@ -56,12 +56,19 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, allowed: bool = False):
         texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
         self.tokenizer, self.texts = tokenizer, [] if allowed else sorted(texts, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
+        # Private characters of a message's own are hidden like control tokens, so that none is taken for one.
+        patterns = [] if allowed else [*map(re.escape, self.texts), "[\U000f0000-\U0010ffff]"]
+        self._pattern = re.compile("|".join(patterns) or "(?!)")
+        self._ids: dict[str, list[int]] = {}  # of texts that were hidden; asking the tokenizer switches its state
 
     def hide(self, text: str, hidden: dict[str, str]) -> str:
+        signs = {control: character for character, control in hidden.items()}
+
         def sign(found: re.Match[str]) -> str:
-            hidden[character := chr(0xF0000 + len(hidden))] = found[0]
-            return character
+            if found[0] not in signs:
+                signs[found[0]] = chr(0xF0000 + len(hidden))
+                hidden[signs[found[0]]] = found[0]
+            return signs[found[0]]
 
         return self._pattern.sub(sign, text)
 
@@ -69,9 +76,16 @@ class ControlTokens:
         """Tokens of a rendered conversation in which each private character is the text of a control token."""
         ids: list[int] = []
         for piece in re.split(f"([{''.join(hidden)}])", rendered) if hidden else [rendered]:
-            text, is_text = hidden.get(piece, piece), piece in hidden
-            ids += self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
+            ids += self._as_text(hidden[piece]) if piece in hidden else self._tokens(piece, False)
         return ids
+
+    def _as_text(self, control: str) -> list[int]:
+        if control not in self._ids:
+            self._ids[control] = self._tokens(control, True)
+        return self._ids[control]
+
+    def _tokens(self, text: str, is_text: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"])
 
 
 @dataclass(eq=False, repr=False)
@@ -204,10 +218,21 @@ class PromptCodec:
             content = message.get("content")
             if isinstance(content, list) and self._prints_parts:
                 content = content_text(content)
-            if isinstance(content, str) and message["role"] != "assistant":
-                content = self.controls.hide(content, hidden)
+            if message["role"] != "assistant":
+                content = self._hide(content, hidden)
             plain.append(message if content is message.get("content") else {**message, "content": content})
         return plain
+
+    def _hide(self, content: Any, hidden: dict[str, str]) -> Any:
+        if isinstance(content, str):
+            return self.controls.hide(content, hidden)
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            texts = [part.get("text") for part in content]
+            return [
+                {**part, "text": self.controls.hide(text, hidden)} if isinstance(text, str) else part
+                for part, text in zip(content, texts, strict=True)
+            ]
+        return content
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""

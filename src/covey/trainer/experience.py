@@ -48,7 +48,7 @@ class BehaviourScorer:
         with context.phases("score"):
             self.settle_layout(batch)
             if context.args.log_entropy:
-                self.measure_entropies(rollouts, batch)
+                self.measure_entropies(rollouts)
             entropy = sampling_entropy(rollouts, batch)
             self.entropy_known = bool(entropy)
             context.metrics.add(entropy, context.mode)
@@ -86,12 +86,13 @@ class BehaviourScorer:
         context.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, context.mode)
         return segment_sum(kl, batch.lengths).cpu()
 
-    def measure_entropies(self, rollouts: Sequence[Rollout], batch: TrainBatch) -> None:
+    def measure_entropies(self, rollouts: Sequence[Rollout]) -> None:
         """Score the entropies of rollouts where the engine of any process did not report them. Collective."""
         lacking = any(rollout.entropies is None for rollout in rollouts)
         if not any(self.context.collectives.gather(lacking, "ask for entropies")):
             return
         policy = self.context.loop.policy
+        batch = collate(rollouts).to(self.context.device)  # with truncated completions, learned from or not
         values = self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
         for rollout, own in zip(rollouts, values.cpu().split(batch.lengths.tolist()), strict=True):
             rollout.entropies = own.tolist()

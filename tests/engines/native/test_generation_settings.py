@@ -182,6 +182,7 @@ def test_penalties_count_the_completion_alone():
     ("extra", "error"),
     [
         ({"num_beams": 4}, "no setting 'num_beams'.*It knows stop, .*, stop_strings"),
+        ({"stop": ["a"], "stop_strings": ["b"]}, "has 'stop_strings' and 'stop', two names of one setting"),
         ({"stop": ""}, "stop texts are not empty"),
         ({"stop": [3]}, "stop texts are not empty"),
         ({"logit_bias": {"200": 1.0}}, "token ids are at least 0 and below 104"),

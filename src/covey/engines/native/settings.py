@@ -101,6 +101,9 @@ def read_settings(extra: Mapping[str, Any], tokenizer: Any = None, ends: Iterabl
             f" knows {', '.join((*_KNOWN, *_ALIASES))}, and the fields temperature, top_k, top_p, min_p,"
             " repetition_penalty, max_completion_length and seed."
         )
+    twice = [f"{name!r} and {own!r}" for name, own in _ALIASES.items() if {name, own} <= set(extra) and own in given]
+    if twice:
+        raise ValueError(f"generation_kwargs={dict(extra)!r} has {twice[0]}, two names of one setting: leave one out.")
     try:
         end_ids = {*_token_ids(given.pop("eos_token_id", ends)), *_token_ids(given.pop("stop_token_ids", ()))}
         biases = given.pop("logit_bias", {})

@@ -162,7 +162,7 @@ def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str,
         "logprobs": 0,
         **completions.common_settings(params, ends),
         **params.extra,
-        "stop_token_ids": sorted({*ends, *params.extra.get("stop_token_ids", ())}),
+        "stop_token_ids": sorted({*ends, *(params.extra.get("stop_token_ids") or ())}),
     }
 
 
