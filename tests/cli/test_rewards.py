@@ -123,3 +123,23 @@ def test_completions_of_a_run_are_read(tmp_path, capsys):
 
 def test_rows_without_completions_are_an_error(examined, capsys):
     assert examined("right", [{"prompt": "2+2="}])[0] == 2
+
+
+def test_a_column_that_the_rows_lack_is_one_error(examined, capsys):
+    assert examined("right", [{"prompt": "2+2=", "completion": "4"}] * 3) == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"prompt": "a\u2028b", "completion": "4", "answer": "4"}\n\n', None),  # JSON allows that break in a text
+        ("[1]", "must hold rows with `prompt` and `completion`"),
+        ('\n{"prompt"', "rows.jsonl, line 2, is no JSON"),
+    ],
+)
+def test_lines_are_read_as_json_lines(tmp_path, capsys, text, error):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+    arguments = [f"{tmp_path}/functions.py:right", "--completions", str(tmp_path / "rows.jsonl")]
+    assert main(["rewards", "test", *arguments]) == (2 if error else 0)
+    assert (error or "") in capsys.readouterr().err

@@ -163,3 +163,16 @@ def test_the_report_begins_with_advice_and_merges_spellings(tmp_path):
     assert ">rewards/a/mean<" in text and ">reward/a/mean<" not in text
     assert text.count(meanings()["phase/{name}"]) == 1
     assert "Mind &lt;it&gt;" in text
+
+
+def test_a_column_that_is_text_in_some_rows_is_no_column_of_numbers(tmp_path):
+    rows = [{"prompt": "2+2=", "completion": "4", "reward": 1.0, "seen": seen} for seen in (None, "<script>")]
+    page = write_report(tmp_path / "a.html", title="Run", config={}, log_history=[], group=rows).read_text()
+    assert "<script>" not in page and "<th>reward</th>" in page
+
+
+def test_names_with_dollars_or_half_characters_are_written(tmp_path):
+    name = "a$\\frac$ \udcff"
+    page = write_report(tmp_path / "a.html", title="Run", config={"model": name}, log_history=HISTORY)
+    assert r"a$\frac$ \udcff" in page.read_text()
+    assert plot_curves(HISTORY, tmp_path / "a.png", "a$\\frac$").exists()

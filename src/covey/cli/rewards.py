@@ -16,6 +16,7 @@ from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
+from covey.rewards.contract import MissingArgument
 
 CONTEXT = RewardContext(None, lambda column, values: None, lambda name, value: None)
 Row = dict[str, Any]
@@ -31,14 +32,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, default=64, help="number of completions to use (64)")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for a call (30)")
     given = parser.parse_args(list(argv))
-    rows = _logged(given.run) if given.run else list(map(json.loads, given.completions.read_text().splitlines()))
-    rows = rows[: given.limit]
-    if not rows or not all({"prompt", "completion"} <= row.keys() for row in rows):
+    if given.limit < 1:
+        raise ValueError(f"--limit {given.limit} leaves no completions: give a number of at least 1.")
+    rows = (_logged(given.run) if given.run else _lines(given.completions))[: given.limit]
+    if not rows or not all(isinstance(row, dict) and {"prompt", "completion"} <= row.keys() for row in rows):
         raise ValueError(f"{given.run or given.completions} must hold rows with `prompt` and `completion`.")
     table = examine(RewardSuite(resolve_reward(given.function), timeout=given.timeout), rows)
     for verdict, check, result in table:
         print(f"{verdict:<6} {check:<24} {result}")
     return int(any(verdict == "WRONG" for verdict, _, _ in table))
+
+
+def _lines(path: Path) -> list[Row]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # texts may hold other breaks
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}, is no JSON: {error}") from error
+    return rows
 
 
 def _logged(run: Path) -> list[Row]:
@@ -76,7 +88,7 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
         alone += _score(suite, [row])[0]
         times.append((time.perf_counter() - started) * 1e3)
     compare("one at a time", alone, "note")
-    p95 = sorted(times)[int(0.95 * (size - 1))]
+    p95 = sorted(times)[math.ceil(0.95 * (size - 1))]
     table.append(("ok", "time, one at a time", f"median {statistics.median(times):.1f} ms, p95 {p95:.1f} ms"))
     texts = [completion_text(row["completion"]) for row in rows]
     compare("with a space at the end", _score(suite, rows, [f"{text} " for text in texts])[0], allowed=0.1)
@@ -103,6 +115,8 @@ def _score(suite: RewardSuite, rows: list[Row], texts: list[str] | None = None) 
         warnings.simplefilter("ignore")
         try:
             result = suite(rows, rollouts, CONTEXT)
+        except MissingArgument:  # of the rows, for which the function is not to blame
+            raise
         except RewardError as error:  # on all samples
             print(f"covey: {error}", file=sys.stderr)
             return [math.nan] * len(rows), len(rows)

@@ -121,7 +121,8 @@ def new_figure(width: float, height: float, title: str = "", fontsize: int = 12)
     from matplotlib.figure import Figure  # unlike pyplot it needs no screen
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
-    figure.suptitle(title, fontsize=fontsize, fontweight="bold", color=INK, x=0.01, ha="left")
+    style = {"fontsize": fontsize, "fontweight": "bold", "color": INK, "x": 0.01, "ha": "left"}
+    figure.suptitle(title, parse_math=False, **style)  # names may hold `$`
     return figure
 
 

@@ -67,7 +67,7 @@ def write_report(
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_bytes(page.encode("utf-8", "backslashreplace"))  # a command may hold half a character
     return path
 
 
@@ -102,7 +102,8 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of one prompt's completions, with their rewards and advantages."""
     if not rows:
         return ""
-    numbers = [name for name in rows[0] if name not in NOT_NUMBERS and isinstance(rows[0][name], int | float | None)]
+    names = [name for name in rows[0] if name not in NOT_NUMBERS]
+    numbers = [name for name in names if all(isinstance(row[name], int | float | None) for row in rows)]
     head = "".join(f"<th>{_text(name)}</th>" for name in (*numbers, "completion"))
     body = "".join(
         "<tr>"

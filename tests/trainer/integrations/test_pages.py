@@ -129,3 +129,23 @@ def test_the_command_to_go_on_is_the_one_that_was_given(monkeypatch):
     monkeypatch.delenv("COVEY_COMMAND")
     monkeypatch.setattr(sys, "argv", ["train.py", "--api_key", "secret", "--hub-token=secret", "--key"])
     assert command() == "python train.py --api_key ... --hub-token=... --key"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('--model_init_kwargs \'{"token": "hf_x", "dtype": "auto"}\'', "--model_init_kwargs '{dtype: auto}'"),
+        ("--model_init_kwargs='{token: hf_x}'", "'--model_init_kwargs={}'"),
+        ("--columns '{a: prompt}'", "--columns '{a: prompt}'"),
+        ("--peft '{r: 4, token: hf_x'", "--peft ..."),  # that cannot be read
+    ],
+)
+def test_mappings_of_the_command_are_shown_without_secrets(monkeypatch, given, shown):
+    monkeypatch.setenv("COVEY_COMMAND", f"covey grpo {given}")
+    assert command() == f"covey grpo {shown}"
+
+
+@pytest.mark.parametrize("given", ["--resume '/a b/c d'", "--resume-from-checkpoint='a b'", "--resume"])
+def test_the_command_to_go_on_has_one_folder(monkeypatch, given):
+    monkeypatch.setenv("COVEY_COMMAND", f"covey grpo {given} --beta 0")
+    assert resume_command() == "covey grpo --beta 0 --resume_from_checkpoint true"

@@ -1,9 +1,9 @@
 """The page and the curves of a run, written at every save, at its end and when it is interrupted."""
 
 import json
+import math
 import os
 import platform
-import re
 import shlex
 import sys
 import time
@@ -15,6 +15,7 @@ from statistics import pstdev
 from typing import Any
 
 import torch
+import yaml
 from transformers import TrainerCallback
 
 from covey.observability.dashboard import ProgressDisplay, duration
@@ -24,7 +25,7 @@ from covey.observability.plots import drawn_panels, plot_curves
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
-from covey.runtime.safe_text import SECRET
+from covey.runtime.safe_text import SECRET, without_secrets
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE, versions
 
@@ -123,15 +124,37 @@ def command() -> str:
         name, equals, _ = word.partition("=")
         if flag.startswith("--") and SECRET.fullmatch(flag[2:]):
             words[place] = "..."
-        elif equals and name.startswith("--") and SECRET.fullmatch(name[2:]):
-            words[place] = f"{name}=..."
+        elif equals and name.startswith("--"):
+            words[place] = f"{name}=..." if SECRET.fullmatch(name[2:]) else f"{name}={_public(word[len(name) + 1 :])}"
+        else:
+            words[place] = _public(word)
     return shlex.join(words)
+
+
+def _public(word: str) -> str:
+    """A value of a flag; a mapping in it, such as `{"token": "hf_x"}`, without secrets."""
+    if not word.lstrip().startswith("{"):
+        return word
+    try:
+        given = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return "..."
+    public = without_secrets(given)
+    return word if public == given else yaml.safe_dump(public, default_flow_style=True, width=math.inf).strip()
 
 
 def resume_command() -> str:
     if "COVEY_COMMAND" not in os.environ:
         return "trainer.train(resume_from_checkpoint=True)"
-    return re.sub(r" --resume([_-]from[_-]checkpoint)?[ =]\S+", "", command()) + " --resume_from_checkpoint true"
+    kept: list[str] = []
+    follows = False  # a resume flag, as its value
+    for word in shlex.split(command()):
+        flag, equals, _ = word.partition("=")
+        resumes = flag.replace("-", "_") in ("__resume", "__resume_from_checkpoint")
+        if not (resumes or (follows and not word.startswith("--"))):
+            kept.append(word)
+        follows = resumes and not equals
+    return shlex.join([*kept, "--resume_from_checkpoint", "true"])
 
 
 def changed(args: Any) -> dict[str, Any]:
