@@ -137,10 +137,11 @@ class Commit:
         self.output.mkdir(parents=True)
         if name in (".", "WORKTREE"):
             shutil.copytree(ROOT / "src", self.source, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / "docs", folder / "docs")  # the meanings of metrics are read from a page
             self.label = "the working tree"
         else:
             commit = git("rev-parse", "--verify", f"{name}^{{commit}}").decode().strip()
-            with tarfile.open(fileobj=BytesIO(git("archive", commit, "src"))) as archive:
+            with tarfile.open(fileobj=BytesIO(git("archive", commit, "src", "docs"))) as archive:
                 archive.extractall(folder, filter="data")
             self.label = f"{name} ({commit[:7]})"
         self.cache = caches / cache_key(self.source)
