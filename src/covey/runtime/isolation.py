@@ -127,6 +127,9 @@ class FunctionWorker:
         finally:
             self._until[0] = math.inf
         is_late = time.monotonic() >= until
+        if reply is None and not is_late:
+            with suppress(subprocess.TimeoutExpired):
+                pipes.wait(0.5)  # to its own end, whose cause is then known
         if is_late or reply is None:
             self.close()
         if reply is None and is_late:
