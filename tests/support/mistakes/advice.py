@@ -49,7 +49,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Loaded an adapter for inference, or froze the model": "",
         "Gave an optimizer of weights that are not trained, as of the model that a peft_config freezes": "",
         "Loaded the weights to train in float16": "",
-        "Used sync_ref_model with an adapter": "Switch one of the two off.",
+        "Used sync_ref_model with an adapter": "",
         "Asked for speculative_reuse with linear attention, state-space or convolution layers": "",
         "Sampled with the built-in engine from a model whose state cannot be copied": (
             "Sample from a server, or train another model. RWKV and RecurrentGemma are such models."
@@ -119,7 +119,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a tool without type hints or docstring": (
             "Add a hint for each argument and a Google-style docstring ([agents](agents.md#calling-tools))."
         ),
-        "Gave tools with prompts that are strings": "Write prompts as lists of messages.",
+        "Gave tools with prompts that are strings": "",
         "Gave tools with a chat template that changes earlier turns": (
             'Change `tokenizer.chat_template`, or set `unstable_chat_template="keep"` ([agents](conversations.md)).'
         ),
@@ -151,11 +151,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Counted rounds of tool calls below 0": "",
     },
     "Environments": {
-        "Gave an environment instead of a factory": "Give the class, or a function without arguments.",
+        "Gave an environment instead of a factory": "",
         "Gave an environment_factory that fails": "Where it needs arguments, give `lambda: Environment(...)`.",
-        "Gave an adapter without its library": "Install the extra that the message names.",
+        "Gave an adapter without its library": "",
         "Gave an environment without reset": "Write one; it may return None ([agents](agents.md#environments)).",
-        "Gave environments by name, and a row that names none of them": "Correct the row's column `environment`.",
+        "Gave environments by name, and a row that names none of them": "",
         "Gave environments by names that are no text": "",
         "Gave an environment a method without type hints or docstring": (
             "Describe it, or begin its name with an underscore if it is no tool."
@@ -194,7 +194,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
     },
     "Datasets": {
-        "Gave an empty dataset": "Look at the filter or the split.",
+        "Gave an empty dataset": "",
         "Gave no dataset at all": "Environments give prompts of their own ([agents](agents.md#environments)).",
         "Called train() on a trainer without a training dataset": "",
         "Called evaluate() on a trainer without an evaluation dataset": "",
@@ -213,7 +213,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             'Correct or filter the rows; messages look like `{"role": "user", "content": "2+2="}`.'
         ),
         "Gave an empty prompt": '`dataset.filter(lambda row: row["prompt"])`.',
-        "Mixed conversations and plain strings": "Use one kind; the message names a row of each.",
+        "Mixed conversations and plain strings": "",
         "Gave a prompt that fills the model's context": "",
         "Wrote chat_template_kwargs of a row as text": "",
         "Gave fewer prompts than one generation draws": (
@@ -256,13 +256,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
     },
     "Rewards": {
-        "Gave no reward function": "Pass `reward_funcs`.",
+        "Gave no reward function": "",
         "Gave an empty list of reward functions": "",
         "Gave a reward that cannot be called": "",
         "Isolated a reward function that no other process can import": "",
         "Wrote a reward function with positional-only arguments": "Remove the `/`; take `completions` and `**kwargs`.",
         "Wrote a reward function that asks for a column the dataset does not have": "",
-        "Gave more or fewer weights than reward functions": "One weight per function.",
+        "Gave more or fewer weights than reward functions": "",
         "Gave more or fewer tokenizers than reward functions": "",
         "Gave a reward model that does not exist": (
             "Correct the id or path. A function is passed as an object; on the command line, by name or import path."
@@ -270,13 +270,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a reward model with several labels": (
             "Use a model with one label, or wrap this one in a function that reads the label you mean."
         ),
-        "Gave the folder of a reward model with several labels": "As above.",
+        "Gave the folder of a reward model with several labels": "",
         "Gave a language model as a reward model": "",
         "Returned another number of rewards than completions": (
             "One reward per completion, in their order; None where there is none."
         ),
         "Returned one number, or nothing, instead of a list": "Return a list; is there a `return`?",
-        "Returned text as rewards": "Convert to numbers.",
+        "Returned text as rewards": "",
         "Returned infinite rewards": "",
         "Returned a list for a completion that is none of steps": (
             "One number per completion, or [pairs](rewards.md#rewards-of-steps-and-turns) of where a step "
@@ -313,23 +313,23 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Chose batch sizes that do not divide into groups": (
             "Take one of the proposed numbers; `covey explain` shows what follows from it."
         ),
-        "Chose a generation_batch_size that is no multiple of the micro-batches": "Take one of the proposed numbers.",
+        "Chose a generation_batch_size that is no multiple of the micro-batches": "",
         "Gave generation_batch_size and steps_per_generation that contradict each other": "",
         "Set a number to NaN": "",
         "Asked for one completion per prompt": "",
         "Chose a negative learning rate": "",
-        "Wrote a number as text": "Remove the quotes.",
+        "Wrote a number as text": "",
         "Gave a count of 0": "",
         "Gave a fraction where a count is meant": "",
         "Asked for no training": "",
         "Chose greedy sampling": "",
         "Chose a top_p of 0": "",
         "Misspelt a loss type or another word": "Choose one of those; your own losses are registered first.",
-        "Misspelt a field": "Take the proposed name.",
+        "Misspelt a field": "",
         "Used a field's old name": "Nothing; use the new name next time.",
         "Wrote JSON that is not JSON": "Keys and texts in double quotes, `true` and `null` in lower case.",
         "Put a field into generation_kwargs": "",
-        "Put something into generation_kwargs that the engine does not know": "Leave it out.",
+        "Put something into generation_kwargs that the engine does not know": "",
         "Used sync_ref_model without a KL penalty": "",
         "Used dr_grpo without a maximal length": "",
         "Asked for fewer than no rounds of resampling": "",
@@ -355,7 +355,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave the trainer an engine and named another in the config": "",
         "Gave neither steps nor outcomes any weight": "",
         "Gave weights that are no list of numbers, or all 0": "",
-        "Gave a reward_clip_range that is upside down": "Swap the two.",
+        "Gave a reward_clip_range that is upside down": "",
         "Set an option that has no effect": "Remove it, or set what it belongs to.",
     },
     "Evaluation, searches, trackers and hubs": {
@@ -364,7 +364,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a suite numbers that are none": "Give counts such as `pass_at=(1, 8)`.",
         "Gave a suite a temperature below 0": "",
         "Did not say which of several rewards tells what is right": "",
-        "Named a success_reward that does not exist": "Name one of the reward functions.",
+        "Named a success_reward that does not exist": "",
         "Asked for maj_at without saying what an answer is": (
             "Set the suite's `answer`, or mark the function with `covey.rewards.answers` "
             "([evaluation](evaluation.md#the-estimates))."
@@ -389,7 +389,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a model and a model_init": "",
         "Wrote a model_init that returns nothing": "",
         "Wrote a model_init that needs more than the trial": "Give the others defaults.",
-        "Reported to a tracker that does not exist": "Correct the name.",
+        "Reported to a tracker that does not exist": "",
         "Reported to a tracker that is not installed": "",
         "Reported to a tracker that fails while logging": "Nothing, if its server comes back.",
         "Named a data set for completions that cannot be created": "",
@@ -474,12 +474,12 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
     },
     "Run files": {
-        "Named a run file that does not exist": "Correct the path.",
-        "Wrote YAML that cannot be read": "The message quotes the line.",
+        "Named a run file that does not exist": "",
+        "Wrote YAML that cannot be read": "",
         "Wrote a key twice": "",
         "Wrote a run file without fields": "Write a mapping.",
-        "Misspelt a key of a run file": "Take the proposed name.",
-        "Wrote a word where a run file needs a number": "Write a number.",
+        "Misspelt a key of a run file": "",
+        "Wrote a word where a run file needs a number": "",
         "Chose a method that does not exist": "",
         "Named no model or no dataset in a run file": "",
     },
@@ -530,7 +530,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Sampled from a server with a shorter context than the model's": (
             "Nothing, if that is enough; else `--max-model-len`."
         ),
-        "Gave generation_kwargs that the server does not know": "Take the proposed name, or leave it out.",
+        "Gave generation_kwargs that the server does not know": "",
         "Gave generation_kwargs that requests decide themselves": "Counts and lengths have fields of their own.",
         "Gave an address that is no URL": "",
         "Gave an address with a password in it": "",
@@ -548,7 +548,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
         "Chose a depth of sleep that there is not": "",
         "Gave vLLM's engine an argument that is a field": "",
-        "Split vLLM's model over processes that do not divide": "Choose one of the numbers named.",
+        "Split vLLM's model over processes that do not divide": "",
         "Sampled before vLLM had the policy's weights": (
             "With an engine of your own making: `engine.load_weights` first."
         ),
