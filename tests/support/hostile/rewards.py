@@ -128,7 +128,7 @@ def changes_its_arguments(scene: Scene, completions: Any, **kwargs: Any) -> list
 
 def changes_its_arguments_later(scene: Scene, completions: Any, **kwargs: Any) -> list[float]:
     given = [completions, [value for value in kwargs.values() if isinstance(value, list)]]
-    threading.Timer(0.005, spoil, [given]).start()
+    threading.Timer(0.05, spoil, [given]).start()
     return ones(completions)
 
 

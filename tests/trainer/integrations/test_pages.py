@@ -93,7 +93,7 @@ class Interrupts(TrainerCallback):
                 os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_go_on(tmp_path, capfd, monkeypatch, twice):
     monkeypatch.delenv("COVEY_COMMAND", raising=False)
     callbacks = [Interrupts(tmp_path, twice)]
