@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -193,3 +194,4 @@ def test_sampling_masks_move_with_their_tokens():
     assert torch.equal(joined.silenced().kept_counts, joined.kept_counts)
     assert joined.select(torch.tensor([2])).kept_ids.tolist() == []
     assert collate([sampled([1], [10, 11], [[], []]), sampled([1], [], [])]).kept_counts is None  # all were kept
+    assert collate([sampled([1], [10], [np.array([10, 20])])]).kept_ids.tolist() == [10, 20]

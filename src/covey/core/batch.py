@@ -198,7 +198,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     media = [rollout.media for rollout in rollouts]
     # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
     reported = any(reporting) or (bool(reporting) and not token_ids)
-    masked = any(kept)  # else every token was drawn from all
+    masked = any(map(len, kept))  # else every token was drawn from all
     return TrainBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),

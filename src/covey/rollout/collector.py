@@ -208,7 +208,8 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                     " `done()` does so), or leave keep_sampling_mask False. A rollout_func(prompts, trainer) cannot"
                     " return masks."
                 )
-            _check_masks(rollout)
+            if rollout.sampling_mask:
+                _check_masks(rollout)
             rollout.group = numbers.setdefault((rollout.group, tuple(rollout.prompt_ids)), len(numbers))
     return rollouts
 

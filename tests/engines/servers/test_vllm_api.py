@@ -126,9 +126,10 @@ def test_settings_of_the_request_and_generation_kwargs_arrive(servers):
     body = server.asked("/v1/completions")[-1]
     wanted = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "bad_words": ["x"], "max_tokens": 4, "n": 2}
     assert body | wanted | {"stop_token_ids": [1, 9], "seed": 7} == body  # a seed leaves room to count upwards from
-    request = replace(request, params=replace(params, extra={"stop_token_ids": [4]}))
-    ask(server, "generate", request, model="tiny", ends=frozenset({1, 9}))
-    assert server.asked("/v1/completions")[-1]["stop_token_ids"] == [1, 4, 9]
+    for given, sent in (([4], [1, 4, 9]), (None, [1, 9])):
+        request = replace(request, params=replace(params, extra={"stop_token_ids": given}))
+        ask(server, "generate", request, model="tiny", ends=frozenset({1, 9}))
+        assert server.asked("/v1/completions")[-1]["stop_token_ids"] == sent
 
 
 def test_the_end_token_is_part_of_a_completion_that_stops(servers):
