@@ -35,6 +35,8 @@ async def waits(what):
     return what
 """
 
+REPLIES = "import os, sys; replies = sys._getframe(3).f_locals['replies']"  # the pipe of answers, in `main`
+
 
 @pytest.fixture
 def worker(tmp_path: Path):
@@ -75,6 +77,8 @@ def test_a_late_worker_is_killed_and_its_answer_dropped(worker):
         ("import ctypes; ctypes.string_at(0)", f"its process ended by signal {int(signal.SIGSEGV)}"),
         ("import os, time; os.kill(os.getppid(), 9); time.sleep(5)", "its process ended by signal 9"),
         ("import os; os.closerange(3, 64)", "its process"),
+        (f"{REPLIES}; replies.write(b'AAA'); replies.flush(); os._exit(3)", "its process exited with 3"),
+        (f"{REPLIES}; replies.write(b'A' * (1 << 26))", "its answer has more than 64 MiB"),
     ],
 )
 def test_a_worker_that_dies_is_replaced(worker, how: str, cause: str):
@@ -83,6 +87,15 @@ def test_a_worker_that_dies_is_replaced(worker, how: str, cause: str):
     with pytest.raises(WorkerFailed, match=cause):
         dies.call({"how": how}, 5.0)
     assert dies.call({"how": "pass"}, 5.0)["result"] is None
+
+
+def test_programs_that_a_function_starts_find_their_own_modules(worker, monkeypatch):
+    dies = worker("dies")
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    reply = dies.call(
+        {"how": "import os; raise KeyError(os.environ['PYTHONPATH'], 'COVEY_PYTHONPATH' in os.environ)"}, 9
+    )
+    assert reply["raised"][1] == "('/own', False)"
 
 
 def test_exceptions_come_back_with_their_traceback(worker):
@@ -201,5 +214,8 @@ def test_marks_hold_limits_and_those_must_be_positive():
         Quota(0.5, 2),
         None,
     )
-    with pytest.raises(ValueError, match="memory=0"):
-        isolated(memory=0)
+    for wrong in ({"memory": 0}, {"memory": float("inf")}, {"processes": 2.5}):
+        with pytest.raises(ValueError, match="{}={}".format(*next(iter(wrong.items())))):
+            isolated(**wrong)
+    with pytest.raises(ValueError, match="takes no mark"):
+        isolated(len)

@@ -18,6 +18,10 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints must not look like a reply, nor its input be a request
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if own := os.environ.pop("COVEY_PYTHONPATH", ""):  # programs that the function starts have modules of their own
+        os.environ["PYTHONPATH"] = own
+    else:
+        os.environ.pop("PYTHONPATH", None)
     worker = os.getpid()
     function = None
     while True:

@@ -34,13 +34,22 @@ def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64) 
         processes: number of these processes.
 
     Raises:
-        ValueError: a limit that is not positive.
+        ValueError: a limit that is not positive, or infinite; or an object that takes no mark.
     """
-    if not (memory > 0 and processes > 0):
-        raise ValueError(f"isolated(memory={memory!r}, processes={processes!r}): limits must be positive numbers.")
+    if not (0 < memory < math.inf and processes > 0 and processes % 1 == 0):
+        raise ValueError(
+            f"isolated(memory={memory!r}, processes={processes!r}): limits must be positive numbers, that of processes"
+            " a whole one."
+        )
     if function is None:
         return functools.partial(isolated, memory=memory, processes=processes)
-    function.covey_isolated = Quota(memory, processes)
+    try:
+        function.covey_isolated = Quota(memory, int(processes))
+    except AttributeError as error:
+        raise ValueError(
+            f"isolated({function!r}): a {type(function).__name__} takes no mark. Mark a function that calls it, or set"
+            " reward_isolation='process'."
+        ) from error
     return function
 
 
@@ -95,7 +104,11 @@ class FunctionWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                "COVEY_PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            },
         )
         self._end = weakref.finalize(self, _end, process)  # also at exit
         self._until = [math.inf]
@@ -118,7 +131,9 @@ class FunctionWorker:
             pickle.dump(request, pipes.stdin)
             pipes.stdin.flush()
             line = pipes.stdout.readline(MAX_REPLY)
-            reply = pickle.loads(base64.b64decode(line)) if line else None
+            if len(line) == MAX_REPLY:
+                raise WorkerFailed(f"its answer has more than {MAX_REPLY >> 20} MiB")
+            reply = pickle.loads(base64.b64decode(line)) if line.endswith(b"\n") else None  # else it was ended
         except OSError:
             reply = None
         except BaseException:  # a late answer would be taken for that of the next request
