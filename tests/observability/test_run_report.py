@@ -176,3 +176,15 @@ def test_names_with_dollars_or_half_characters_are_written(tmp_path):
     page = write_report(tmp_path / "a.html", title="Run", config={"model": name}, log_history=HISTORY)
     assert r"a$\frac$ \udcff" in page.read_text()
     assert plot_curves(HISTORY, tmp_path / "a.png", "a$\\frac$").exists()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    def fills(path, content):
+        path.open("wb").close()
+        raise OSError("the disk is full")
+
+    write_report(tmp_path / "a.html", title="First", config={}, log_history=[])
+    monkeypatch.setattr("pathlib.Path.write_bytes", fills)
+    with pytest.raises(OSError, match="full"):
+        write_report(tmp_path / "a.html", title="Second", config={}, log_history=[])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"] and "First" in (tmp_path / "a.html").read_text()

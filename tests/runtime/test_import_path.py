@@ -1,5 +1,6 @@
 """Names of functions in files and modules."""
 
+import pickle
 import sys
 
 import pytest
@@ -66,3 +67,12 @@ def test_a_value_is_found_with_needs_call_false(tools):
 
 def test_model_ids_are_no_references():
     assert not any(map(is_reference, ("org/model-1.5", "Qwen2.5-0.5B", "add", "C:/models", "")))
+
+
+def test_files_of_one_name_are_modules_of_their_own(tmp_path):
+    functions = []
+    for folder in "abc":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "of_one_name.py").write_text(f"def where():\n    return {folder!r}\n")
+        functions.append(resolve(f"{tmp_path}/{folder}/of_one_name.py:where", "tool"))
+    assert [pickle.loads(pickle.dumps(function))() for function in functions] == ["a", "b", "c"]

@@ -67,7 +67,12 @@ def write_report(
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(page.encode("utf-8", "backslashreplace"))  # a command may hold half a character
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_bytes(page.encode("utf-8", "backslashreplace"))  # a command may hold half a character
+        new.replace(path)  # a full disk leaves the earlier page
+    finally:
+        new.unlink(missing_ok=True)
     return path
 
 

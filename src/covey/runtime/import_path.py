@@ -62,7 +62,9 @@ def _import(module: str, what: str, forms: str) -> Any:
 
 @functools.cache
 def _load_file(path: Path) -> Any:
-    name = path.stem if path.stem not in sys.modules else f"covey_file_{path.stem}"  # never replace a module
+    name = path.stem
+    while name in sys.modules:  # never replace a module
+        name = f"covey_file_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
