@@ -165,7 +165,7 @@ def test_the_report_begins_with_advice_and_merges_spellings(tmp_path):
     assert "Mind &lt;it&gt;" in text
 
 
-def test_a_column_that_is_text_in_some_rows_is_no_column_of_numbers(tmp_path):
+def test_a_column_with_text_in_some_rows_is_none_of_numbers(tmp_path):
     rows = [{"prompt": "2+2=", "completion": "4", "reward": 1.0, "seen": seen} for seen in (None, "<script>")]
     page = write_report(tmp_path / "a.html", title="Run", config={}, log_history=[], group=rows).read_text()
     assert "<script>" not in page and "<th>reward</th>" in page
