@@ -157,3 +157,18 @@ def test_closing_gives_up_what_is_under_way():
         return engine.cancelled
 
     assert asyncio.run(closing()) == 1
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_requests_of_a_closed_group_are_cancelled_begun_or_not(turns):
+    async def closed():
+        coalescer = RequestCoalescer(engine := Engine())
+        engine.gate.clear()
+        asked = asyncio.ensure_future(coalescer.generate(request([1])))
+        for _ in range(turns):  # asked, sent, begun
+            await asyncio.sleep(0)
+        coalescer.close()
+        await asyncio.wait([asked], timeout=5)
+        return asked.cancelled()
+
+    assert asyncio.run(closed())

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 
 from covey.core.engine import RolloutEngine, SampleRequest
 from covey.core.records import Completion
@@ -53,7 +55,13 @@ class RequestCoalescer:
             del self._waiting[key]
         task = asyncio.get_running_loop().create_task(self._generate(batch))
         self._tasks.add(task)  # the loop itself holds no strong reference
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._end, batch))
+
+    def _end(self, batch: _Batch, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # perhaps before it ran a line
+            for future in batch.futures:
+                future.cancel()
 
     async def _generate(self, batch: _Batch) -> None:
         pending = [pair for pair in zip(batch.requests, batch.futures, strict=True) if not pair[1].done()]
@@ -77,5 +85,9 @@ class RequestCoalescer:
                 future.set_result(own)
 
     def close(self) -> None:
+        """Cancel all requests, sent or not."""
+        for batch in chain.from_iterable(self._waiting.values()):
+            for future in batch.futures:
+                future.cancel()
         for task in self._tasks:
             task.cancel()
