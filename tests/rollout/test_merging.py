@@ -150,7 +150,8 @@ def test_closing_gives_up_what_is_under_way():
         engine.gate.clear()
         merged = RequestCoalescer(engine)
         asking = asyncio.ensure_future(merged.generate(request([1])))
-        await asyncio.sleep(0.001)
+        while not engine.requests:
+            await asyncio.sleep(0)
         merged.close()
         with pytest.raises(asyncio.CancelledError):
             await asking
