@@ -146,9 +146,8 @@ def why_not_alone(model: Any) -> str | None:
     ):
         if getattr(config, name, None):
             return why
-    if image_encoder(model) is not None and {part for name, part in part_names(model).items() if "lora_" in name} != {
-        "llm"
-    }:
+    parts = part_names(model) if image_encoder(model) is not None else {}
+    if {part for name, part in parts.items() if "lora_" in name} - {"llm"}:
         return "it changes the image encoder, for which servers support none"
     return "it trains biases" if getattr(config, "bias", "none") != "none" else None
 

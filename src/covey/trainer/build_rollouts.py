@@ -208,10 +208,10 @@ def given_by(player: Any) -> set[str]:
     return {OBJECTS} if getattr(player, "gives_objects", False) else set()
 
 
-def environment_rows(args: OnlineConfig, factory: Any) -> list[dict[str, Any]] | None:
-    """Training rows where there is no data: tasks of each factory, or rows with a seed; None without `max_steps`."""
-    if args.max_steps <= 0:
-        return None
+def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> Any:
+    """The dataset that was given; with `max_steps` and environments alone, their tasks, or rows with a seed each."""
+    if train_dataset is not None or factory is None or args.max_steps <= 0:
+        return train_dataset
 
     def rows(factory: Any, **name: str) -> list[dict[str, Any]]:
         if isinstance(factory, type) or not hasattr(factory, "dataset"):

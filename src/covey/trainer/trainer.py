@@ -30,7 +30,7 @@ from covey.rollout.vision import tokenizer_of
 from covey.runtime.files import locked
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
-from covey.trainer.build_rollouts import environment_rows
+from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
@@ -117,8 +117,7 @@ class OnlineTrainer(Trainer):
         args = build.resolve_args(args, model, self.config_class)
         build.check_engine_choice(args, engine)
         prompts_required = environment_factory is None
-        if train_dataset is None and environment_factory is not None:
-            train_dataset = environment_rows(args, environment_factory)
+        train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
         check_datasets(args, train_dataset, eval_dataset, prompts_required)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)

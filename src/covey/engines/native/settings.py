@@ -28,9 +28,8 @@ class GenerationSettings:
     stop: tuple[str, ...] = ()  # texts that end a completion; the token that completes one is its last
     end_ids: frozenset[int] = frozenset()  # tokens that end it
     min_tokens: int = 0  # before so many nothing ends it
-    biases: tuple[
-        tuple[tuple[int, ...], float], ...
-    ] = ()  # added to the last token of a sequence that follows its others
+    # (sequence, bias): added to the logit of its last token where the tokens before it are the others
+    biases: tuple[tuple[tuple[int, ...], float], ...] = ()
     presence_penalty: float = 0.0  # subtracted for each token that the completion holds
     frequency_penalty: float = 0.0  # likewise, for each time that it does
     no_repeat_ngram_size: int = 0  # so many tokens in a row come once in prompt and completion; 0: no limit
