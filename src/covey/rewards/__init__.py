@@ -8,6 +8,7 @@ from covey.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
 from covey.rewards.contract import RewardError, RewardWarning, answers, per_completion
 from covey.rewards.format import get_json_reward, get_regex_reward, json_reward, think_format_reward
 from covey.rewards.functions import RewardContext
+from covey.rewards.judge import LLMJudge
 from covey.rewards.length import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
 from covey.rewards.matching import (
     exact_match_reward,

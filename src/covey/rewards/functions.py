@@ -167,6 +167,9 @@ class FailedReward(float):
         made.error, made.text = error, text.rstrip(".")
         return made
 
+    def __getnewargs__(self) -> tuple[BaseException | None, str]:  # type: ignore[override]
+        return self.error, self.text
+
     @property
     def is_late(self) -> bool:
         return isinstance(self.error, CallTimeout)
@@ -317,6 +320,9 @@ def as_values(returned: Any, size: int) -> Values:
         raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
     values: list[Value] = []
     for item in items:
+        if isinstance(item, FailedReward):  # of a function that says why
+            values.append(item)
+            continue
         value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
         bad = value is _NOT_A_NUMBER or (value is None and item is not None)
         values.append(_unusable(item, expected) if bad else value)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 from covey.rewards import accuracy, format, length, matching
+from covey.rewards.judge import LLMJudge
 from covey.runtime.import_path import is_reference, resolve
 
 BUILT_IN: dict[str, Callable] = {
@@ -14,7 +15,7 @@ BUILT_IN: dict[str, Callable] = {
     for module in (accuracy, format, length, matching)
     for name, value in vars(module).items()
     if name.startswith("get_") or name.endswith("_reward")
-}  # functions that need no import path
+} | {"LLMJudge": LLMJudge}  # functions that need no import path
 FORMS = "a built-in name, 'module:function', 'module.function', 'path/to/file.py:function', or a model's id or path"
 
 
@@ -59,7 +60,8 @@ def resolve_reward(text: str) -> Callable | str:
 
 
 def _refuse_factory(found: Callable, reference: str) -> None:
-    if not (getattr(found, "__name__", "").startswith("get_") and inspect.isfunction(found)):
+    is_factory = getattr(found, "__name__", "").startswith("get_") and inspect.isfunction(found)
+    if not (is_factory or found is LLMJudge):
         return
     parameters = inspect.signature(found).parameters
     if "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
