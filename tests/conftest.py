@@ -14,7 +14,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script runs the tests
 
 import torch
 
-from tests.support import known_attributes, tiny
+from covey.trainer.integrations.report import RunReport
+from tests.support import known_attributes, runs, tiny
 
 gc.disable()  # until all tests are collected: what is imported stays
 # The same examples on every machine, however slow; ten times as many with COVEY_TEST_EXAMPLES=nightly.
@@ -42,6 +43,12 @@ def _known_attributes():
 def _one_thread():
     """Tiny models run fastest on one thread, and the machine may be shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _pages(request, monkeypatch):
+    if request.node.get_closest_marker("pages"):
+        monkeypatch.setattr(RunReport, "write", runs.write_page)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "transformers", "datasets", "peft", "vllm", "sglang", "deepspeed", "wandb", "matplotlib", "rich")
 
 
@@ -10,13 +12,19 @@ HEAVY = ("torch", "transformers", "datasets", "peft", "vllm", "sglang", "deepspe
 OPTIONAL = ("vllm", "sglang", "deepspeed", "wandb", "trackio", "swanlab", "math_verify", "matplotlib")
 
 
-def test_imports_load_nothing_heavy_or_optional():
-    statements = ("import covey", "from covey import GRPOTrainer, GRPOConfig, RLOOTrainer, RLOOConfig")
-    code = "import sys\n" + "".join(f"{statement}\nprint(*sys.modules)\n" for statement in statements)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for_covey, for_trainers = map(str.split, done.stdout.splitlines())
-    assert set(for_covey).isdisjoint(HEAVY)
-    assert "torch" in for_trainers and set(for_trainers).isdisjoint(OPTIONAL)
+def modules_after(statement):
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    return {*subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()}
+
+
+def test_importing_covey_loads_nothing_heavy():
+    assert modules_after("import covey").isdisjoint(HEAVY)
+
+
+@pytest.mark.slow
+def test_importing_trainers_loads_nothing_optional():
+    loaded = modules_after("from covey import GRPOTrainer, GRPOConfig, RLOOTrainer, RLOOConfig")
+    assert "torch" in loaded and loaded.isdisjoint(OPTIONAL)
 
 
 def test_public_names_are_there():

@@ -54,6 +54,7 @@ def test_the_engines_logprobs_are_the_scorers(real):
         torch.testing.assert_close(scores.entropies, entropies, rtol=0, atol=1e-3)
 
 
+@pytest.mark.pages
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_demo_learns(tmp_path, real):
     from covey.cli.demo import run

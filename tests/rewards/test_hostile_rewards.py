@@ -133,6 +133,7 @@ def step_rewards(completions, **kwargs):
     return [[(CharEnd(1), 1.0), (CharEnd(len(text)), torch.tensor(0.5))] for text in completions]
 
 
+@pytest.mark.slow  # the worker imports torch
 def test_rewards_of_steps_and_tensors_come_back():
     reward = IsolatedReward(step_rewards, "steps", Quota(4.0, 16))
     [steps] = call(reward, batch_of("abc"), None, 60.0).steps

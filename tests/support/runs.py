@@ -3,7 +3,11 @@
 from typing import Any
 
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from covey.trainer.integrations.report import RunReport
 from tests.support import known_attributes, tiny
+
+write_page = RunReport.write
+RunReport.write = lambda self, **own: None  # type: ignore[method-assign]  # a second each; tests marked `pages` do
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -38,10 +42,8 @@ def config(output_dir: Any, method: str = "grpo", **changes: Any) -> Any:
     return kind(output_dir=str(output_dir), **{**DEFAULTS, **changes})
 
 
-def trainer(
-    output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, pages: bool = False, **changes: Any
-) -> Any:
-    """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields; `pages` take a second each."""
+def trainer(output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields."""
     known_attributes.guard()
     kind = GRPOTrainer if method == "grpo" else RLOOTrainer
     arguments: dict[str, Any] = {
@@ -50,10 +52,7 @@ def trainer(
         "train_dataset": tiny.rows(),
         "processing_class": tiny.tokenizer(),
     }
-    made = kind(args=config(output_dir, method, **changes), **{**arguments, **(parts or {})})
-    if not pages:
-        made.report.write = lambda **own: None
-    return made
+    return kind(args=config(output_dir, method, **changes), **{**arguments, **(parts or {})})
 
 
 def weights(trained: Any) -> list[Any]:

@@ -11,7 +11,9 @@ from tests.engines.native.test_native_engine import configs
 CONFIGS = {config.model_type: config for config in configs() if config.model_type in ("qwen2", "qwen3", "gemma2")}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "gemma2"))]
+)
 def test_fused_operations_compute_the_same(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], attn_implementation="eager").eval()

@@ -61,6 +61,7 @@ def test_samples_are_those_of_the_synchronous_run(tmp_path, player):
             assert all(0 <= step - version <= staleness for version in versions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 def test_two_runs_are_equal(tmp_path, player):
     parts = {"rollout_func": PLAYERS[player]}
@@ -77,7 +78,7 @@ def test_two_runs_ahead_are_equal(tmp_path, player):
 
 
 @pytest.mark.parametrize("player", ONE_BY_DEFAULT)
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path, player, staleness):
     cycle = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 10}
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from covey.trainer.integrations.report import CompletionFiles, command, key_figures, resume_command
 from tests.support import runs
 
+pytestmark = pytest.mark.pages
 REWARDS = SimpleNamespace(names=["r"], weights=torch.tensor([2.0]))
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 
@@ -97,7 +98,7 @@ class Interrupts(TrainerCallback):
 def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_go_on(tmp_path, capfd, monkeypatch, twice):
     monkeypatch.delenv("COVEY_COMMAND", raising=False)
     callbacks = [Interrupts(tmp_path, twice)]
-    trainer = runs.trainer(tmp_path, parts={"callbacks": callbacks}, pages=True, max_steps=4, logging_steps=1, **SAVED)
+    trainer = runs.trainer(tmp_path, parts={"callbacks": callbacks}, max_steps=4, logging_steps=1, **SAVED)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     done = 1 if twice else 2  # the first Ctrl-C waits for the end of the step
@@ -108,13 +109,15 @@ def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_go_on(tmp_path, capfd
 
 
 def test_a_run_that_saves_nothing_writes_no_page(tmp_path):
-    runs.trainer(tmp_path, pages=True, max_steps=1).train()
+    runs.trainer(tmp_path, max_steps=1).train()
     assert not (tmp_path / "summary.html").exists()
 
 
-def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
+    for drawn in ("plot_curves", "plot_timeline"):
+        monkeypatch.setattr(f"covey.trainer.integrations.report.{drawn}", lambda *given: None)
     (tmp_path / "summary.html").mkdir()
-    trainer = runs.trainer(tmp_path, pages=True, max_steps=1, **SAVED)
+    trainer = runs.trainer(tmp_path, max_steps=1, **SAVED)
     with pytest.warns(UserWarning, match="the page of the run could not be written: IsADirectoryError"):
         trainer.train()
 

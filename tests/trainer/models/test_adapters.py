@@ -90,7 +90,13 @@ def adapter_of(kind):
     return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **KINDS[kind]})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("dora", "the head as a whole", "embeddings by LoRA", "experts")
+"""Kinds of which no two change the same part of the model; the rest is slow."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_every_kind_is_trained_held_to_its_start_saved_and_sent(tmp_path, kind):
     base_for(kind).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
