@@ -16,6 +16,7 @@ from covey.core.records import Rollout
 TOKEN_FIELDS = (
     "token_ids",
     "sampled",
+    "jumps",
     "kept_counts",
     "advantages",
     "weights",
@@ -26,8 +27,8 @@ TOKEN_FIELDS = (
     "mismatch_weights",
 )
 
-UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0}
-"""Fill value for tokens without an engine log-prob or sampling mask in a batch where other tokens have one."""
+UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0, "jumps": 0}
+"""Fill value for tokens without an engine log-prob, sampling mask or strand in a batch where others have one."""
 
 
 @dataclass(slots=True)
@@ -51,6 +52,9 @@ class TrainBatch:
     # group, so that a forward pass can share the prompt. Which rollouts are compared with one another for credit
     # follows from the order of sampling instead, G at a time.
     groups: Tensor
+    # [N] int64 or None: 0 for a token that follows the one before it; at the beginning of a strand
+    # (`covey.core.strands`) minus the tokens between the one that it follows and itself
+    jumps: Tensor | None = None
     # [N] float32, credit of each token (equal over a rollout unless credit is given per step)
     advantages: Tensor | None = None
     # [N] float32, weight of each token's loss, 0 where not sampled. The loss's normaliser over one optimizer step and
@@ -129,7 +133,7 @@ class TrainBatch:
 
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
-        per_token = self._each(TOKEN_FIELDS[3:], lambda values: torch.where(self.sampled, values, 0.0))
+        per_token = self._each(TOKEN_FIELDS[4:], lambda values: torch.where(self.sampled, values, 0.0))
         return replace(self, **per_token)
 
     def idle(self) -> "TrainBatch":
@@ -186,8 +190,11 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     sampled: list[bool] = []
     logprobs: list[float] = []
     kept: list[Sequence[int]] = []
+    jumps: dict[int, int] = {}
     for rollout in rollouts:
         size = len(rollout.completion_ids)
+        for start, follows in rollout.strands:
+            jumps[len(token_ids) + start] = follows - (len(rollout.prompt_ids) + start - 1)
         groups.append(prompts.setdefault(tuple(rollout.prompt_ids), len(prompts)))
         lengths.append(size)
         token_ids += rollout.completion_ids
@@ -199,7 +206,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
     reported = any(reporting) or (bool(reporting) and not token_ids)
     masked = any(map(len, kept))  # else every token was drawn from all
-    return TrainBatch(
+    batch = TrainBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
@@ -211,6 +218,10 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if masked else None,
         media=media if any(media) else None,
     )
+    if jumps:
+        batch.jumps = torch.zeros_like(batch.token_ids)
+        batch.jumps[list(jumps)] = torch.tensor(list(jumps.values()))
+    return batch
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from covey.core.media import Media, images_of
-from covey.core.transcript import Counts
+from covey.core.transcript import RolloutSummary
 
 StepRewards = list[tuple[int, float]]
 """Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
@@ -127,6 +127,9 @@ class Rollout:
     tool_seconds: float = 0.0  # those of them in which it waited for its tools
     prompt: str | list[Message] | None = None  # the episode's own, where that need not be the row's
     sampling_mask: list[list[int]] | None = None  # as an engine returns it, one per completion token
+    # where strands begin among `completion_ids` (`covey.core.strands`), in order, each with the index of the token that
+    # it follows, counted over prompt and completion (-1: none)
+    strands: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
@@ -225,22 +228,6 @@ class ScoredRollouts:
     def __getitem__(self, part: slice) -> "ScoredRollouts":
         columns = {name: values[part] for name, values in self.columns.items()}
         return ScoredRollouts(self.draws[part], self.rollouts[part], self.rewards[part], columns, self.steps[part])
-
-
-class RolloutSummary(NamedTuple):
-    """One rollout as all processes know it: its sizes, and its row of the completions table."""
-
-    length: int  # sampled tokens
-    truncated: bool  # it was cut off
-    prompt_length: int  # tokens of the prompt
-    prompt: Any  # text or messages
-    completion: Any
-    finish: str  # a `FinishReason`
-    counts: Counts  # turns and calls
-    error: str | None  # of a rollout that failed
-    images: list[bytes]  # small PNG files
-    extras: dict[str, Any]  # cells of columns that reward functions have logged, and `solution`
-    entropy: float | None  # mean over its sampled tokens, in nats; None if unknown
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 FAILED = "Error: "  # prefix of a tool message that reports a failed call
 LEAST = 60  # minimum characters of an entry in an excerpt; below it, entries are omitted
@@ -103,6 +103,22 @@ class Counts:
     turns: int  # messages of the policy
     calls: int  # its tool calls, including those that could not be parsed
     failed_calls: int  # calls that were answered with an error
+
+
+class RolloutSummary(NamedTuple):
+    """One rollout as all processes know it: its sizes, and its row of the completions table."""
+
+    length: int  # sampled tokens
+    truncated: bool  # it was cut off
+    prompt_length: int  # tokens of the prompt
+    prompt: Any  # text or messages
+    completion: Any
+    finish: str  # a `FinishReason`
+    counts: Counts  # turns and calls
+    error: str | None  # of a rollout that failed
+    images: list[bytes]  # small PNG files
+    extras: dict[str, Any]  # cells of columns that reward functions have logged, and `solution`
+    entropy: float | None  # mean over its sampled tokens, in nats; None if unknown
 
 
 def count(completion: Any) -> Counts:

@@ -16,6 +16,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of
 from covey.core.records import Rollout
+from covey.core.strands import unfolded
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import deduplicated_images
 from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
@@ -120,6 +121,10 @@ class TokenScorer:
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
         counted = batch.sampled_lengths > 0 if counted is None else counted
+        rollouts, learned = batch, batch.sampled.nonzero()[:, 0]
+        if batch.jumps is not None:
+            batch, owners = unfolded(batch)
+            counted = counted[owners]
         blank = self.blank is not None and not any(batch.media or ())
         if blank and self.blank is not None:
             batch, counted = with_blank(batch, self.blank), torch.cat([counted, counted.new_zeros(1)])
@@ -132,17 +137,17 @@ class TokenScorer:
         if layout != "padded" and inner.config._attn_implementation != PACKED_ATTENTION:
             # It stays, as backward passes may recompute layers; calls without a token tree are plain SDPA under it.
             inner.set_attn_implementation(PACKED_ATTENTION)
-        learned = batch.sampled.nonzero()[:, 0]
+        scored = learned if rollouts.jumps is None else batch.sampled.nonzero()[:, 0]
         head = head_of(inner, float32=self.float32_head)
-        predictors = inputs.predictors[learned]
+        predictors = inputs.predictors[scored]
         whole = batch.kept_counts is None and self.repetition_penalty == 1.0
         score = partial(
             score_hidden,
-            targets=batch.token_ids[learned],
+            targets=batch.token_ids[scored],
             temperature=self.temperature,
             entropy=entropy,
             chunk_size=self.chunk_size,
-            support=None if whole else SampledSupport.of(batch, learned, self.repetition_penalty),
+            support=None if whole else SampledSupport.of(batch, scored, self.repetition_penalty),
         )
         router: AbstractContextManager[list[Tensor]] = nullcontext([])
         if top_k is not None:
@@ -168,7 +173,7 @@ class TokenScorer:
         if top_k is not None:
             check_router_logits(inner, router_logits)
             loads = loads_of(router_logits, inputs.sum_over_readers(counted.float()), top_k)
-        return scores if len(learned) == batch.num_tokens else scores.scattered(learned, batch.num_tokens), loads
+        return scores if len(learned) == rollouts.num_tokens else scores.scattered(learned, rollouts.num_tokens), loads
 
     @torch.no_grad()
     def _try_layouts(self, inner: Any, device: torch.device) -> str:

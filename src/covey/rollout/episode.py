@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,17 +29,23 @@ class Reply:
         token_ids: as sampled, the token that ends the turn included.
         finish: STOP, or LENGTH where the turn was cut off.
         logprobs: as the engine reported them, or None.
+        tokens: text of each token.
     """
 
     text: str
     token_ids: list[int]
     finish: FinishReason
     logprobs: list[float] | None = None
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def tokens(self) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in self.token_ids]
 
     @classmethod
     def of(cls, completion: Completion, tokenizer: Any) -> "Reply":
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return cls(text, list(completion.token_ids), completion.finish, completion.logprobs)
+        return cls(text, list(completion.token_ids), completion.finish, completion.logprobs, tokenizer)
 
 
 @dataclass(eq=False, repr=False)
@@ -200,12 +207,18 @@ class Episode:
         limit, context = self.engine.params.max_tokens, self.engine.templates.codec.max_context
         return (limit if context is None else min(limit, context - len(self.prompt_ids))) - len(self.completion_ids)
 
-    async def sample(self, max_tokens: int | None = None) -> Reply:
+    @property
+    def at_turn_end(self) -> bool:
+        """True if a turn of the policy is its end, and messages may be written after it."""
+        return self.finish is None and self._turn_start is not None and not self._sampling
+
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
         """Sample the policy's next turn, or continue one that `max_tokens` has cut off.
 
         Args:
             max_tokens: of this call, where that is less than there is room for. A turn that it cuts off stays open: the
                 next `sample` continues it, and `write` ends it.
+            stop: texts that end the turn, with the token that completes one of them; tokens after it are dropped.
 
         Returns:
             The text sampled now. Its `finish` is STOP where the policy has ended its turn.
@@ -232,6 +245,8 @@ class Episode:
             (completion,) = await self.engine.submit(request)
         finally:
             self._sampling = False
+        if stop:
+            completion = _stopped(completion, stop, self.engine.tokenizer)
         self._samples += 1
         self._append_turn(completion)
         if completion.finish is not FinishReason.STOP:
@@ -331,17 +346,35 @@ class Episode:
                 " or `fork()` the episode for every branch."
             )
 
-    def fork(self) -> "Episode":
-        """A copy that begins with the same tokens and goes on by itself, with samples of its own."""
-        self._refuse_while_sampling("forked")
+    def fork(self, turns: int | None = None) -> "Episode":
+        """A copy that begins with the same tokens and goes on by itself, with samples of its own.
+
+        Args:
+            turns: turns of the policy that it begins with, of a conversation without images; all by default, and then
+                what was written after them, too.
+        """
+        if turns is None:
+            self._refuse_while_sampling("forked")
         other = copy.copy(self)
         for name in ("completion_ids", "sampled", "turn_ends", *_REPORTED):
             value = getattr(self, name)
             setattr(other, name, None if value is None else list(value))
         other.messages, other.calls = [dict(message) for message in self.messages], dict(self.calls)
+        if turns is not None:
+            other._keep(turns)
         self._forks += 1
         other.path, other._forks, other._samples = (*self.path, "fork", self._forks), 0, 0
         return other
+
+    def _keep(self, turns: int) -> None:
+        end, sampled = self.turn_ends[turns - 1] + 1, [m["role"] == "assistant" for m in self.messages]
+        for name in ("completion_ids", "sampled", *_REPORTED):
+            if (values := getattr(self, name)) is not None:
+                del values[end:]
+        last = [index for index, by_policy in enumerate(sampled) if by_policy][turns - 1]
+        del self.turn_ends[turns:], self.messages[last + 1 :]
+        self._turn_start = self.turn_ends[-2] + 1 if turns > 1 else 0
+        self.finish, self._open, self._sampling = None, False, False
 
     def done(self, finish: FinishReason | None = None, error: str | None = None, **extras: Any) -> Rollout:
         """The finished rollout.
@@ -377,3 +410,21 @@ class Episode:
         for name, values in zip(_REPORTED, reported, strict=True):
             known = getattr(self, name)  # None where an engine did not report it for an earlier turn
             setattr(self, name, None if known is None or values is None else known + values)
+
+
+def _stopped(completion: Completion, stop: Sequence[str], tokenizer: Any) -> Completion:
+    """The completion up to the token that completes one of the texts, as an engine that stops there returns it."""
+
+    def found(tokens: int) -> bool:
+        text = tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True)
+        return any(one in text for one in stop)
+
+    size = len(completion.token_ids)
+    end = bisect_left(range(size + 1), True, key=found)
+    if end > size:
+        return completion
+    cut: dict[str, Any] = {
+        name: None if (values := getattr(completion, name)) is None else values[:end]
+        for name in ("token_ids", "logprobs", "entropies", "versions", "sampling_mask")
+    }
+    return replace(completion, **cut, finish=FinishReason.STOP, reused=min(completion.reused, end))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
+from covey.core.strands import longest
 from covey.rollout.episode import EpisodeEngine, Generate
 from covey.runtime.loop_thread import CallbackRelay, LoopThread
 from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
@@ -173,8 +174,21 @@ class RolloutValidator:
             raise RolloutError(f"token {wrong!r} of a rollout is no token of the model, which has {self.vocabulary}.")
         if not rollout.prompt_ids:
             raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
-        if self.context is not None and len(ids) > self.context:
-            raise RolloutError(f"a rollout of {len(ids)} tokens exceeds the model's context of {self.context}.")
+        size, prompt = len(ids), len(rollout.prompt_ids)
+        if rollout.strands:
+            before = 0
+            for start, follows in rollout.strands:
+                if not before < start < size - prompt or not -1 <= follows < prompt + start - 1:
+                    raise RolloutError(
+                        f"a rollout's strand ({start}, {follows}) must begin after the last one, within the completion,"
+                        " and follow a token before the one that it comes after."
+                    )
+                before = start
+            if rollout.media:
+                raise RolloutError("a rollout of several strands has images; only one conversation can have them.")
+            size = longest(prompt, size - prompt, rollout.strands)
+        if self.context is not None and size > self.context:
+            raise RolloutError(f"a rollout of {size} tokens exceeds the model's context of {self.context}.")
         per_token = (rollout.sampled, rollout.logprobs, rollout.entropies, rollout.versions, rollout.sampling_mask)
         if any(len(one) != len(rollout.completion_ids) for one in per_token if one is not None):
             raise RolloutError("a rollout's sampled, logprobs, entropies, versions and masks need one value a token.")
@@ -200,6 +214,7 @@ def _plain_rollout(rollout: Rollout) -> Rollout:
         extras={_text(name): value for name, value in rollout.extras.items()},
         reused=int(rollout.reused),
         versions=_each(int, rollout.versions),
+        strands=[(int(start), int(follows)) for start, follows in rollout.strands],
         turn_ends=[int(one) for one in rollout.turn_ends],
         calls={_text(outcome): int(count) for outcome, count in rollout.calls.items()},
         error=error or ("the rollout function returned it as failed" if finish is FinishReason.ERROR else None),

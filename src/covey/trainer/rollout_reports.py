@@ -12,9 +12,9 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.records import FinishReason, RankShard, Rollout, RolloutSummary, ScoredRollouts, Scores
+from covey.core.records import FinishReason, RankShard, Rollout, ScoredRollouts, Scores
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
-from covey.core.transcript import Counts, count, thumbnails
+from covey.core.transcript import Counts, RolloutSummary, count, thumbnails
 from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream

@@ -1,27 +1,22 @@
 """Environments of the verifiers library: `environment_factory=VerifiersEnvironment("marble-v1")`.
 
 The environment runs unmodified: its tasks are the dataset, its rewards the reward. The model that its programs talk to
-is an endpoint in this process (`endpoint`), where every rollout is sampled token by token from the policy.
+is an endpoint in this process (`covey.rollout.agents`), where every rollout is sampled token by token from the policy.
 """
 
 import asyncio
-import threading
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
+from covey.rollout.agents.endpoint import Service
+from covey.rollout.agents.session import AgentSession
 from covey.rollout.environments.agent import REWARD, SCORES
-from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library
 from covey.rollout.environments.pool import EnvironmentWarning
 from covey.rollout.episode import EpisodeEngine
-from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
-
-CLOSING = 10.0  # seconds that closing waits for the environment's servers to end
 
 
 class VerifiersEnvironment:
@@ -65,7 +60,7 @@ class VerifiersEnvironment:
         self.environment = vf.load_environment(vf.resolve_env_config(given))
         self._tasks: list[Any] = []
         self._stream: Any = None
-        self._service: _Service | None = None
+        self._service: Service | None = None
 
     def dataset(self, size: int) -> list[dict[str, Any]]:
         """The first tasks of the taskset as rows for `train_dataset`.
@@ -77,14 +72,25 @@ class VerifiersEnvironment:
 
     async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         """One episode of a row's task. Always to be called on the same event loop."""
+        import verifiers.v1 as vf
+
         task = self._task(row)
         loop = asyncio.get_running_loop()
         if self._service is None or self._service.loop is not loop:
-            self._service = _Service(self.environment, loop)
+            self._service = Service(self.environment.serving())
         service = self._service
-        await asyncio.shield(service.ready)
-        session = ChatSession(engine, TOOL_PARSERS[parser_for(engine.tokenizer.chat_template)])
-        return _rollout(session, await service.run(task, session))
+        try:
+            await asyncio.shield(service.ready)
+        except Exception as error:
+            raise EnvironmentFailed(f"the environment's servers do not start: {error}") from error
+        session = AgentSession(engine)
+        key = service.endpoint.open(session)
+        # No key is read from the environment's variables: the address has it.
+        client = vf.EvalClientConfig(base_url=f"{service.endpoint.url}/{key}/v1", api_key_var="COVEY_NO_KEY")
+        try:
+            return _rollout(session, await self.environment.run_episode(task, vf.ModelContext("policy", client)))
+        finally:
+            service.endpoint.close(key)
 
     def close(self) -> None:
         service, self._service = self._service, None
@@ -107,62 +113,6 @@ class VerifiersEnvironment:
         return self._tasks[number]
 
 
-class _Service:
-    """An environment's servers and the endpoint, on one event loop."""
-
-    def __init__(self, environment: Any, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self._environment = environment
-        self._endpoint = ChatEndpoint()
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self._stop = asyncio.Event()
-        self._ended: Future[None] = Future()
-        self._thread = threading.current_thread()
-        self._task = loop.create_task(self._serve())
-
-    async def run(self, task: Any, session: ChatSession) -> Any:
-        import verifiers.v1 as vf
-
-        names: list[str] = []
-
-        def on_trace(trace: Any) -> None:
-            names.append(trace.id)
-            self._endpoint.open(trace.id, session)
-
-        # No key is read from the environment's variables: the address is secret.
-        client = vf.EvalClientConfig(base_url=self._endpoint.base_url, api_key_var="COVEY_NO_KEY")
-        try:
-            return await self._environment.run_episode(task, vf.ModelContext("policy", client), on_trace=on_trace)
-        finally:
-            for name in names:
-                self._endpoint.close(name)
-
-    def end(self) -> bool:
-        """Stop; returns False if that took too long."""
-        if self.loop.is_closed() or not self.loop.is_running():
-            return True  # it ended with its loop
-        self.loop.call_soon_threadsafe(self._stop.set)
-        if threading.current_thread() is self._thread:
-            return True
-        with suppress(TimeoutError):
-            self._ended.result(CLOSING)
-        return self._ended.done()
-
-    async def _serve(self) -> None:
-        """Run the servers, whose scopes must begin and end in one task."""
-        try:
-            async with self._endpoint, self._environment.serving():
-                self.ready.set_result(None)
-                await self._stop.wait()
-        except Exception as error:
-            if self.ready.done():
-                warnings.warn(f"a verifiers environment failed at its end: {error}", EnvironmentWarning, stacklevel=2)
-            else:
-                self.ready.set_exception(EnvironmentFailed(f"the environment's servers do not start: {error}"))
-        finally:
-            self._ended.set_result(None)
-
-
 def _row(task: Any, number: int) -> dict[str, Any]:
     from covey.rollout.environments.verifiers_harness import conversation
 
@@ -171,7 +121,7 @@ def _row(task: Any, number: int) -> dict[str, Any]:
     return {"prompt": conversation(task.data.system_prompt, task.data.prompt), "task": number}
 
 
-def _rollout(session: ChatSession, played: Any) -> Rollout:
+def _rollout(session: AgentSession, played: Any) -> Rollout:
     if session.refused is not None:
         raise EnvironmentFailed(session.refused)
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
@@ -179,14 +129,13 @@ def _rollout(session: ChatSession, played: Any) -> Rollout:
         raise EnvironmentFailed(f"the environment failed: {errors[-1].type}: {errors[-1].message[:500]}")
     if len(played.traces) != 1:
         raise EnvironmentFailed(f"the episode was played by {len(played.traces)} agents; one can be trained")
-    if session.episode is None:
+    if not session.asked:
         raise EnvironmentFailed("the environment ended before the policy's first turn")
     (trace,) = played.traces
     scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
     scores |= {name: value for name, value in trace.metrics.items() if value is not None}
     cut = trace.is_timeout or trace.is_truncated
-    finish = FinishReason.TOOL_BUDGET if session.episode.finish is None and cut else None
-    finish = FinishReason.LENGTH if session.full else finish
+    finish = FinishReason.TOOL_BUDGET if cut else None
     reward = checked_number(trace.reward, "the environment")
     extras: dict[str, Any] = {REWARD: reward, SCORES: scores}
-    return session.episode.done(finish, **extras)
+    return session.rollout(finish, **extras)

@@ -1,0 +1,177 @@
+"""Endpoint on 127.0.0.1 that programs ask for completions; each has a session, found by its key.
+
+The key comes as the API's clients send it (`Authorization: Bearer`, `x-api-key`) or as the first part of the path.
+"""
+
+import asyncio
+import json
+import secrets
+import threading
+import warnings
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from aiohttp import web
+
+from covey.rollout.agents.session import FULL, AgentSession, RequestError
+from covey.rollout.agents.wire import APIS, Api, read_request
+from covey.rollout.environments.pool import EnvironmentWarning
+
+MAX_BODY = 16 << 20  # bytes of a request
+MAX_AT_ONCE = 64  # requests of a session that are being answered
+CLOSING = 10.0  # seconds that closing waits for servers to end
+
+
+class AgentEndpoint:
+    """The server. Use it as an async context; the code that runs the programs opens and closes sessions."""
+
+    def __init__(self) -> None:
+        self.url = ""  # without the `/v1` of the APIs' paths
+        self._sessions: dict[str, AgentSession] = {}
+        self._busy: dict[str, set[asyncio.Task[Any]]] = {}
+        self._runner: web.AppRunner | None = None
+
+    def open(self, session: AgentSession) -> str:
+        """The key of a new session."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[key], self._busy[key] = session, set()
+        return key
+
+    def close(self, key: str) -> None:
+        """End a session and whatever is sampled for it."""
+        self._sessions.pop(key, None)
+        for task in self._busy.pop(key, ()):
+            task.cancel()
+
+    async def __aenter__(self) -> "AgentEndpoint":
+        app = web.Application(client_max_size=MAX_BODY)
+        for path in APIS:
+            for prefix in ("", "/{key}"):
+                app.router.add_post(prefix + path, self._post)
+        for prefix in ("", "/{key}"):
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        for key in list(self._sessions):
+            self.close(key)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _key(self, request: web.Request) -> str | None:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        keys = (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", ""))
+        return next((key for key in keys if key in self._sessions), None)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._key(request) is None:
+            return web.json_response(
+                _refused(request).error("this key has no session.", "invalid_api_key", 401), status=401
+            )
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "covey"}]})
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        api, key = _refused(request), self._key(request)
+
+        def refuse(message: str, code: str, status: int) -> web.Response:
+            return web.json_response(api.error(message, code, status), status=status)
+
+        if key is None:
+            return refuse("this key has no session.", "invalid_api_key", 401)
+        session, busy = self._sessions[key], self._busy[key]
+        if len(busy) >= MAX_AT_ONCE:
+            return refuse(f"{MAX_AT_ONCE} requests of this session are being answered.", "rate_limit_exceeded", 429)
+        task = asyncio.ensure_future(self._answer(request, session, api))
+        busy.add(task)
+        task.add_done_callback(busy.discard)
+        try:
+            return await task
+        except RequestError as error:
+            if error.code != FULL:
+                session.refused = session.refused or str(error)
+            return refuse(str(error), error.code, error.status)
+        except web.HTTPRequestEntityTooLarge:
+            return refuse(f"a request has at most {MAX_BODY} bytes.", "request_too_large", 413)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, LookupError):
+            return refuse("the request's body is not JSON.", "invalid_request_error", 400)
+        except ValueError as error:  # the chat template, or a limit of the model
+            session.refused = session.refused or str(error)
+            return refuse(str(error), "invalid_request_error", 400)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            return refuse("the session has ended.", "session_ended", 400)
+        except Exception as error:
+            session.refused = session.refused or f"{type(error).__name__}: {error}"
+            return refuse(session.refused, "server_error", 500)
+
+    async def _answer(self, request: web.Request, session: AgentSession, api: Api) -> web.StreamResponse:
+        body = await request.json()
+        asked = read_request(api, body)
+        answers = await session.answer(asked)
+        if request.transport is None or request.transport.is_closing():
+            session.return_later(asked, answers)
+            raise RequestError("the client has gone.")
+        response = api.response(body, answers)
+        if not body.get("stream"):
+            return web.json_response(response)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        for name, data in api.events(body, response):
+            await stream.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {json.dumps(data)}\n\n".encode())
+        if api is APIS["/v1/chat/completions"]:
+            await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+
+def _refused(request: web.Request) -> Api:
+    """The API of a request's path; chat completions for other paths."""
+    own = (one for path, one in APIS.items() if request.path.endswith(path))
+    return next(own, APIS["/v1/chat/completions"])
+
+
+class Service:
+    """Servers on one event loop, the endpoint among them, until that loop or the service ends."""
+
+    def __init__(self, *more: Any):
+        """Start on the running loop; `more` are async contexts that are entered after the endpoint."""
+        self.loop = asyncio.get_running_loop()
+        self.endpoint = AgentEndpoint()
+        self.ready: asyncio.Future[None] = self.loop.create_future()
+        self._contexts = (self.endpoint, *more)
+        self._stop = asyncio.Event()
+        self._ended: Future[None] = Future()
+        self._thread = threading.current_thread()
+        self._task = self.loop.create_task(self._serve())
+
+    def end(self) -> bool:
+        """Stop; returns False if that took too long."""
+        if self.loop.is_closed() or not self.loop.is_running():
+            return True  # it ended with its loop
+        self.loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is self._thread:
+            return True
+        with suppress(TimeoutError):
+            self._ended.result(CLOSING)
+        return self._ended.done()
+
+    async def _serve(self) -> None:
+        """Run the servers, whose scopes must begin and end in one task."""
+        try:
+            async with AsyncExitStack() as stack:
+                for context in self._contexts:
+                    await stack.enter_async_context(context)
+                self.ready.set_result(None)
+                await self._stop.wait()
+        except Exception as error:
+            if self.ready.done():
+                warnings.warn(f"servers for agents failed at their end: {error}", EnvironmentWarning, stacklevel=2)
+            else:
+                self.ready.set_exception(error)
+        finally:
+            self._ended.set_result(None)

@@ -1,0 +1,297 @@
+"""Sessions: all requests of one program, as the strands of one rollout.
+
+A request whose messages begin with an earlier one's and with the policy's reply to it continues that conversation token
+for token: no sampled token is encoded again. Any other request opens a strand of its own, which shares the longest
+prefix of tokens with an earlier one. In the rollout each sampled token comes once.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from covey.core.records import FinishReason, Message, Rollout
+from covey.rollout.episode import Episode, EpisodeEngine, Reply
+from covey.rollout.tool_agent import as_message
+from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
+
+MAX_STRANDS = 64  # of a rollout
+FULL = "context_length_exceeded"  # code of a request that there is no room to answer
+
+
+class RequestError(Exception):
+    """A request that cannot be answered; message and code go back to the program."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400):
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request in any of the APIs."""
+
+    messages: list[Message]  # text alone; arguments of calls as objects
+    tools: list[dict[str, Any]]  # schemas as OpenAI's chat completions have them
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+    def digests(self) -> Iterator[bytes]:
+        """A digest of the tools, then one of each beginning of the conversation."""
+        digest = _digest(b"", self.tools)
+        yield digest
+        for message in self.messages:
+            digest = digest_after(digest, message)
+            yield digest
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion of a request."""
+
+    message: Message  # in the form of OpenAI's chat completions
+    finish: str  # "stop", "length" or "tool_calls"
+    reply: Reply
+    prompt_tokens: int
+
+
+class _Turn(NamedTuple):
+    """The end of a turn of the policy, which a request may continue."""
+
+    strand: int
+    turns: int
+
+
+@dataclass(eq=False)
+class _Strand:
+    episode: Episode
+    own: int  # tokens, prompt included, that it has in common with the episode that it is a fork of
+
+
+def digest_after(digest: bytes, message: Message) -> bytes:
+    """Digest of a conversation and one more message: ids of calls and space around a reply make no difference."""
+    content, by_policy = message.get("content") or "", message["role"] == "assistant"
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return _digest(digest, [message["role"], content.strip() if by_policy else content, calls])
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+@dataclass(eq=False, repr=False)
+class AgentSession:
+    """Requests of one rollout's program."""
+
+    engine: EpisodeEngine
+    parser: ToolParser | None = None
+    full: bool = False  # a request found no room
+    refused: str | None = None  # the first request that could not be read
+    _strands: list[_Strand] = field(default_factory=list)
+    _known: dict[bytes, _Turn] = field(default_factory=dict)
+    _seen: set[bytes] = field(default_factory=set)
+    _prompt: list[Message] = field(default_factory=list)
+    _transcript: list[Message] = field(default_factory=list)
+    _turns: list[_Turn] = field(default_factory=list)  # in the order in which they ended
+    _undelivered: dict[bytes, list[Answer]] = field(default_factory=dict)
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        if self.parser is None:
+            self.parser = TOOL_PARSERS[parser_for(self.engine.tokenizer.chat_template)]
+
+    @property
+    def asked(self) -> bool:
+        return bool(self._turns)
+
+    async def answer(self, request: ChatRequest) -> list[Answer]:
+        """Sample the completions of a request; RequestError if it cannot be answered."""
+        *_, digest = request.digests()
+        if (undelivered := self._undelivered.pop(digest, None)) is not None:
+            return undelivered
+        if sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands) >= self._most:
+            raise self._no_room(f"the rollout has {self._most} sampled tokens, as max_completion_length allows.")
+        strands = self._begin(request)
+        replies = await asyncio.gather(*(self._sample(number, request) for number in strands))
+        found = [reply for reply in replies if reply is not None]
+        if not found:
+            raise self._no_room("the conversation leaves no room for another turn.")
+        return [self._record(request, digest, number, reply) for number, reply in found]
+
+    def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
+        """Keep the answers to a request whose client has gone, for the same request again."""
+        *_, digest = request.digests()
+        self._undelivered[digest] = answers
+
+    @property
+    def _most(self) -> int:
+        return self.engine.params.max_tokens
+
+    def _no_room(self, message: str) -> RequestError:
+        self.full = True
+        return RequestError(message, FULL)
+
+    @staticmethod
+    def _first_own(strand: _Strand) -> int:
+        return strand.own - len(strand.episode.prompt_ids)
+
+    def _begin(self, request: ChatRequest) -> list[int]:
+        """The strands that the request is to be sampled in: one that it continues, or new ones."""
+        if len(self._strands) + request.n > MAX_STRANDS:
+            raise self._no_room(f"a rollout has at most {MAX_STRANDS} conversations that do not continue one another.")
+        _, *digests = request.digests()
+        last = max((i for i, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
+        turn = self._known.get(digests[last]) if last >= 0 else None
+        added = request.messages[last + 1 :]
+        if turn is None or not added:
+            episode = self.engine.begin(request.messages, tools=request.tools)
+            number = self._add(episode, len(episode.prompt_ids))
+        else:
+            episode, number = self._strands[turn.strand].episode, turn.strand
+            if len(episode.turn_ends) != turn.turns or not episode.at_turn_end:
+                episode = episode.fork(turn.turns)
+                number = self._add(episode, len(episode.prompt_ids) + len(episode.completion_ids))
+            if not episode.write(added):
+                raise self._no_room("the added messages leave no room for another turn.")
+        if not self._turns and not self._prompt:
+            self._prompt = list(request.messages)
+        else:
+            unseen = zip(request.messages, digests, strict=True)
+            self._transcript += [m for m, d in unseen if d not in self._seen and m["role"] != "assistant"]
+        self._seen.update(digests)
+        size = len(episode.prompt_ids) + len(episode.completion_ids)
+        return [number, *(self._add(episode.fork(), size) for _ in range(request.n - 1))]
+
+    def _add(self, episode: Episode, own: int) -> int:
+        self._strands.append(_Strand(episode, own))
+        return len(self._strands) - 1
+
+    async def _sample(self, number: int, request: ChatRequest) -> tuple[int, Reply] | None:
+        episode = self._strands[number].episode
+        reply = None if episode.finish is not None else await episode.sample(request.max_tokens, request.stop)
+        return (number, reply) if reply is not None and reply.token_ids else None
+
+    def _record(self, request: ChatRequest, digest: bytes, number: int, reply: Reply) -> Answer:
+        episode = self._strands[number].episode
+        message: Message = {"role": "assistant", "content": reply.text}
+        if episode.tools:
+            assert self.parser is not None, "set when it was made"
+            message = as_message(
+                read_turn(self.engine.tokenizer, reply.token_ids, self.parser, episode.tools), reply.text
+            )
+        for stop in request.stop:
+            message["content"] = message["content"].partition(stop)[0]
+        episode.messages[-1] = message
+        turn = _Turn(number, len(episode.turn_ends))
+        self._turns.append(turn)
+        self._transcript.append(message)
+        after = digest_after(digest, message)
+        self._known[after] = turn
+        self._seen.add(after)
+        sent: Message = {"role": "assistant", "content": message["content"]}
+        if message.get("tool_calls"):
+            sent["tool_calls"] = [self._sent_call(call) for call in message["tool_calls"]]
+        cut = reply.finish is not FinishReason.STOP
+        finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
+        before = len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
+        return Answer(sent, finish, reply, before)
+
+    def _sent_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        self._calls += 1
+        arguments = json.dumps(call["function"]["arguments"])
+        function = {"name": call["function"]["name"], "arguments": arguments}
+        return {"id": call.get("id") or f"call{self._calls:05d}", "type": "function", "function": function}
+
+    def rollout(self, finish: FinishReason | None = None, **extras: Any) -> Rollout:
+        """The finished rollout: its completion is every message after the first request, in the order of time."""
+        assert self.asked, "the program has asked"
+        last = self._strands[self._turns[-1].strand].episode
+        finish = FinishReason.LENGTH if self.full else last.finish or finish
+        joined, ends = join_strands([(one.episode.done(), one.own) for one in self._strands])
+        turn_ends = [ends[turn] for turn in self._turns]
+        completion = list(self._transcript)
+        return replace(
+            joined,
+            completion=completion,
+            prompt=list(self._prompt),
+            finish=finish or FinishReason.STOP,
+            turn_ends=turn_ends,
+            extras=extras,
+        )
+
+
+def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tuple[int, int], int]]:
+    """One rollout of several, and the last token of each turn by (part, number of the turn, from 1).
+
+    Each part comes with the number of its first tokens, prompt included, that an earlier part has sampled or read. A
+    part shares at least these, and at most the tokens before its own first sampled one: equal tokens that were sampled
+    twice are trained on twice.
+    """
+    whole: list[int] = []  # tokens of the rollout, with its prompt
+    found: list[tuple[np.ndarray, np.ndarray]] = []  # tokens of each part, and their positions in `whole`
+    ends: dict[tuple[int, int], int] = {}
+    strands: list[tuple[int, int]] = []
+    sampled: list[bool] = []
+    fields: dict[str, list[Any] | None] = {name: [] for name in ("logprobs", "entropies", "versions", "sampling_mask")}
+    first = parts[0][0]
+    prompt = len(first.prompt_ids)
+    for number, (part, own) in enumerate(parts):
+        tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
+        mask = [*[False] * len(part.prompt_ids), *part.sampled]
+        begins = next((index for index in range(own, len(mask)) if mask[index]), None)
+        if number == 0:
+            shared, position = prompt, np.arange(prompt)
+            whole += part.prompt_ids
+        elif begins is None:
+            found.append((tokens[:0], tokens[:0]))  # nothing was sampled in it
+            continue
+        else:
+            lengths = [_common(tokens[:begins], other) for other, _ in found]
+            best = max(range(len(found)), key=lengths.__getitem__)
+            shared, position = lengths[best], found[best][1][: lengths[best]]
+            follows = int(position[-1]) if shared else -1
+            if follows != len(whole) - 1:
+                strands.append((len(whole) - prompt, follows))
+        position = np.concatenate([position, np.arange(len(whole), len(whole) + len(tokens) - shared)])
+        found.append((tokens, position))
+        if number:
+            whole += tokens[shared:].tolist()
+        else:
+            whole += part.completion_ids
+        sampled += mask[shared:]
+        skipped = shared - len(part.prompt_ids)
+        for name, values in fields.items():
+            given = getattr(part, name)
+            if values is None or given is None:
+                fields[name] = None
+                continue
+            filler: Any = [] if name == "sampling_mask" else (given or [0])[0] if name == "versions" else 0.0
+            values += given[skipped:] if skipped >= 0 else [*[filler] * -skipped, *given]
+        for turn, end in enumerate(part.turn_ends, 1):
+            if end + len(part.prompt_ids) >= own:
+                ends[number, turn] = int(position[end + len(part.prompt_ids)]) - prompt
+    joined = Rollout(
+        first.prompt_ids,
+        whole[prompt:],
+        sampled,
+        fields["logprobs"],
+        "",
+        FinishReason.STOP,
+        entropies=fields["entropies"],
+        versions=fields["versions"],
+        sampling_mask=fields["sampling_mask"],
+        strands=strands,
+    )
+    return joined, ends
+
+
+def _common(tokens: np.ndarray, others: np.ndarray) -> int:
+    """Number of first tokens that are equal."""
+    size = min(len(tokens), len(others))
+    differ = np.flatnonzero(tokens[:size] != others[:size])
+    return int(differ[0]) if len(differ) else size

@@ -1,0 +1,349 @@
+"""The endpoint that programs talk to, asked by plain HTTP clients in each of its APIs."""
+
+import asyncio
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from covey.core.records import FinishReason
+from covey.engines.scripted import ScriptedEngine
+from covey.rollout.agents import endpoint as module
+from covey.rollout.agents.endpoint import AgentEndpoint
+from covey.rollout.agents.session import MAX_STRANDS, AgentSession
+from covey.rollout.user_functions import RolloutFunction, RolloutValidator
+from tests.support.playing import TOKENIZER, call, play, says
+
+START = [{"role": "user", "content": "go"}]
+ADD = {"name": "add", "description": "", "parameters": {"type": "object"}}
+
+
+def program(steps):
+    """An agent whose turns are what a program asks the endpoint for; `steps(ask)` gets the means to ask."""
+
+    async def rollout(row, engine):
+        session = AgentSession(engine)
+        async with AgentEndpoint() as endpoint, aiohttp.ClientSession() as client:
+            key = endpoint.open(session)
+
+            async def ask(messages=None, path="/v1/chat/completions", key=key, data=None, **body):
+                body = {"model": "policy", **({} if messages is None else {"messages": messages}), **body}
+                headers = {"Authorization": f"Bearer {key}"}
+                data = json.dumps(body) if data is None else data
+                async with client.post(endpoint.url + path, data=data, headers=headers) as response:
+                    text = await response.text()
+                    return response.status, json.loads(text) if text.startswith("{") else text
+
+            result = await steps(ask)
+        return session.rollout(result=result)
+
+    return RolloutFunction(rollout, 20, RolloutValidator(len(TOKENIZER), None))
+
+
+def said(answer):
+    status, body = answer
+    assert status == 200, body
+    return body["choices"][0]["message"]
+
+
+def events(text):
+    """The data of a stream's events."""
+    lines = [line for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def text_of(rollout):
+    return TOKENIZER.decode(rollout.completion_ids)
+
+
+def test_a_conversation_is_one_strand():
+    async def steps(ask):
+        first = said(await ask(START))
+        second = said(await ask([*START, first, {"role": "user", "content": [{"type": "text", "text": "on"}]}]))
+        return first["content"], second["content"]
+
+    (rollout,) = play(program(steps), says("1", "2"))
+    assert rollout.extras["result"] == ("1", "2") and not rollout.strands
+    assert text_of(rollout) == "1<eos><bos>user: on<eos><bos>assistant: 2<eos>"
+    assert rollout.num_sampled == 4 and rollout.finish is FinishReason.STOP
+    assert [message["content"] for message in rollout.completion] == ["1", "on", "2"]
+
+
+def test_a_rewritten_history_is_another_strand():
+    """Its tokens, but those that it has in common, come after the others': `user: g` is shared, `o` and `et` differ."""
+
+    async def steps(ask):
+        said(await ask(START))
+        return said(await ask([user("get")]))["content"]
+
+    (rollout,) = play(program(steps), says("1"))
+    assert text_of(rollout) == "1<eos>et<eos><bos>assistant: 1<eos>"
+    ((start, follows),) = rollout.strands
+    assert TOKENIZER.decode(rollout.completion_ids[:start]) == "1<eos>"
+    assert TOKENIZER.decode(rollout.prompt_ids[: follows + 1]) == "<bos>user: g"
+    assert rollout.num_sampled == 4 and [one["content"] for one in rollout.completion] == ["1", "get", "1"]
+
+
+def test_an_earlier_turn_is_continued_again():
+    async def steps(ask):
+        first = said(await ask(START))
+        for text in ("a", "b"):
+            said(await ask([*START, first, user(text)]))
+
+    (rollout,) = play(program(steps), says("1", "2"))
+    ((start, follows),) = rollout.strands
+    shared = TOKENIZER.decode([*rollout.prompt_ids, *rollout.completion_ids][: follows + 1])
+    assert shared == "<bos>user: go<eos><bos>assistant: 1<eos><bos>user: "
+    assert TOKENIZER.decode(rollout.completion_ids[start:]) == "b<eos><bos>assistant: 2<eos>"
+    assert rollout.num_sampled == 6
+
+
+def test_choices_of_one_request_are_each_trained_on():
+    """Both are "1<eos>": equal tokens that were sampled twice are there twice."""
+
+    async def steps(ask):
+        _, body = await ask(START, n=2)
+        return [choice["message"]["content"] for choice in body["choices"]]
+
+    (rollout,) = play(program(steps), says("1"))
+    assert rollout.extras["result"] == ["1", "1"] and text_of(rollout) == "1<eos>1<eos>"
+    assert rollout.strands == [(2, len(rollout.prompt_ids) - 1)] and rollout.num_sampled == 4
+
+
+def test_calls_of_tools_come_and_go_in_openais_form():
+    async def steps(ask):
+        tools = [{"type": "function", "function": ADD}]
+        _, body = await ask(START, tools=tools)
+        asked = body["choices"][0]["message"]
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        (one,) = asked["tool_calls"]
+        result = {"role": "tool", "tool_call_id": one["id"], "content": "5"}
+        answer = said(await ask([*START, asked, result], tools=tools))
+        return one["function"], answer["content"]
+
+    (rollout,) = play(program(steps), says("so " + call("add", a=2), "5"))
+    function, answer = rollout.extras["result"]
+    assert function == {"name": "add", "arguments": '{"a": 2}'} and answer == "5" and not rollout.strands
+    assert rollout.completion[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert "<bos>tool: 5<eos>" in text_of(rollout)
+
+
+def test_calls_of_tools_in_the_form_of_responses():
+    async def steps(ask):
+        tools, path = [{"type": "function", **ADD}], "/v1/responses"
+        status, body = await ask(input="go", tools=tools, path=path)
+        assert status == 200, body
+        content, asked = body["output"]
+        assert asked["arguments"] == '{"a": 2}' and content["content"][0]["text"] == "so"
+        result = {"type": "function_call_output", "call_id": asked["call_id"], "output": "5"}
+        _, body = await ask(input=[user("go"), content, asked, result], tools=tools, path=path)
+        _, stream = await ask(input=[user("go"), content, asked, result], tools=tools, path=path, stream=True)
+        return body["output"][0]["content"][0]["text"], events(stream)
+
+    (rollout,) = play(program(steps), says("so " + call("add", a=2), "5"))
+    answer, stream = rollout.extras["result"]
+    assert answer == "5" and "<bos>tool: 5<eos>" in text_of(rollout)
+    assert [one["delta"] for one in stream if one["type"] == "response.output_text.delta"] == ["5"]
+    assert stream[-1]["type"] == "response.completed" and stream[-1]["response"]["output"][0]["role"] == "assistant"
+    assert len(rollout.turn_ends) == 3 and len(rollout.strands) == 1
+
+
+def test_calls_of_tools_in_anthropics_form():
+    async def steps(ask):
+        tools = [{"name": "add", "input_schema": {"type": "object"}}]
+        options = {"tools": tools, "path": "/v1/messages", "max_tokens": 100, "system": "be brief"}
+        status, body = await ask(START, **options)
+        assert status == 200 and body["stop_reason"] == "tool_use", body
+        result = {"type": "tool_result", "tool_use_id": body["content"][1]["id"], "content": "5"}
+        later = [*START, {"role": "assistant", "content": body["content"]}, {"role": "user", "content": [result]}]
+        _, stream = await ask(later, stream=True, **options)
+        return body["content"], events(stream)
+
+    (rollout,) = play(program(steps), says("so " + call("add", a=2), "5"))
+    (text, use), stream = rollout.extras["result"]
+    assert text == {"type": "text", "text": "so"} and use["input"] == {"a": 2}
+    assert [one["type"] for one in stream][:3] == ["message_start", "content_block_start", "content_block_delta"]
+    assert stream[2]["delta"]["text"] == "5" and stream[-2]["delta"]["stop_reason"] == "end_turn"
+    assert not rollout.strands and "<bos>system: be brief" in TOKENIZER.decode(rollout.prompt_ids)
+
+
+def test_answers_may_be_streamed():
+    async def steps(ask):
+        status, text = await ask(START, stream=True, stream_options={"include_usage": True})
+        assert status == 200
+        return events(text)
+
+    (rollout,) = play(program(steps), says("12"))
+    first, last, usage, end = rollout.extras["result"]
+    assert first["choices"][0]["delta"]["content"] == "12" and last["choices"][0]["finish_reason"] == "stop"
+    assert usage["usage"]["completion_tokens"] == 3 and end == "data: [DONE]"
+
+
+def test_stop_texts_end_the_turn_where_they_are_complete():
+    """The tokens after `Obs` are dropped; the program sees the text before it, and its next request continues."""
+
+    async def steps(ask):
+        _, body = await ask(START, stop=["Obs"])
+        choice = body["choices"][0]
+        said(await ask([*START, choice["message"], user("on")]))
+        return choice
+
+    (rollout,) = play(program(steps), says("do Obs: 7", "2"))
+    choice = rollout.extras["result"]
+    assert choice["message"]["content"] == "do " and choice["finish_reason"] == "stop"
+    assert text_of(rollout) == "do Obs<eos><bos>user: on<eos><bos>assistant: 2<eos>" and not rollout.strands
+
+
+def test_logprobs_come_with_each_token():
+    class Reporting(ScriptedEngine):
+        async def generate(self, request):
+            return [replace(one, logprobs=[-0.5] * len(one.token_ids)) for one in await super().generate(request)]
+
+    async def steps(ask):
+        return (await ask(START, logprobs=True))[1]["choices"][0]["logprobs"]["content"]
+
+    engine = Reporting(lambda ids, seed: [*TOKENIZER("12")["input_ids"], TOKENIZER.eos_token_id])
+    (rollout,) = play(program(steps), engine)
+    given = [(one["token"], one["logprob"]) for one in rollout.extras["result"]]
+    assert given == [("1", -0.5), ("2", -0.5), ("<eos>", -0.5)] and rollout.logprobs == [-0.5] * 3
+
+
+def test_limits_of_tokens_cut_a_turn_off():
+    async def steps(ask):
+        _, body = await ask(START, max_tokens=2)
+        said(await ask([*START, body["choices"][0]["message"], user("on")]))
+        return body["choices"][0]
+
+    (rollout,) = play(program(steps), says("123", "2"))
+    assert rollout.extras["result"]["finish_reason"] == "length"
+    assert text_of(rollout).startswith("12<eos><bos>user: on") and not rollout.strands
+
+
+def test_requests_at_once_are_strands():
+    async def steps(ask):
+        return [said(one)["content"] for one in await asyncio.gather(*(ask([user(f"{i}")]) for i in range(9)))]
+
+    (rollout,) = play(program(steps), says("1"))
+    assert rollout.extras["result"] == ["1"] * 9 and rollout.num_sampled == 18 and len(rollout.turn_ends) == 9
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/v1/chat/completions", {"messages": []}, 400, "there are no messages"),
+        ("/v1/chat/completions", {"messages": "hi"}, 400, "must be a list of messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "emperor", "content": "x"}]}, 400, "emperor"),
+        ("/v1/chat/completions", {"messages": [user([{"type": "image_url"}])]}, 400, "text alone, not 'image_url'"),
+        ("/v1/chat/completions", {"messages": START, "n": 10**9}, 400, "must be 1 to 16"),
+        ("/v1/chat/completions", {"messages": START, "max_tokens": -1}, 400, "at least 1"),
+        ("/v1/chat/completions", {"messages": START, "response_format": {"type": "json_object"}}, 400, "not supported"),
+        ("/v1/chat/completions", {"data": "{"}, 400, "not JSON"),
+        ("/v1/chat/completions", {"data": "[" * 100_000}, 400, "not JSON"),
+        ("/v1/chat/completions", {"data": b"\xff\xfe\x00"}, 400, "not JSON"),
+        ("/v1/chat/completions", {"data": "7"}, 400, "must be a JSON object"),
+        ("/v1/chat/completions", {"messages": START, "key": "other"}, 401, "this key has no session"),
+        ("/v1/chat/completions", {"data": b"x" * (module.MAX_BODY + 1)}, 413, "at most"),
+        ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "not 'computer_call'"),
+        ("/v1/messages", {"messages": [user([{"type": "image"}])]}, 400, "text alone, not 'image'"),
+        ("/v1/messages", {"messages": START, "key": ""}, 401, "this key has no session"),
+    ],
+)
+def test_requests_that_cannot_be_answered_say_why(path, body, status, reason):
+    async def steps(ask):
+        refused = await ask(path=path, **body)
+        said(await ask(START))
+        return refused
+
+    (rollout,) = play(program(steps), says("1"))
+    given, answer = rollout.extras["result"]
+    assert given == status and reason in answer["error"]["message"]
+    assert (answer.get("type") == "error") is (path == "/v1/messages")
+    assert text_of(rollout) == "1<eos>"
+
+
+def test_a_full_conversation_ends_with_what_there_was():
+    async def steps(ask):
+        first = said(await ask(START))
+        status, body = await ask([*START, first, user("x" * 50)])
+        return status, body["error"]["code"]
+
+    (rollout,) = play(program(steps), says("1"), room=20)
+    assert rollout.extras["result"] == (400, "context_length_exceeded")
+    assert rollout.finish is FinishReason.LENGTH and len(rollout.completion_ids) == 2
+
+
+def test_a_rollout_has_a_budget_of_tokens_and_of_strands():
+    """10 tokens are 5 replies of two; then requests find no room, whichever they are."""
+
+    async def steps(ask):
+        return [(await ask([user(str(i))]))[0] for i in range(7)], (await ask(START, n=16))[0]
+
+    (rollout,) = play(program(steps), says("1"), room=10)
+    assert rollout.extras["result"] == ([200] * 5 + [400] * 2, 400) and rollout.num_sampled == 10
+    assert rollout.finish is FinishReason.LENGTH
+
+    async def many(ask):
+        return [(await ask(START, n=16))[0] for _ in range(MAX_STRANDS // 16 + 1)]
+
+    (rollout,) = play(program(many), says("1"))
+    assert rollout.extras["result"] == [200] * (MAX_STRANDS // 16) + [400]
+
+
+def test_a_key_opens_its_own_session_alone():
+    async def rollout(row, engine):
+        mine, other = AgentSession(engine), AgentSession(engine)
+        async with AgentEndpoint() as endpoint, aiohttp.ClientSession() as client:
+            key, closed = endpoint.open(mine), endpoint.open(other)
+            endpoint.close(closed)
+            for given in (key, closed):
+                headers = {"x-api-key": given}
+                async with client.post(f"{endpoint.url}/v1/messages", json={"messages": START}, headers=headers):
+                    pass
+            assert not other.asked
+            async with client.get(f"{endpoint.url}/{key}/v1/models") as response:
+                assert (await response.json())["data"][0]["id"] == "policy"
+        return mine.rollout()
+
+    (played,) = play(RolloutFunction(rollout, 20, RolloutValidator(len(TOKENIZER), None)), says("1"))
+    assert text_of(played) == "1<eos>"
+
+
+def test_what_a_client_did_not_hear_is_told_it_again():
+    """A client that goes away and repeats its request gets the reply that was sampled for it: no second one."""
+
+    class Slow(ScriptedEngine):
+        async def generate(self, request):
+            await asyncio.sleep(0.3)
+            return await super().generate(request)
+
+    slow = Slow(lambda ids, seed: [*TOKENIZER("1")["input_ids"], TOKENIZER.eos_token_id])
+
+    async def steps(ask):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(START), 0.1)
+        await asyncio.sleep(0.4)
+        return said(await ask(START))["content"]
+
+    (rollout,) = play(program(steps), slow)
+    assert rollout.extras["result"] == "1" and rollout.num_sampled == 2 and not rollout.strands
+
+
+def test_an_engine_that_fails_ends_the_batch():
+    class Fails:
+        async def generate(self, request):
+            raise OSError("gone")
+
+        def awake(self):
+            return nullcontext()
+
+    async def steps(ask):
+        return await ask(START)
+
+    with pytest.raises(OSError, match="gone"):
+        play(program(steps), Fails())
