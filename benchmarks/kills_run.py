@@ -9,7 +9,8 @@ Written into FOLDER, by each process of the run:
     place.RANK        the innermost place that the process is in
     places.RANK.json  how often each place was entered, once training has ended
     trained.RANK      a line of JSON for each start (the step it resumed from) and for each micro-batch (its step, and a
-                      digest of prompt and completion for each of its rollouts)
+                      digest of prompt and completion for each of its rollouts; of prompt and seed with a vLLM server)
+    sampled.RANK      with a vLLM server: a line of JSON for each completion, which seed it was sampled with
     result.RANK.json  digests of weights and optimizer, and the logs, once training has ended
 """
 
@@ -20,6 +21,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,36 @@ def stream() -> Any:
     return Dataset.from_list(parts.rows(6)).to_iterable_dataset()
 
 
+def four_bits() -> Any:
+    """A base in 4 bits, as it is read from a folder."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+    with tempfile.TemporaryDirectory() as folder:
+        parts.language_model(hidden_size=64, tie_word_embeddings=False).save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**bits))
+
+
+def served() -> Any:
+    """The model of vLLM servers, whose attention wants larger heads."""
+    from tests.real_vllm.serving import SHAPE
+
+    return parts.language_model(**SHAPE)
+
+
+def with_server(**settings: Any) -> dict[str, Any]:
+    """Settings of a run that samples from the server at `SERVER`."""
+    where = {"vllm_server_base_url": os.environ.get(SERVER, ""), "vllm_group_port": 0, "vllm_server_timeout": 200.0}
+    where["generation_kwargs"] = {"min_tokens": 8}  # so that no two seeds sample the same
+    return {"parts": {"model": golden.Lazy(served)}, "use_vllm": True, "vllm_mode": "server", **where, **settings}
+
+
+SERVER = "COVEY_KILLS_SERVER"
+"""Environment variable: the address of the vLLM server that a run samples from."""
+ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+ZERO3 |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+HALF = {"per_device_train_batch_size": 2}
+WORKERS = "rewards in workers"
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "off-policy": {**CYCLE, "epsilon_high": 0.28, "delta": 4.0},
@@ -66,10 +98,19 @@ MODES: dict[str, dict[str, Any]] = {
     "tools": {**TALK, "max_tool_calling_iterations": 3},
     "environments": COUNTER,
     "evaluation suites": {"parts": {"eval_dataset": golden.Lazy(golden.suites)}, **golden.EVALUATED},
-    "two processes": {"per_device_train_batch_size": 2, **golden.CHOSEN},
+    "4 bits": {"parts": {"model": golden.Lazy(four_bits), "peft_config": golden.lora()}, **CYCLE},
+    "images": {"parts": {"vision": golden.Lazy(parts.gemma3), **golden.IMAGES}, "beta": 0.05},
+    WORKERS: {"reward_isolation": "process"},
+    "two processes": {**HALF, **golden.CHOSEN},
+    "FSDP2": {**HALF, "fsdp": True, "beta": 0.05},
+    "ZeRO-3": {**HALF, "deepspeed": ZERO3, "beta": 0.05},
     "command line": {},
+    "vLLM server, max_staleness 1": with_server(max_staleness=1),
+    "vLLM server, max_staleness 4": with_server(max_staleness=4),
 }
 """Trainer arguments (`parts`) and settings of each mode."""
+SEVERAL = ("two processes", "FSDP2", "ZeRO-3")
+SERVED = tuple(mode for mode in MODES if mode.startswith("vLLM"))
 
 
 class Places:
@@ -128,6 +169,7 @@ def watch(trainer: Any, places: Places) -> None:
     from covey.trainer import checkpoint
 
     places.mark("sampling", trainer.collector, "collect")
+    places.mark("rewards", type(trainer.rollouts.rewards), "__call__")
     places.mark("scoring", trainer.behaviour, "score")
     places.mark("credit", trainer.credit, "assign")
     places.mark("forward", trainer.updates, "loss")
@@ -135,6 +177,7 @@ def watch(trainer: Any, places: Places) -> None:
     places.mark("optimizer", torch.optim.AdamW, "step")
     places.mark("logging", trainer, "log")
     places.mark("completions on record", trainer.completions, "write")
+    places.mark("report", trainer.report, "on_save")
     places.mark("evaluation", trainer.evaluation, "run")
     places.mark("checkpoint: weights", trainer, "save_model")
     places.mark("checkpoint: optimizer", trainer, "_save_optimizer_and_scheduler")
@@ -150,8 +193,8 @@ def watch(trainer: Any, places: Places) -> None:
     places.mark("resuming: method state", trainer.checkpoints, "load")
 
 
-def record(trainer: Any, path: Path) -> None:
-    """Write down which rollouts are trained on, and where a start resumes."""
+def record(trainer: Any, path: Path, seeds: dict[str, int] | None) -> None:
+    """Write down which rollouts are trained on (by their seeds, if given), and where a start resumes."""
     loss, begin = trainer.updates.loss, trainer.callback_handler.on_train_begin
 
     def write(**line: Any) -> None:
@@ -163,6 +206,7 @@ def record(trainer: Any, path: Path) -> None:
             prompts, completions = batch.prompts(), batch.completions()
             rows = [prompts[group].tolist() for group in batch.groups.tolist()]
             pairs = [digest([prompt, ids.tolist()])[:16] for prompt, ids in zip(rows, completions, strict=True)]
+            pairs = pairs if seeds is None else [f"seed {seeds[pair]}" for pair in pairs]
             write(step=trainer.state.global_step, pairs=pairs)
         return loss(model, batch)
 
@@ -173,18 +217,52 @@ def record(trainer: Any, path: Path) -> None:
     trainer.updates.loss, trainer.callback_handler.on_train_begin = noting, beginning
 
 
-def optimizer_digest(trainer: Any) -> str:
-    state = trainer.optimizer.state_dict()
-    moments = {
-        str(number): {k: digest(v.tolist() if hasattr(v, "tolist") else v) for k, v in one.items()}
-        for number, one in state["state"].items()
-    }
-    return digest([moments, [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]])
+def sampled_with(trainer: Any, path: Path) -> dict[str, int]:
+    """Seeds by digests of prompt and completion, also of earlier starts: a seed is one (generation, prompt, sample)."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    seeds = dict(json.loads(line) for line in lines if line.endswith("]"))
+    engine = trainer.collector.engine
+    generate = engine.generate
+
+    async def noting(request: Any) -> Any:
+        completions = await generate(request)
+        with path.open("a") as file:
+            for seed, completion in zip(request.seeds, completions, strict=True):
+                pair = digest([list(request.prompt_ids), list(completion.token_ids)])[:16]
+                seeds[pair] = seed
+                file.write(f"\n{json.dumps([pair, seed])}")
+        return completions
+
+    engine.generate = noting
+    return seeds
+
+
+def local(value: Any) -> Any:
+    """What this process holds of a tensor."""
+    value = getattr(value, "_local_tensor", value)
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def digests(trainer: Any) -> dict[str, str]:
+    """Of weights, whole ones where DeepSpeed has spread them, and of what this process has of the optimizer."""
+    from torch.utils._pytree import tree_map
+
+    from covey.policy.weights import weight_update
+
+    if trainer.is_deepspeed_enabled:
+        weights = digest(
+            parts.plain({spec.name: tensor for spec, tensor in weight_update(trainer.policy, 0).checked()})
+        )
+    else:
+        weights = weights_digest(trainer.model)
+    return {"weights": weights, "optimizer": digest(parts.plain(tree_map(local, trainer.optimizer.state_dict())))}
 
 
 def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
     import torch
+    from tests.support import launching
 
+    from covey.rewards import resolve_reward
     from covey.trainer.trainer import OnlineTrainer
 
     torch.set_num_threads(1)
@@ -194,15 +272,15 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
 
     def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
         watch(self, places)
-        record(self, folder / f"trained.{rank()}")
+        seeds = sampled_with(self, folder / f"sampled.{rank()}") if mode in SERVED else None
+        record(self, folder / f"trained.{rank()}", seeds)
         places.at("between")
         (folder / f"begun.{rank()}").touch()
         result = train(self, *args, **kwargs)
         places.at("end")
         logs = [without_times(entry) for entry in self.state.log_history if "train_runtime" not in entry]
         logs = [{name: value for name, value in entry.items() if name != SENT_AGAIN} for entry in logs]
-        found = {"weights": weights_digest(self.model), "optimizer": optimizer_digest(self), "logs": logs}
-        (folder / f"result.{rank()}.json").write_text(json.dumps(found))
+        (folder / f"result.{rank()}.json").write_text(json.dumps({**digests(self), "logs": logs}))
         (folder / f"places.{rank()}.json").write_text(json.dumps(places.entered))
         return result
 
@@ -213,6 +291,10 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
         status = covey(["grpo", "--config", str(folder / "run.yaml"), "--resume", "auto"])
     else:
         settings = {**SETTINGS, **MODES[mode]}
+        if mode == WORKERS:
+            settings["parts"] = {"reward_funcs": resolve_reward(f"{folder}/reward.py:longer")}
+        if mode == "ZeRO-3":
+            launching.in_a_child()
         golden.trainer(folder / "run", **settings).train()
         status = 0
     if torch.distributed.is_initialized():
@@ -221,12 +303,13 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
     os._exit(status)  # threads of engines end with the process
 
 
-def prepare(folder: Path) -> None:
-    """Model, data and run file of the mode "command line"."""
-    parts.language_model().save_pretrained(folder / "model")
+def prepare(folder: Path, server: bool = False) -> None:
+    """Model, data, reward and run file of the mode "command line"; others use the reward, servers the model."""
+    (served() if server else parts.language_model()).save_pretrained(folder / "model")
     parts.tokenizer().save_pretrained(folder / "model")
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in parts.rows()))
-    reward = "def longer(completion_ids, **kwargs):\n    return [len(ids) for ids in completion_ids]\n"
+    reward = "import time\n\n\ndef longer(completion_ids, **kwargs):\n    time.sleep(0.05)\n"
+    reward += "    return [len(ids) for ids in completion_ids]\n"
     (folder / "reward.py").write_text(reward)
     settings = {**golden.SETTINGS, **SETTINGS, "output_dir": str(folder / "run")}
     del settings["resume_from_checkpoint"]

@@ -1,10 +1,23 @@
 """The benchmark of kills: runs of it that are killed end as an undisturbed one, and it sees what differs."""
 
+import argparse
 import json
 from collections import Counter
 
 import pytest
-from benchmarks.kills import Launch, differences, now_in, outcome, trained_on, undisturbed
+from benchmarks.kills import (
+    OTHER,
+    Launch,
+    differences,
+    elsewhere,
+    now_in,
+    outcome,
+    trained_on,
+    trial,
+    undisturbed,
+    wrong_in,
+)
+from benchmarks.kills_run import WORKERS
 
 MODE = "off-policy"
 
@@ -60,3 +73,22 @@ def test_what_is_trained_on_again_counts_once():
 def test_other_pairs_when_trained_again_are_counted():
     begun = lines({"resumed": 0}, {"step": 0, "pairs": ["a", "b"]})
     assert trained_on([*begun, *lines({"resumed": 0}, {"step": 0, "pairs": ["a", "c"]})])[1] == 1
+
+
+def test_a_server_is_compared_by_pairs_alone():
+    found = ["weights", "pairs"]
+    assert (wrong_in("vLLM server, max_staleness 1", found), wrong_in("plain", found)) == (["pairs"], found)
+
+
+def test_a_mode_without_its_package_is_skipped_with_a_reason(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.kills.find_spec", lambda name: None)
+    given = argparse.Namespace(deepspeed_python=None)
+    assert (elsewhere(given, "ZeRO-3"), elsewhere(given, "plain")) == (True, False)
+    assert "ZeRO-3: skipped, deepspeed is not installed; give --deepspeed-python" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_killed_reward_worker_changes_nothing(tmp_path):
+    found = undisturbed(tmp_path, WORKERS)
+    kill = trial(tmp_path, WORKERS, 5, found)  # in every fourth trial the last kill is of a worker
+    assert kill["different"] == [] and kill["kills"][-1]["signal"] == OTHER

@@ -37,9 +37,9 @@ class Running:
         return self.process.log_path.read_text(errors="replace")
 
 
-def serve(folder: Path, model: str, *flags: str, env: dict[str, str] | None = None) -> Running:
+def serve(folder: Path, model: str, *flags: str, env: dict[str, str] | None = None, port: int = 0) -> Running:
     """Start `covey vllm-serve` and wait for it."""
-    port = free_port()
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "covey.cli.main", "vllm-serve", "--model", model, "--port", str(port)]
     command += ["--max-model-len", "256", "--max-num-seqs", "64", "--gpu-memory-utilization", "0.3"]
