@@ -25,7 +25,7 @@ NEEDS = {
 """What an example needs beside Covey; `make test-environments` has all of it."""
 LONG_PROMPTS = {"environment_verifiers.py", "tools.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
-WITHOUT_TRAINER = {"custom_loop.py"}
+WITHOUT_TRAINER = {"custom_loop.py", "study.py"}
 ESSENTIAL = {
     *("quickstart_grpo.py", "custom_loss.py", "custom_advantage.py", "environment.py", "lora.py", "rollout_func.py"),
     "tools.py",

@@ -84,14 +84,19 @@ class RunConfig:
 
 
 def load_run(
-    path: str | Path | None, overrides: Sequence[str] = (), *, method: str | None = None, world_size: int | None = None
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] = (),
+    *,
+    method: str | None = None,
+    world_size: int | None = None,
 ) -> RunConfig:
-    """Read a run file (None: flags alone), apply flags on top (`--field value`), and make the config.
+    """Read a run file (None: flags alone) or take its values, apply flags on top (`--field value`), and make a config.
 
     A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running.
     An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
-    sources = (read_mapping(path) if path is not None else {}, parse_flags(overrides))
+    read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
+    sources = (read, parse_flags(overrides))
     for source in sources:
         for other, name in _OTHER_NAMES.items():
             if other in source and source.get(name, source[other]) != source[other]:
@@ -102,7 +107,7 @@ def load_run(
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
     _refuse_unknown(values, config_class)
     with planning_for(world_size):
-        args = config_class(**_typed(values, config_class))
+        args = config_class(**typed(values, config_class))
     for name in _LISTS:
         value = run.get(name) or []
         run[name] = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -227,7 +232,7 @@ def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig])
         raise TypeError(" ".join(f"`{name}` is no setting of a {method} run{hint(name, known)}" for name in unknown))
 
 
-def _typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:
+def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:
     """Convert values to the types of their fields: YAML reads 1e-6 as text and `eval_strategy: no` as False."""
     flags = {action.dest: action for action in flag_parser(config_class)._actions}
     result: dict[str, Any] = {}

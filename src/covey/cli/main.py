@@ -17,6 +17,7 @@ COMMANDS = {
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "eval": ("covey.cli.train", "evaluate", "sample and score the evaluation sets of a run file, without training"),
+    "study": ("covey.cli.study", "main", "train many configurations over one model, side by side"),
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
     "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),

@@ -128,6 +128,8 @@ class SampleRequest:
         shared: number of first tokens of `prompt_ids` that other requests begin with too, as all turns of a
             conversation begin with its prompt; 0 if unknown. Engines may cache their computation while they are awake.
             It changes no completion.
+        adapter: the adapter to sample with, by its name, of an engine that holds several over one model
+            (`covey.engines.native.adapter_engine`); None: the model that the engine holds.
     """
 
     prompt_ids: list[int]
@@ -139,6 +141,7 @@ class SampleRequest:
     draft_logprobs: list[list[float] | None] | None = None
     draft_lenience: float | None = None
     shared: int = 0
+    adapter: str | None = None
 
     def token_budget(self, max_context: int | None) -> int:
         """Most tokens of each completion, when prompt and completion together may have `max_context`."""

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from covey.policy.quantization import quantization_method
 from covey.policy.vlm_parts import exclude_parts, image_encoder, part_names
@@ -154,3 +154,14 @@ def why_not_alone(model: Any) -> str | None:
 
 def _is_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def low_rank_matrices(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """The active LoRA adapter by names of the base model's layers: A [rank, in], and B [out, rank] with its scale."""
+    name = active_adapter(model)
+    layers = ((path, layer) for path, layer in model.get_base_model().named_modules() if hasattr(layer, "lora_A"))
+    return {
+        path: (layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name])
+        for path, layer in layers
+        if name in layer.lora_A
+    }

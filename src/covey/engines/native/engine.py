@@ -137,15 +137,16 @@ class NativeEngine(PolicyEngine):
         self._settle()
         if self._cache is None:
             self._cache = self._new_cache()
-        groups: dict[tuple[int, ...], list[SequenceState]] = {}
+        groups: dict[tuple[str | None, tuple[int, ...]], list[SequenceState]] = {}
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(sequence := self._waiting.popleft())
             if not sequence.needs_no_tokens:
-                groups.setdefault(tuple(sequence.request.prompt_ids), []).append(sequence)
+                request = sequence.request
+                groups.setdefault((request.adapter, tuple(request.prompt_ids)), []).append(sequence)
         continued: list[SequenceState] = []  # all but the end of their prompts is computed already
         new: list[list[SequenceState]] = []
         lengths: list[int] = []
-        for prompt, group in groups.items():
+        for (_, prompt), group in groups.items():
             shared = prompt[: group[0].request.shared]
             if len(group) == 1 and shared != prompt and not group[0].draft and shared in self._prefixes.layers:
                 continued.append(group[0])

@@ -1,0 +1,106 @@
+"""`covey study`: trains many configurations over one model, and stops, clones, changes and resumes them meanwhile."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from covey.cli.config_file import RUN_KEYS, config_of, load_run, read_mapping, typed
+
+USAGE = """usage: covey study study.yaml [--resume]
+       covey study stop NAME --study DIR
+       covey study resume NAME [field=value ...] --study DIR
+       covey study change NAME field=value ... --study DIR
+       covey study clone NAME --to NEW [--fresh] [field=value ...] --study DIR
+       covey study show --study DIR
+
+The file is that of `covey grpo` with a key `study`: variants (name: settings), grid (field: values), random (count,
+seed, field: values or {min, max, log}), eval_steps, save_rounds, halving (the share to keep). DIR is its output_dir."""
+PLAN_KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    from covey.study.commands import KINDS, STATE, Command, send
+    from covey.study.report import table
+    from covey.study.variants import Variant
+
+    if argv[0] not in (*KINDS, "show"):
+        parser = argparse.ArgumentParser(prog="covey study", usage=USAGE)
+        parser.add_argument("file")
+        parser.add_argument("--resume", action="store_true")
+        options = parser.parse_args(list(argv))
+        print(train(read_mapping(options.file), options.resume))
+        return 0
+    parser = argparse.ArgumentParser(prog=f"covey study {argv[0]}", usage=USAGE)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--study", required=True)
+    parser.add_argument("--to")
+    parser.add_argument("--fresh", action="store_true")
+    options = parser.parse_intermixed_args(list(argv[1:]))
+    if argv[0] == "show":
+        state = json.loads(Path(options.study, STATE).read_text())
+        print(table({name: Variant.of(record) for name, record in state["variants"].items()}))
+        return 0
+    if not options.words:
+        raise ValueError(f"`covey study {argv[0]}` needs the name of a variant.\n{USAGE}")
+    name, *changes = options.words
+    path = send(options.study, Command(argv[0], name, _changes(changes), options.to, options.fresh))
+    print(f"queued: {path}; it acts at the end of the step that runs, and study.md then says so")
+    return 0
+
+
+def train(values: dict[str, Any], resume: bool = False) -> str:
+    """Train the study of a file; returns its table."""
+    from covey.cli.data import load_rows
+    from covey.cli.train import environments, named, rewards
+    from covey.study.plan import Halving, variants_of
+    from covey.study.report import table
+    from covey.study.study import Study
+
+    plan = values.pop("study", None)
+    if not isinstance(plan, Mapping) or set(plan) - set(PLAN_KEYS):
+        raise ValueError(f"study={plan!r} must be a mapping with some of the keys {', '.join(PLAN_KEYS)}.")
+    run = load_run(values)
+    run.require(*run.needed)
+    settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
+    renamed = (run.columns, run.system_prompt)
+    parts = {
+        "tools": [named(tool, "tool") for tool in run.tools] or None,
+        "rollout_func": named(run.rollout_func, "rollout_func"),
+        "environment_factory": environments(run.environment_factory),
+    }
+    keep = plan.get("halving")
+    study = Study(
+        run.model,
+        {name: _typed(changes, run.method) for name, changes in variants_of(plan).items()},
+        {**typed(settings, config_of(run.method)), "method": run.method, "peft": run.peft},
+        reward_funcs=rewards(run.reward_funcs) or None,
+        train_dataset=load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset else None,
+        eval_dataset=load_rows(run.eval_dataset, None, *renamed) if run.eval_dataset else (),
+        eval_steps=plan.get("eval_steps"),
+        save_rounds=plan.get("save_rounds"),
+        halving=None if not keep else Halving(0.5 if keep is True else float(keep)),
+        parts=parts,
+    )
+    return table(study.train(resume))
+
+
+def _typed(changes: Mapping[str, Any], method: str) -> dict[str, Any]:
+    return typed(changes, config_of(changes.get("method", method)))
+
+
+def _changes(words: Sequence[str]) -> dict[str, Any]:
+    """Settings written as field=value."""
+    changes = {}
+    for word in words:
+        field, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} is no setting; write field=value, as in learning_rate=1e-5.")
+        changes[field] = yaml.safe_load(value)
+    return _typed(changes, "rloo")  # the class with the most fields

@@ -1,0 +1,1 @@
+"""Many configurations over one frozen model, trained side by side in one process."""

@@ -1,0 +1,65 @@
+"""Commands to a study while it trains: files in its folder, each written whole and taken once, in order."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.runtime.files import flush
+
+KINDS = ("stop", "clone", "resume", "change")
+QUEUE = "commands"
+STATE = "study.json"
+
+
+@dataclass(frozen=True)
+class Command:
+    """`stop`, `resume` or `change` a variant, or `clone` it under the name `to`, with `changes` of settings."""
+
+    kind: str
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    to: str | None = None
+    fresh: bool = False  # a new optimizer and schedule, for a clone
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"there is no command {self.kind!r} to a study; there are {', '.join(KINDS)}.")
+        if self.changes and self.kind == "stop":
+            raise ValueError(f"`stop` changes no settings, but was given {', '.join(self.changes)}. Use `change`.")
+        if self.kind == "change" and not self.changes:
+            raise ValueError("`change` was given no settings. Write field=value, as in learning_rate=1e-5.")
+
+
+def send(folder: str | Path, command: Command) -> Path:
+    """Queue a command for the study in a folder; it acts at the end of the step that runs."""
+    folder = Path(folder)
+    if not (folder / STATE).is_file():
+        raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
+    path = folder / QUEUE / f"{time.time_ns():020d}-{os.getpid()}.json"
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, asdict(command))
+    return path
+
+
+def waiting(folder: Path) -> list[tuple[Path, Command]]:
+    """Commands that have not been carried out, the earliest first; files that are none are put aside."""
+    found = []
+    for path in sorted((folder / QUEUE).glob("*.json")):
+        try:
+            found.append((path, Command(**json.loads(path.read_text()))))
+        except (ValueError, TypeError):
+            path.rename(path.with_suffix(".unreadable"))
+    return found
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that others see whole or not at all, even after a crash."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)

@@ -1,0 +1,79 @@
+"""Plans of studies: the variants of a grid, a list or random draws, and early stopping by successive halving."""
+
+import itertools
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from covey.study.report import comparison
+
+if TYPE_CHECKING:
+    from covey.study.study import Study
+
+
+def variants_of(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Variants by name: those listed in `variants`, all of `grid`, and the draws of `random`.
+
+    Example:
+        >>> variants_of({"grid": {"beta": [0.0, 0.1], "peft.r": 8}})["beta=0.1,r=8"]
+        {'beta': 0.1, 'peft': {'r': 8}}
+    """
+    found = {str(name): dict(changes or {}) for name, changes in (plan.get("variants") or {}).items()}
+    choices = []
+    if grid := plan.get("grid"):
+        values = [value if isinstance(value, list) else [value] for value in grid.values()]
+        choices += [dict(zip(grid, point, strict=True)) for point in itertools.product(*values)]
+    if drawn := dict(plan.get("random") or {}):
+        source, count = random.Random(drawn.pop("seed", 0)), int(drawn.pop("count", 8))
+        choices += [{name: _draw(name, range_, source) for name, range_ in drawn.items()} for _ in range(count)]
+    for choice in choices:
+        name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in choice.items())
+        found["".join("_" if one.isspace() or one in "/\\" else one for one in name)] = _nested(choice)
+    return found
+
+
+def _nested(choice: Mapping[str, Any]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for key, value in choice.items():
+        outer, dot, inner = key.partition(".")
+        if dot:
+            changes.setdefault(outer, {})[inner] = value
+        else:
+            changes[key] = value
+    return changes
+
+
+def _draw(name: str, choices: Any, source: random.Random) -> Any:
+    if isinstance(choices, list):
+        return source.choice(choices)
+    try:
+        low, high, log = float(choices["min"]), float(choices["max"]), choices.get("log", False)
+        drawn = math.exp(source.uniform(math.log(low), math.log(high))) if log else source.uniform(low, high)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"random: {name}: {choices!r} is no range; write a list of values, or {{min: 1e-6, max: 1e-4, log: true}}."
+        ) from error
+    return float(f"{drawn:.3g}")
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Stops, at each evaluation, the worse variants beyond the share `keep` whose difference to the best one is real.
+
+    With `certain=False` it stops them whether or not the difference is real (Jamieson and Talwalkar, arXiv 1502.07943).
+    """
+
+    keep: float = 0.5
+    certain: bool = True
+
+    def __call__(self, study: "Study") -> list[str]:
+        live = {name: variant for name, variant in study.variants.items() if variant.live}
+        steps = {variant.step for variant in live.values()}
+        if len(live) < 2 or len(steps) > 1 or not all(steps <= variant.evaluations.keys() for variant in live.values()):
+            return []  # not at a common evaluation
+        best, differences = comparison(live, steps.pop())
+        order = sorted(differences, key=lambda name: -differences[name].mean)
+        worse = order[max(math.ceil(len(live) * self.keep), 1) - 1 :]  # the best one is not among them
+        return [name for name in worse if name != best and (differences[name].is_real or not self.certain)]

@@ -1,0 +1,85 @@
+"""Turns of trainers in one process: each has a thread and random numbers of its own, and one of them runs at a time."""
+
+import random
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Cancelled(BaseException):
+    """Ends a paused trainer from where it samples."""
+
+
+class Turn:
+    """Work on a thread that pauses wherever it samples; the study samples for all that are paused at once.
+
+    `pending` is the coroutine that the work waits for; None once the work has ended, with `error` if it failed.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str):
+        self.pending: Coroutine[Any, Any, Any] | None = None
+        self.error: BaseException | None = None
+        self._work = work
+        self._random = random_state()
+        self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._outcome: Any = None
+        self._thread = threading.Thread(target=self._run, name=f"covey-{name}", daemon=True)
+        self._started = False
+
+    @property
+    def ended(self) -> bool:
+        return self._started and self.pending is None
+
+    def go_on(self, outcome: Any = None) -> None:
+        """Run the work, with what it waited for (a value, or an error to raise), until it pauses again or ends."""
+        outside = random_state()
+        set_random_state(self._random)
+        self._outcome, self.pending = outcome, None
+        if self._started:
+            self._resumed.release()
+        else:
+            self._started = True
+            self._thread.start()
+        self._paused.acquire()
+        self._random = random_state()
+        set_random_state(outside)
+
+    def cancel(self) -> None:
+        """Unwind paused work."""
+        if self.pending is not None:
+            self.pending.close()
+            self.go_on(Cancelled())
+
+    def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """On the work's thread: pause until somebody has run a coroutine, and return its result."""
+        assert threading.current_thread() is self._thread, "only the work itself pauses"
+        self.pending = work
+        self._paused.release()
+        self._resumed.acquire()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._paused.release()
+
+
+def random_state() -> tuple[Any, ...]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state_all(state[3])

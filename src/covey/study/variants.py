@@ -1,0 +1,187 @@
+"""Variants of a study: their settings, descent and state, as `study.json` holds them, and the trainer of each."""
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from covey.core.advantages import weighted_total
+from covey.core.records import PromptSample
+from covey.policy.adapters import base_model, why_not_alone
+from covey.study.turns import Turn
+from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
+
+TRAINERS: dict[str, Any] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
+REFUSED = {  # settings that a study cannot have, and why
+    "use_vllm": "variants are sampled by the built-in engine",
+    "use_sglang": "variants are sampled by the built-in engine",
+    "use_transformers_continuous_batching": "variants are sampled by the built-in engine",
+    "max_staleness": "variants are sampled together, between their steps",
+    "load_best_model_at_end": "`eval_steps` of the study evaluates, and its table names the best",
+    "push_to_hub": "each variant's adapter is in its folder, to be uploaded by hand",
+    "deepspeed": "a study is one process",
+    "fsdp": "a study is one process",
+    "resume_from_checkpoint": "`train(resume=True)` resumes all variants",
+}
+OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code")  # settings of the shared model
+NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 2, "disable_tqdm": True}
+
+
+@dataclass
+class Variant:
+    """One configuration of a study."""
+
+    name: str
+    changes: dict[str, Any]  # settings that differ from the study's; `peft` and `method` among them
+    parent: str | None = None  # the variant that it is a clone of
+    status: str = "running"  # or "stopped", "failed", "finished"
+    reason: str = ""  # of its status
+    step: int = 0  # optimizer steps taken
+    checkpoint: str | None = None  # its last, relative to the study's folder
+    adopts: bool = False  # settings of the optimizer are the config's, not those of the checkpoint
+    history: list[str] = field(default_factory=list)  # what was done to it, with the step
+    evaluations: dict[int, list[float]] = field(default_factory=dict)  # step: mean reward of each evaluation prompt
+    curve: list[dict[str, float]] = field(default_factory=list)  # logged metrics
+
+    def __post_init__(self) -> None:
+        self.evaluations = {int(step): rewards for step, rewards in self.evaluations.items()}
+        self.trainer: Any = None
+        self.turn: Turn | None = None
+        self.must_save = self.must_stop = False  # at the end of the step
+
+    @property
+    def live(self) -> bool:
+        return self.turn is not None and not self.turn.ended
+
+    def record(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Variant":
+        return cls(**copy.deepcopy(dict(record)))
+
+
+def check_name(name: str, known: Sequence[str] = ()) -> None:
+    if not name or name != os.path.basename(name) or name.startswith(".") or any(c.isspace() for c in name):
+        raise ValueError(
+            f"a variant cannot be called {name!r}: its name is that of its folder. Use letters and digits."
+        )
+    if name in known:
+        raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
+
+
+def settings_of(common: Mapping[str, Any], changes: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, Any], Any]:
+    """Method, adapter settings and config of a variant; ValueError for what a study cannot have."""
+    values = {**common, **changes}
+    try:
+        json.dumps(dict(changes))
+    except TypeError as error:
+        raise ValueError(
+            f"{dict(changes)!r} cannot be written to study.json: {error}. Name functions instead."
+        ) from None
+    if values.get("save_strategy", "no") != "no" or "save_steps" in values:
+        raise ValueError("`save_strategy` and `save_steps` are those of the study: give it `save_rounds`.")
+    for name in OF_ALL:
+        if name in changes and changes[name] != common.get(name):
+            raise ValueError(f"{name}={changes[name]!r} for one variant: all share one model. Set it for the study.")
+    method = values.pop("method", "grpo")
+    if method not in TRAINERS:
+        raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(TRAINERS)}.")
+    adapter = {**(common.get("peft") or {}), **(changes.get("peft") or {})}
+    for name in ("peft", "reward_funcs"):
+        values.pop(name, None)
+    try:
+        args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
+    except TypeError as error:
+        raise ValueError(
+            f"{error}. A variant changes settings of {method.upper()}Config, `peft` and `method`."
+        ) from None
+    for name, why in REFUSED.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{name}={getattr(args, name)!r} is not possible in a study: {why}. Leave it out.")
+    if args.world_size > 1:
+        raise ValueError(f"a study is one process, and {args.world_size} were started. Start it without a launcher.")
+    return method, adapter, args
+
+
+def with_shared_weights(base: Any) -> Any:
+    """A copy of a model whose parameters are the very same tensors."""
+    return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+
+
+def check_adapter(model: Any) -> None:
+    obstacle = why_not_alone(model)
+    head = base_model(model).get_output_embeddings()
+    if obstacle is None and hasattr(head, "lora_A"):
+        obstacle = "it changes the language-modelling head"
+    if obstacle is not None:
+        raise ValueError(f"this adapter cannot be sampled together with others: {obstacle}. Use a plain LoRA.")
+
+
+class FollowsStudy(TrainerCallback):
+    """Evaluates, saves and stops at the end of a step, on the trainer's thread, and notes its progress."""
+
+    def __init__(self, variant: Variant, folder: Path, rows: Sequence[dict[str, Any]], eval_steps: int | None):
+        self.variant, self.folder, self.rows, self.eval_steps = variant, folder, rows, eval_steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if self.variant.adopts:
+            adopt_settings(args, parts["optimizer"], parts["lr_scheduler"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        variant, self.variant.step = self.variant, state.global_step
+        last = state.global_step >= state.max_steps
+        if self.rows and (last or (self.eval_steps and state.global_step % self.eval_steps == 0)):
+            variant.evaluations[state.global_step] = mean_rewards(variant.trainer, self.rows)
+        control.should_save |= variant.must_save or last
+        control.should_training_stop |= variant.must_stop
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.variant.must_save = self.variant.adopts = False
+        self.variant.checkpoint = f"{self.variant.name}/checkpoint-{state.global_step}"
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **parts: Any) -> None:
+        kept = ("loss", "reward", "reward_std", "kl", "entropy", "completions/mean_length", "learning_rate")
+        point = {name: float(logs[name]) for name in kept if name in (logs or {})}
+        if not point:
+            return  # the summary at the end
+        self.variant.curve = [old for old in self.variant.curve if old["step"] < state.global_step]
+        self.variant.curve.append({"step": state.global_step, **point})
+
+
+def adopt_settings(args: Any, optimizer: Any, scheduler: Any) -> None:
+    """Give a loaded optimizer and schedule the config's settings in the place of the checkpoint's."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = args.learning_rate
+        if group.get("weight_decay"):
+            group["weight_decay"] = args.weight_decay
+        if "betas" in group:
+            group["betas"] = (args.adam_beta1, args.adam_beta2)
+    if lambdas := getattr(scheduler, "lr_lambdas", None):
+        scheduler.base_lrs = [args.learning_rate] * len(lambdas)
+        for group, factor in zip(optimizer.param_groups, lambdas, strict=True):
+            group["lr"] = args.learning_rate * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def mean_rewards(trainer: Any, rows: Sequence[dict[str, Any]]) -> list[float]:
+    """The mean reward of each prompt, over as many completions as the training groups have, with the same seeds."""
+    count, model = trainer.args.num_generations, trainer.model
+    samples = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(count)]
+    was_training = model.training
+    model.eval()
+    try:
+        scored = trainer.rollouts.sample(("study", 0), samples)
+    finally:
+        model.train(was_training)
+        trainer.context.metrics.drain("eval")
+    totals = weighted_total(scored.rewards.double(), trainer.rewards.weights.double())
+    return totals.view(len(rows), count).nanmean(dim=1).tolist()

@@ -1,0 +1,93 @@
+"""Sequences of several adapters in one decode batch."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from covey.core.engine import SampleRequest, SamplingParams
+from covey.engines.native.adapter_engine import AdapterEngine
+from covey.engines.native.engine import NativeEngine
+from covey.policy.adapters import low_rank_matrices
+from tests.support import tiny
+
+SETTINGS = {"eos_token_ids": {1}, "pad_token_id": 0, "max_context": 256}
+VARIANTS = {"a": (2, 4, ["q_proj", "v_proj"]), "b": (8, 2, "all-linear"), "new": (4, 8, ["o_proj"])}
+
+
+def adapted(name, base):
+    rank, alpha, targets = VARIANTS[name]
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets))
+    torch.manual_seed(rank)
+    if name != "new":  # else it changes nothing
+        for key, weight in model.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def sampled(engine, requests):
+    async def all_of_them():
+        with engine.awake():
+            return await asyncio.gather(*map(engine.generate, requests))
+
+    return asyncio.run(all_of_them())
+
+
+def request(adapter, prompt, n=3, **settings):
+    seeds = [hash((tuple(prompt), i)) % 2**31 for i in range(n)]
+    return SampleRequest(prompt, n, SamplingParams(12), seeds, adapter=adapter, **settings)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny.model()
+
+
+@pytest.fixture(scope="module")
+def variants(base):
+    return {name: adapted(name, base) for name in VARIANTS}
+
+
+def mixing(base, variants, **settings):
+    adapters = {name: low_rank_matrices(model) for name, model in variants.items()}
+    return AdapterEngine(lambda: base, adapters=lambda: adapters, **SETTINGS, **settings)
+
+
+@pytest.mark.parametrize("max_sequences", [64, 5])  # 5: sequences leave and others take their places
+def test_a_mixed_batch_samples_as_each_adapter_alone(base, variants, max_sequences):
+    prompts = [[7, 8, 9, 10], [11, 12], [20, 21, 22, 23, 24]]
+    wanted = [(name, prompt) for prompt in prompts for name in (*VARIANTS, None)]
+    mixed = sampled(mixing(base, variants, max_sequences=max_sequences), [request(*one) for one in wanted])
+    distinct = set()
+    for (name, prompt), completions in zip(wanted, mixed, strict=True):
+        model = base if name is None else variants[name]
+        [alone] = sampled(NativeEngine(lambda model=model: model, **SETTINGS), [request(None, prompt)])
+        for one, other in zip(completions, alone, strict=True):
+            assert one.token_ids == other.token_ids
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=1e-4)
+        distinct.add(str([one.token_ids for one in completions]))
+    assert len(distinct) == 3 * len(prompts)  # "new" samples as the model alone, "a" and "b" do not
+
+
+def test_drafts_are_verified_under_their_own_adapter(base, variants):
+    prompts = {name: [30 + i, 31, 32] for i, name in enumerate(("a", "b"))}
+    engine = mixing(base, variants)
+    first = sampled(engine, [request(name, prompt) for name, prompt in prompts.items()])
+    drafts = [[one.token_ids for one in completions] for completions in first]
+    again = sampled(engine, [request(n, p, drafts=d) for (n, p), d in zip(prompts.items(), drafts, strict=True)])
+    for completions, drafted in zip(again, drafts, strict=True):
+        assert [one.token_ids for one in completions] == drafted
+        assert all(one.reused >= len(tokens) - 1 for one, tokens in zip(completions, drafted, strict=True))
+
+
+def test_an_unknown_adapter_is_named(base, variants):
+    with pytest.raises(ValueError, match=r"no adapter 'c'.*'a', 'b', 'new'"):
+        sampled(mixing(base, variants), [request("c", [7, 8])])
+
+
+def test_layers_are_themselves_again_after_sampling(base, variants):
+    sampled(mixing(base, variants), [request("b", [7, 8])])
+    assert not any("forward" in vars(module) for module in base.modules())

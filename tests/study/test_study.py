@@ -1,0 +1,212 @@
+"""Studies: variants side by side are the runs that they would be alone."""
+
+import json
+
+import pytest
+import torch
+
+from covey.study.study import Study
+from tests.support import runs, tiny
+
+ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+COMMON = {name: value for name, value in runs.DEFAULTS.items() if name not in ("save_strategy", "disable_tqdm")}
+THREE = {
+    "a": {},
+    "b": {"learning_rate": 3e-2, "peft": {"r": 2, "lora_alpha": 2}},
+    "c": {"loss_type": "dr_grpo", "temperature": 0.8, "seed": 7},
+}
+
+
+def study(folder, variants=THREE, **changes):
+    settings = {name: changes.pop(name) for name in list(changes) if name in COMMON}
+    arguments = {"reward_funcs": runs.longer, "train_dataset": tiny.rows(), **changes}
+    args = {**COMMON, **settings, "peft": ADAPTER, "output_dir": str(folder)}
+    made = Study(tiny.model(), variants, args, processing_class=tiny.tokenizer(), **arguments)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def without_pages(monkeypatch):
+    monkeypatch.setattr("covey.trainer.integrations.report.RunReport.write", lambda self, **own: None)
+
+
+def adapters(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def completions(folder):
+    import pyarrow.parquet as parquet
+
+    files = sorted(folder.rglob("completions_*.parquet"))
+    assert files
+    return [row["completion"] for file in files for row in parquet.read_table(file).to_pylist()]
+
+
+def test_variants_are_their_solo_runs(tmp_path):
+    study(tmp_path, max_steps=2).train()
+    from peft import LoraConfig
+
+    for name, changes in THREE.items():
+        own = {**ADAPTER, **changes.get("peft", {})}
+        settings = {key: value for key, value in changes.items() if key != "peft"}
+        alone = runs.trainer(
+            tmp_path / f"alone-{name}",
+            parts={"peft_config": LoraConfig(task_type="CAUSAL_LM", **own)},
+            **{**COMMON, "max_steps": 2, **settings},
+        )
+        alone.train()
+        alone.save_model()
+        for key, weight in adapters(tmp_path / f"alone-{name}").items():
+            torch.testing.assert_close(adapters(tmp_path / name)[key], weight, atol=1e-5, rtol=0)
+        assert completions(tmp_path / name) == completions(tmp_path / f"alone-{name}")
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(made, rounds):
+    play = made.play_round
+
+    def play_round():
+        if made.round == rounds:
+            raise Killed
+        play()
+
+    made.play_round = play_round
+    with pytest.raises(Killed):
+        made.train()
+
+
+def weights_of(folder, names):
+    return {name: adapters(folder / name) for name in names}
+
+
+def assert_bit_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, matrices in one.items():
+        assert all(torch.equal(matrix, other[name][key]) for key, matrix in matrices.items()), name
+
+
+def test_a_killed_study_resumes_bit_exactly(tmp_path):
+    def make(folder):
+        made = study(tmp_path / folder, max_steps=4, save_rounds=2, eval_dataset=tiny.rows(2), eval_steps=2)
+        made.halving = lambda study: ["b"] if study.variants["b"].step == 2 else []
+        return made
+
+    whole = make("whole").train()
+    kill_after(make("killed"), 4)
+    resumed = make("killed").train(resume=True)
+    assert_bit_equal(weights_of(tmp_path / "whole", "ac"), weights_of(tmp_path / "killed", "ac"))
+    for name, variant in whole.items():
+        assert variant.record() == resumed[name].record()
+    assert {name: variant.status for name, variant in whole.items()} == {
+        "a": "finished",
+        "b": "stopped",
+        "c": "finished",
+    }
+    assert list(whole["a"].evaluations) == [2, 4] and len(whole["a"].evaluations[4]) == 2
+
+
+def test_a_variant_that_fails_ends_alone(tmp_path):
+    ended = study(tmp_path / "both", {"good": {}, "bad": {"learning_rate": 1e38}}, max_steps=4).train()
+    study(tmp_path / "alone", {"good": {}}, max_steps=4).train()
+    assert ended["bad"].status == "failed" and ended["bad"].reason.startswith("FloatingPointError")
+    assert ended["good"].status == "finished"
+    for key, matrix in adapters(tmp_path / "alone/good").items():
+        torch.testing.assert_close(adapters(tmp_path / "both/good")[key], matrix, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_interventions_act_within_one_step(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {}}, max_steps=5)
+    acts = {
+        2: lambda: made.stop("a"),
+        3: lambda: made.clone("b", "fast", learning_rate=5e-2),
+        4: lambda: (made.change("b", loss_type="dapo"), made.resume("a")),
+    }
+    seen = {}
+
+    def watch(study):
+        seen[study.round] = {name: (v.step, v.status) for name, v in study.variants.items()}
+        if act := acts.pop(study.round, None):
+            act()
+        return []
+
+    made.halving = watch
+    ended = made.train()
+    assert seen[4]["a"] == (2, "stopped") and seen[4]["b"] == (2, "running")
+    assert seen[5]["fast"] == (3, "running") and seen[5]["b"] == (3, "running")
+    assert all(variant.status == "finished" and variant.step == 5 for variant in ended.values())
+    assert ended["fast"].parent == "b" and ended["b"].changes == {"loss_type": "dapo"}
+    assert [point["learning_rate"] for point in ended["fast"].curve][-1] == 5e-2
+    state = json.loads((tmp_path / "study.json").read_text())
+    assert state["variants"]["fast"]["history"][0].startswith("step 3: cloned from b")
+    assert "loss_type='dapo'" in (tmp_path / "study.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path, capsys, monkeypatch):
+    import yaml
+
+    from covey.cli.main import main
+    from covey.study.study import Study
+
+    file = tmp_path / "study.yaml"
+    rows = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    plan = {"grid": {"learning_rate": ["1e-2", "2e-2"], "peft.r": [2]}, "variants": {"rl": {"loss_type": "dapo"}}}
+    run = {
+        **{name: value for name, value in COMMON.items() if name != "learning_rate"},
+        **{"model": str(tiny_folder), "dataset": str(tmp_path / "rows.jsonl"), "max_steps": 3, "peft": ADAPTER},
+        **{"reward_funcs": ["tests.support.runs:longer"], "output_dir": str(tmp_path / "out")},
+        **{"eval_dataset": str(tmp_path / "rows.jsonl"), "study": {**plan, "save_rounds": 2}},
+    }
+    file.write_text(yaml.safe_dump(run))
+    play, folder = Study.play_round, str(tmp_path / "out")
+
+    def play_round(self):
+        if self.round == 1:
+            assert main(["study", "clone", "rl", "--to", "slow", "--study", folder, "learning_rate=1e-3"]) == 0
+        play(self)
+
+    monkeypatch.setattr(Study, "play_round", play_round)
+    assert main(["study", str(file)]) == 0
+    assert main(["study", "show", "--study", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "learning_rate=1e-2,r=2 | finished | 3" in shown and "&nbsp;&nbsp;slow | finished | 3" in shown
+    assert shown.count("| best |") == 2 and not list((tmp_path / "out/commands").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_staleness": 1}, "max_staleness=1 is not possible in a study"),
+        ({"bf16": True}, "all share one model"),
+        ({"peft": {"use_dora": True}}, "it is a DoRA"),
+        ({"learning_rat": 1}, "learning_rat"),
+        ({"save_steps": 5}, "save_rounds"),
+    ],
+)
+def test_settings_that_a_study_cannot_have_are_named(tmp_path, changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        study(tmp_path, {"a": changes})
+
+
+def test_halving_stops_those_that_are_really_worse():
+    from covey.study.plan import Halving
+    from covey.study.variants import Variant
+
+    def variant(name, rewards):
+        made = Variant(name, {}, step=2, evaluations={2: rewards})
+        made.turn = type("Running", (), {"ended": False})()
+        return made
+
+    noisy = [1.0, 0.0, 1.0, 0.6]
+    rewards = {"best": [1.0, 0.9, 1.0, 0.8], "unsure": noisy, "worse": [0.1, 0.0, 0.1, 0.0], "worst": [0.0] * 4}
+    made = type("Study", (), {"variants": {name: variant(name, one) for name, one in rewards.items()}})()
+    assert Halving(0.5)(made) == ["worse", "worst"]
+    assert Halving(0.25)(made) == ["worse", "worst"]  # "unsure" may be as good as the best one
+    assert Halving(0.25, certain=False)(made) == ["unsure", "worse", "worst"]
