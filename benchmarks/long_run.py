@@ -65,6 +65,7 @@ class Readings(TrainerCallback):
         self.process, self.since = psutil.Process(), (0, time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        parts.SAMPLES.clear()  # which these reward functions keep, all of them
         if state.global_step % self.every:
             return
         step, now = state.global_step, time.perf_counter()

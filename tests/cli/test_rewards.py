@@ -38,6 +38,31 @@ def likes_nothing(completions, **kwargs):
 def fails(completions, **kwargs):
     return [1.0 / ("six" not in text) for text in completions]
 
+def counts_keywords(completions, **kwargs):
+    return [float(sum(word in text for word in ("It", "is", "4", "six"))) for text in completions]
+
+def prefers_an_answer(completions, answer, **kwargs):
+    return [float(one in text) for text, one in zip(completions, answer)]
+
+def counts_repetitions(completions, **kwargs):
+    return [min(text.count("4"), 5.0) / 5 for text in completions]
+
+def cannot_read(completions, **kwargs):
+    return [float(text.encode("latin-1") != b"It is six") for text in completions]
+
+def jitters(completions, **kwargs):
+    return [("4" in text) + next(COUNT) * 1e-9 for text in completions]
+
+def ranks(completions, **kwargs):
+    return [float(sorted(completions).index(text)) for text in completions]
+
+def slow(completions, **kwargs):
+    time.sleep(1.01 * (len(completions) == 1))
+    return [float("six" in text) for text in completions]
+
+def is_the_same(completions, **kwargs):
+    return [1.0 for _ in completions]
+
 def abstains(completions, answer, **kwargs):
     return [None if one == "6" else 1.0 for one in answer]
 """
@@ -79,11 +104,28 @@ def test_a_sound_function_passes(examined):
         ("long", "100,000 characters"),
         ("likes_nothing", "an empty completion"),
         ("fails", "no reward"),
+        ("counts_keywords", "every word at once"),
+        ("cannot_read", "odd characters"),
+        ("jitters", "called again"),
     ],
 )
 def test_each_fault_is_found(examined, name, wrong):
     status, verdicts = examined(name)
     assert status == 1 and verdicts[wrong] == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("name", "noted"),
+    [
+        ("counts_repetitions", "ten times over"),
+        ("ranks", "one at a time"),
+        ("is_the_same", "range"),
+        ("slow", "time, one at a time"),
+        ("prefers_an_answer", "only the answer"),
+    ],
+)
+def test_what_may_be_meant_is_noted(examined, name, noted):
+    assert examined(name)[1][noted] == "note"
 
 
 def test_abstaining_is_noted_and_does_not_count_as_change(examined):

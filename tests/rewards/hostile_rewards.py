@@ -4,8 +4,9 @@ import os
 import signal
 import time
 
-IMPORTS = "import ctypes, os, re, resource, signal, subprocess, sys, threading, time\n"
+IMPORTS = "import contextlib, ctypes, os, re, resource, signal, subprocess, sys, threading, time\n"
 LOOP = "\nwhile True: pass"
+WRITE = "\n    for n in range(3, 9):\n        with contextlib.suppress(OSError): os.write"
 
 NO_REWARD = {
     "exits": "os._exit(0)",
@@ -51,6 +52,21 @@ NO_REWARD = {
     "hangs when pickled": "class R:\n    def __reduce__(self): time.sleep(60)\nresult = R()",
     "is 100 MB": "result = 'x' * 100_000_000",
     "logs too few values": "log_extra('column', [])",
+    "sleeps when read": "class R:\n    def __reduce__(self): return time.sleep, (60,)\nresult = R()",
+    "ends its reader": "class R:\n    def __reduce__(self): return os._exit, (7,)\nresult = R()",
+    "logs what ends it": "class R:\n    def __reduce__(self): return os._exit, (7,)\nresult = log_extra(R(), [1])",
+    "kills its parent and stays": f"ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nos.kill(os.getppid(), 9){LOOP}",
+    "breaks base64": "import base64\nbase64.b64encode = lambda data: b'?' * len(data)",
+    "answers without end": f"while True:{WRITE}(n, b'e30=\\n')",
+    "is late in its finalizer": "class R:\n    def __del__(self): time.sleep(60)\nR()",
+    "is nested without end": "result = []\nresult.append(result)",
+    "is a list of lists of lists": "result = [1]\nfor _ in range(40): result = [result] * 10",
+    "adopts orphans": f"ctypes.CDLL(None).prctl(36, 1)\nos.fork() or (os.setsid(), os.fork()){LOOP}",
+    "is in a pool": "from concurrent.futures import ProcessPoolExecutor as P\nP(2).submit(time.sleep, 60).result()",
+    "waits for itself": "import asyncio\nasync def f(): await asyncio.Event().wait()\nasyncio.run(f())",
+    "compiles without end": "eval('(' * 90 + '1' + ')' * 90)\nint('9' * 4000) ** 10**8",
+    "blocks in a thread": "t = threading.Thread(target=time.sleep, args=[60]); t.start(); t.join()",
+    "has no files left": "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0)); open('/dev/null')",
 }
 HARMLESS = {
     "forks and returns": "os.fork()",
@@ -59,6 +75,15 @@ HARMLESS = {
     "closes stdout": "sys.stdout.close()",
     "prints": "print('{}' * 10_000)",
     "changes its directory": "os.chdir('/')",
+    "forges an answer": f"if 1:{WRITE}(n, b'gAR9Lg==\\n')",
+    "breaks pickle": "import pickle\npickle.dumps = lambda *a, **k: b''",
+    "answers later": f"def f():\n    time.sleep(0.1){WRITE}(n, b'rubbish\\n')\nthreading.Thread(target=f).start()",
+    "exits at its end": "import atexit; atexit.register(time.sleep, 60)",
+    "ends when collected": "import faulthandler; faulthandler.dump_traceback_later(60, exit=True)",
+    "clears its environment": "os.environ.clear()",
+    "changes its limits": "resource.setrlimit(resource.RLIMIT_CPU, (50, 50)); os.nice(10)",
+    "sets handlers": "[signal.signal(n, lambda *a: None) for n in (1, 2, 3, 10, 12, 15, 17)]",
+    "stops collecting": "import gc; gc.disable(); sys.setrecursionlimit(60); sys.setswitchinterval(9)",
     "is late by a thread": "threading.Thread(target=time.sleep, args=[600]).start()",
 }
 

@@ -74,11 +74,13 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
         changed = size - sum(abs(a - b) <= tolerance or (a != a and b != b) for a, b in pairs)
         table.append((verdict if changed else "ok", check, f"{changed} of {size} rewards changed"))
 
-    def try_hack(check: str, texts: list[str], verdict: str = "WRONG") -> None:
+    def try_hack(check: str, texts: list[str], verdict: str = "WRONG", allowed: float = 0.0) -> None:
         scores, failures = _score(suite, rows, texts)
-        high = sum(score >= best > lowest for score in scores)
+        high = sum(score > best or score >= best > lowest for score in scores)
         result = f"{high} of {size} rewarded as the best completion, {failures} failed or late"
-        table.append((verdict if high or failures else "ok", check, result))
+        table.append((verdict if high > allowed * size or failures else "ok", check, result))
+
+    table.append(("ok" if best > lowest else "note", "range", f"{lowest:g} to {best:g}, {len(set(known))} different"))
 
     compare("called again", _score(suite, rows)[0])
     compare("in another order", _score(suite, rows[::-1])[0][::-1])
@@ -89,13 +91,21 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
         times.append((time.perf_counter() - started) * 1e3)
     compare("one at a time", alone, "note")
     p95 = sorted(times)[math.ceil(0.95 * (size - 1))]
-    table.append(("ok", "time, one at a time", f"median {statistics.median(times):.1f} ms, p95 {p95:.1f} ms"))
+    slow = "note" if p95 > 1e3 else "ok"
+    table.append((slow, "time, one at a time", f"median {statistics.median(times):.1f} ms, p95 {p95:.1f} ms"))
     texts = [completion_text(row["completion"]) for row in rows]
     compare("with a space at the end", _score(suite, rows, [f"{text} " for text in texts])[0], allowed=0.1)
     compare("in upper case", _score(suite, rows, [text.upper() for text in texts])[0], "note", 0.1)
     try_hack("an empty completion", [""] * size)
     try_hack("the prompt repeated", [completion_text(row["prompt"]) for row in rows])
     try_hack("100,000 characters", ["so " * 33_333] * size)
+    words = " ".join(sorted({word for text in texts for word in text.split()}))
+    try_hack("every word at once", [words] * size, allowed=0.5)  # some references come last by chance
+    gained = sum(
+        b > a for a, b in zip(first, _score(suite, rows, [f"{text}\n" * 10 for text in texts])[0], strict=True)
+    )
+    table.append(("note" if gained else "ok", "ten times over", f"{gained} of {size} rewards are higher"))
+    try_hack("odd characters", ["\0\t\ufeff{]\\\u202e\U0001f600" * 9] * size)
     for name in sorted({"solution", "answer", "ground_truth"} & rows[0].keys()):
         try_hack(f"only the {name}", [str(row[name]) for row in rows], "note")
     return table

@@ -58,6 +58,7 @@ def verify_answers(answers: list[str], solutions: list[str], seconds: float = CH
 def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
     """Compare in the worker. Failures are not cached, since the machine may have been busy."""
     may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
+    _worker().start()  # its imports may take longer than a comparison
     reply = _worker().call({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
     if "raised" in reply:  # MemoryError, RecursionError, or an error of sympy's
         raise WorkerFailed(reply["raised"][1])

@@ -139,6 +139,8 @@ def score(
         whole = attempt(batch, timeout / 2 if alone and len(batch) > 1 else timeout)
         parts, samples = [], _samples_to_retry(whole, batch, alone and len(batch) > 1)
         for left in range(len(samples), 0, -1):
+            if isinstance(function, IsolatedReward):
+                function.restart(timeout - (time.monotonic() - start))
             seconds = timeout - (time.monotonic() - start)
             parts.append(attempt(samples[-left], seconds / left if alone else seconds))
         return whole.with_retries(parts, time.monotonic() - start)

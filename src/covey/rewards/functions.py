@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -23,7 +24,7 @@ from covey.rewards.steps import STEPS, as_steps
 from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import CallTimeout
-from covey.runtime.isolation import FunctionWorker, WorkerLate
+from covey.runtime.isolation import FunctionWorker, WorkerFailed, WorkerLate
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
@@ -247,6 +248,11 @@ class IsolatedReward(FunctionReward):
                 " with reward_isolation='thread'."
             ) from error
         self._until = 0.0
+
+    def restart(self, seconds: float) -> None:
+        """Wait for the process if it was replaced: of this the next sample must not be late."""
+        with suppress(WorkerFailed, RuntimeError):  # which the next call will meet, too
+            self.worker.start(seconds)
 
     def call(self, function: Callable[[], Any], seconds: float) -> Any:
         """As `deadlines.call_with_deadline`, for a function that calls this object."""

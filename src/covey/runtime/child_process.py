@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ OVER_LIMITS = {201: "it needed more than {0:g} GiB of memory", 202: "it started 
 
 
 class Quota(NamedTuple):
-    """Limits of a command with all its descendants, on Linux: GiB of resident memory, and processes."""
+    """Limits of a command with all its descendants, on Linux; and the seconds that a worker process has to start."""
 
-    memory: float
+    memory: float  # GiB, resident
     processes: int
+    start: float = 120.0
 
 
 class ChildProcess:
@@ -34,8 +36,10 @@ class ChildProcess:
             self.process = subprocess.Popen(command, **options)
             return
         ours, self._pipe = os.pipe()
-        memory, processes = limits or (0, 0)
+        memory, processes, _ = limits or (0, 0, 0)
         numbers = (self._owner, ours, grace, int(memory * (1 << 30)), processes)
+        self._mark = f"COVEY_CHILD={os.urandom(8).hex()}"
+        options["env"] = {**(options.get("env") or os.environ), "COVEY_CHILD": self._mark.partition("=")[2]}
         guard = [sys.executable, "-I", "-S", str(GUARD), *map(str, numbers)]
         try:
             self.process = subprocess.Popen([*guard, *command], start_new_session=True, pass_fds=(ours,), **options)
@@ -71,6 +75,18 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if os.name == "posix" and self.process.returncode < 0:  # the guard was killed, by the command perhaps
+            for _ in range(10):
+                for one in self._left():
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(one, signal.SIGKILL)
+
+    def _left(self) -> Iterator[int]:
+        """Ids of processes that still run though their guard does not, by the environment that they began with."""
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if self._mark.encode() in path.read_bytes().split(b"\0"):
+                    yield int(path.parent.name)
 
     def _close_pipe(self) -> None:
         pipe, self._pipe = self._pipe, None  # another thread may do the same

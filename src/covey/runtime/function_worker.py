@@ -1,13 +1,15 @@
 """Worker process that runs a function of a user. Run by path; nothing imports it, and it imports no torch by itself.
 
-It reads pickled pickles: `(function, {module: file})`, then `(arguments, recorded names)` for each call. Each is
-answered by a line, the base64 of a pickle: `{}` when ready; `{"result": value, "calls": [(name, args, kwargs), ...]}`
-with the calls of functions that were passed under the recorded names; or `{"raised": (type, message, traceback)}`.
+It reads pickles of a mark and a pickle: `(function, {module: file})`, then `(arguments, recorded names)` for each call.
+Each is answered by a line, the mark and the base64 of a pickle: `{}` when ready; `{"result": value, "calls": [(name,
+args, kwargs), ...]}` with the calls of functions that were passed under the recorded names, all of it plain data; or
+`{"raised": (type, message, traceback)}`.
 """
 
 import base64
 import importlib.util
 import inspect
+import numbers
 import os
 import pickle
 import sys
@@ -26,7 +28,7 @@ def main() -> None:
     function = None
     while True:
         try:
-            data = pickle.load(requests)
+            mark, data = pickle.load(requests)
         except EOFError:
             return
         try:
@@ -40,7 +42,7 @@ def main() -> None:
             data = pickle.dumps({"raised": describe(error)})
         if os.getpid() != worker:  # forked by the function, and it returned here too
             os._exit(0)
-        replies.write(base64.b64encode(data) + b"\n")
+        replies.write(mark + base64.b64encode(data) + b"\n")
         replies.flush()
 
 
@@ -73,7 +75,21 @@ def call(function, arguments: dict, recorded: list) -> dict:
             return await result
 
         result = asyncio.run(wait())
-    return {"result": result, "calls": calls}
+    return {"result": plain(result), "calls": [(name, plain(args), plain(kwargs)) for name, args, kwargs in calls]}
+
+
+def plain(value):
+    """Lists, dictionaries, numbers and text; of other objects the text, since objects run code where they are read."""
+    kind = type(value)
+    if kind in (int, float, bool, str, bytes, type(None)) or kind.__module__.startswith("covey.rewards."):
+        return value
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+        return plain(value.tolist())
+    return float(value) if isinstance(value, numbers.Real) else str(value)
 
 
 def describe(error: BaseException) -> tuple:

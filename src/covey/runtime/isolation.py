@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -21,30 +22,35 @@ from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
 
 WORKER = Path(__file__).with_name("function_worker.py")
 WATCH_SECONDS = 0.05
+MARK_BYTES = 16
 MAX_REPLY = 1 << 26  # bytes
+PLAIN = {("covey.rewards.steps", "CharEnd"), ("covey.rewards.steps", "TurnEnd")}
+PLAIN |= {("covey.rewards.functions", "FailedReward"), ("covey.rewards.contract", "RewardError")}
 DEFAULT_LIMITS = Quota(memory=4.0, processes=64)  # those of `isolated`
 
 
-def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64) -> Any:
+def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64, start: float = 120.0) -> Any:
     """Mark a reward function to run in a process of its own, which is killed if it crashes, is late or passes a limit.
 
     Args:
         function: defined at the top level of a module, or an object that can be pickled; its state stays there.
         memory: GiB that its process and those it starts may use together (on Linux).
         processes: number of these processes.
+        start: seconds for its process to start and import its file, when the trainer is made. When it is started again,
+            calls wait for it until their own deadlines.
 
     Raises:
         ValueError: a limit that is not positive, or infinite; or an object that takes no mark.
     """
-    if not (0 < memory < math.inf and processes > 0 and processes % 1 == 0):
+    if not (0 < memory < math.inf and processes > 0 and processes % 1 == 0 and 0 < start < math.inf):
         raise ValueError(
-            f"isolated(memory={memory!r}, processes={processes!r}): limits must be positive numbers, that of processes"
-            " a whole one."
+            f"isolated(memory={memory!r}, processes={processes!r}, start={start!r}): limits must be positive numbers,"
+            " that of processes a whole one."
         )
     if function is None:
-        return functools.partial(isolated, memory=memory, processes=processes)
+        return functools.partial(isolated, memory=memory, processes=processes, start=start)
     try:
-        function.covey_isolated = Quota(memory, int(processes))
+        function.covey_isolated = Quota(memory, int(processes), start)
     except AttributeError as error:
         raise ValueError(
             f"isolated({function!r}): a {type(function).__name__} takes no mark. Mark a function that calls it, or set"
@@ -72,13 +78,18 @@ class FunctionWorker:
     def __init__(self, function: Any, limits: Quota | None = None, stderr: int | None = None):
         self._function = _by_file(*function) if isinstance(function, tuple) else _by_pickle(function)
         self._limits, self._stderr = limits, stderr
+        self._start_seconds = limits.start if limits else Quota(0, 0).start
+        self._starting: tuple[bytes, float] | None = None  # mark of the request to load the function, and its deadline
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
 
-    def start(self) -> None:
-        """Start the process unless it runs; RuntimeError, also from `call`, if it cannot load the function."""
+    def start(self, seconds: float = math.inf) -> None:
+        """Start the process unless it runs; RuntimeError, also from `call`, if it cannot load the function.
+
+        WorkerLate if it needs longer than `seconds`: it is not ended before its own time to start is over.
+        """
         with self._lock:
-            self._running()
+            self._running(time.monotonic() + seconds)
 
     def call(self, arguments: dict[str, Any], seconds: float, recorded: Sequence[str] = ()) -> dict[str, Any]:
         """The reply `{"result": ..., "calls": [...]}` or `{"raised": (type, message, traceback)}`; or WorkerFailed.
@@ -86,17 +97,37 @@ class FunctionWorker:
         `recorded` are names of further arguments: functions whose calls are in the reply.
         """
         request = pickle.dumps((arguments, recorded), pickle.HIGHEST_PROTOCOL)
+        until = time.monotonic() + seconds
         with self._lock:
-            return self._exchange(self._running(), request, seconds)
+            process = self._running(until)
+            return self._receive(process, self._send(process, request, until), until)
 
     def close(self) -> None:
         if self._process is not None:
             self._end()
         self._process = None
 
-    def _running(self) -> ChildProcess:
-        if self._process is not None and self._process.is_own and self._process.poll() is None:
-            return self._process
+    def _running(self, until: float) -> ChildProcess:
+        """The process, once it has loaded the function."""
+        process = self._process
+        if process is None or not process.is_own or process.poll() is not None:
+            process = self._spawn()
+        if self._starting is not None:
+            mark, last = self._starting
+            left = max(0.0, until - time.monotonic())
+            if until < last and os.name == "posix" and not wait([process.process.stdout], left):  # type: ignore[list-item]
+                raise WorkerLate("its process had not started in time")
+            try:
+                reply = self._receive(process, mark, last)
+            except WorkerFailed as error:
+                raise RuntimeError(f"its process did not start: {error}") from error
+            if "raised" in reply:
+                self.close()
+                raise RuntimeError(f"its process cannot import it: {': '.join(reply['raised'][:2])}")
+            self._starting = None
+        return process
+
+    def _spawn(self) -> ChildProcess:
         self.close()
         self._process = process = ChildProcess(
             [sys.executable, "-P", str(WORKER)],
@@ -113,27 +144,32 @@ class FunctionWorker:
         self._end = weakref.finalize(self, _end, process)  # also at exit
         self._until = [math.inf]
         threading.Thread(target=_end_if_late, args=(process, self._until), daemon=True).start()
-        try:
-            reply = self._exchange(process, self._function, 120.0)
-        except WorkerFailed as error:
-            raise RuntimeError(f"its process did not start: {error}") from error
-        if "raised" in reply:
-            self.close()
-            raise RuntimeError(f"its process cannot import it: {': '.join(reply['raised'][:2])}")
+        last = time.monotonic() + self._start_seconds
+        self._starting = self._send(process, self._function, last), last
         return process
 
-    def _exchange(self, process: ChildProcess, request: bytes, seconds: float) -> dict[str, Any]:
-        """Send a request and read the answer; anything that prevents this ends the process."""
-        pipes, until = process.process, time.monotonic() + seconds
-        assert pipes.stdin is not None and pipes.stdout is not None
+    def _send(self, process: ChildProcess, request: bytes, until: float) -> bytes:
+        """Send a request, whose reply `_receive` must read; the mark of that."""
+        stdin, mark = process.process.stdin, os.urandom(MARK_BYTES // 2).hex().encode()
+        assert stdin is not None
+        self._until[0] = until
+        with suppress(OSError):  # it has ended, so there is no reply either
+            pickle.dump((mark, request), stdin)
+            stdin.flush()
+        return mark
+
+    def _receive(self, process: ChildProcess, mark: bytes, until: float) -> dict[str, Any]:
+        """Read the reply to a request; anything that prevents this ends the process."""
+        pipes = process.process
+        assert pipes.stdout is not None
         self._until[0] = until
         try:
-            pickle.dump(request, pipes.stdin)
-            pipes.stdin.flush()
-            line = pipes.stdout.readline(MAX_REPLY)
+            line = b"\n"
+            while line.endswith(b"\n") and not line.startswith(mark):  # what the function wrote to this pipe
+                line = pipes.stdout.readline(MAX_REPLY)
             if len(line) == MAX_REPLY:
                 raise WorkerFailed(f"its answer has more than {MAX_REPLY >> 20} MiB")
-            reply = pickle.loads(base64.b64decode(line)) if line.endswith(b"\n") else None  # else it was ended
+            reply = _loads(base64.b64decode(line[MARK_BYTES:])) if line.endswith(b"\n") else None  # else it was ended
         except OSError:
             reply = None
         except BaseException:  # a late answer would be taken for that of the next request
@@ -148,7 +184,7 @@ class FunctionWorker:
         if is_late or reply is None:
             self.close()
         if reply is None and is_late:
-            raise WorkerLate(f"no answer within {seconds:g} s")
+            raise WorkerLate("no answer in time")
         if reply is None:
             raise WorkerFailed(self._cause(pipes.returncode))
         return reply
@@ -167,6 +203,7 @@ def _end_if_late(process: ChildProcess, until: list[float]) -> None:
         if time.monotonic() > until[0]:
             process.end()
         time.sleep(WATCH_SECONDS)
+    process.end()  # of a killed guard the command may go on
 
 
 def _end(process: ChildProcess) -> None:
@@ -188,6 +225,20 @@ def _by_pickle(function: Callable[..., Any]) -> bytes:
         raise ValueError(f"{error}".rstrip(".")) from error
     files = {name: getattr(sys.modules[name], "__file__", None) for name in pickler.modules}
     return pickle.dumps((stream.getvalue(), {name: os.path.abspath(file) for name, file in files.items() if file}))
+
+
+def _loads(data: bytes) -> dict[str, Any]:
+    reply = _Unpickler(io.BytesIO(data)).load()
+    return reply if isinstance(reply, dict) else {"raised": ("TypeError", "its answer is no reply", "")}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of plain data, since objects run code when they are loaded."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its answer holds {module}.{name}")
 
 
 class _Pickler(pickle.Pickler):
