@@ -9,7 +9,7 @@ import pytest
 from covey import __version__
 from covey.cli.config_file import RUN_KEYS, config_of
 from covey.cli.main import main
-from covey.cli.train import adapter, help_text, read_run, rewards, take_config, train
+from covey.cli.train import adapter, build_trainer, help_text, read_run, rewards, take_config, train
 from covey.trainer.checkpoint import resume_from
 
 ACTING = '''
@@ -174,6 +174,17 @@ def test_environments_are_named_like_rewards_and_may_need_none(acting):
     trained = train(read_run(acting[0], [*acting[1:], *flags], "grpo"))
     assert trained.rewards.names == ["environment"]
     assert "acting.py:Room" in (Path(trained.args.output_dir) / "summary.html").read_text()
+
+
+def test_an_agent_is_a_command_or_is_named(acting):
+    run_file = Path(acting[0])
+    run = json.loads(run_file.read_text())
+    (run_file.parent / "talking.py").write_text("async def talk(row, base_url, api_key): ...")
+    for agent in ("python talking.py --quiet", "talking.py:talk"):
+        run_file.write_text(json.dumps({**run, "reward_funcs": [], "agent": agent, "max_steps": 1}))
+        made = build_trainer(read_run(acting[0], [], "grpo"))
+        assert made.rewards.names == ["environment"]
+    assert main(["explain", acting[0]]) == 0
 
 
 def test_environments_by_name_need_no_dataset(acting):

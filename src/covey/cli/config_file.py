@@ -30,6 +30,8 @@ RUN_KEYS = {
     "rollout_func": "A function that runs rollouts in place of the built-in loop, named like a tool.",
     "environment_factory": "A factory of the environments that rollouts act in, named like a tool, or a mapping of "
     "names to such. With `max_steps` it needs no dataset.",
+    "agent": "A program that plays each rollout, as a command, or a function named like a tool: what it asks of "
+    "OPENAI_BASE_URL or ANTHROPIC_BASE_URL is sampled from the policy. With `max_steps` it needs no dataset.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
     "quantization": "Store the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
     "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",
@@ -64,13 +66,14 @@ class RunConfig:
     tools: list[Any] = dataclasses.field(default_factory=list)
     rollout_func: Any = None
     environment_factory: Any = None
+    agent: Any = None
     peft: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
 
     @property
     def needed(self) -> list[str]:
         """Keys that a run requires. Environments may have a reward and prompts of their own."""
-        if not self.environment_factory:
+        if not self.environment_factory and not self.agent:
             return ["model", "dataset", "reward_funcs"]
         return ["model"] if self.args.max_steps > 0 else ["model", "dataset"]
 

@@ -110,6 +110,7 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
         tools=[named(tool, "tool") for tool in run.tools] or None,
         rollout_func=named(run.rollout_func, "rollout_func"),
         environment_factory=environments(run.environment_factory),
+        agent=agent_of(run.agent),
         peft_config=adapter(run.peft),
         quantization_config=quantisation(run.quantization),
     )
@@ -143,6 +144,13 @@ def environments(factory: Any, kind: str = "environment_factory") -> Any:
     if isinstance(factory, dict):
         return {name: named(one, kind) for name, one in factory.items()}
     return named(factory, kind)
+
+
+def agent_of(agent: Any) -> Any:
+    """The command of a run's agent, or the function that it names."""
+    from covey.runtime.import_path import is_reference
+
+    return named(agent, "agent") if isinstance(agent, str) and is_reference(agent) else agent or None
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:

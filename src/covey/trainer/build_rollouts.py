@@ -195,7 +195,7 @@ def environment(**columns: Any) -> list[Any]:
 
 def reward_sources(functions: Any, weights: Any, processing_classes: Any, player: Any) -> tuple[Any, Any, Any]:
     """The user's, and the environment's own behind them where it has one, with weight 1 unless one is given."""
-    if not getattr(player, "gives_reward", False):
+    if not getattr(player, "gives_reward", False) or (functions and getattr(player, "optional_reward", False)):
         return functions, weights, processing_classes
     if weights is not None and len(weights) == len(listed(functions)):
         weights = [*weights, 1.0]

@@ -69,6 +69,8 @@ class OnlineTrainer(Trainer):
         environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
             arguments, an adapter (`covey.rollout.environments`), or several by name, `{name: factory}`, each for the
             rows with its name in the column `environment`.
+        agent: a program that plays rollouts: a command, `async (row, base_url, api_key) -> reward` or an
+            `covey.rollout.agents.AgentProgram`. What it asks of the URL is sampled from the policy.
         engine: samples in the place of the one that the config names (`covey.core.engine.RolloutEngine`).
         optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
         model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.
@@ -110,12 +112,17 @@ class OnlineTrainer(Trainer):
         engine: Any = None,
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
         model_init: Any = None,
+        agent: Any = None,
     ):
         if model is not None and model_init is not None:
             raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
         model = model if model_init is None else search.make_model(model_init)
         args = build.resolve_args(args, model, self.config_class)
         build.check_engine_choice(args, engine)
+        if agent is not None:
+            from covey.rollout.agents import with_agent
+
+            environment_factory = with_agent(agent, environment_factory, tools, rollout_func)
         prompts_required = environment_factory is None
         train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
         check_datasets(args, train_dataset, eval_dataset, prompts_required)

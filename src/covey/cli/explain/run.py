@@ -12,11 +12,12 @@ import torch
 from covey.cli.config_file import RunConfig
 from covey.cli.data import evaluation_sets, is_function, is_local, load_evaluations, load_rows
 from covey.cli.explain.tryout import prompt_lines, reward_lines, trainer_parts
-from covey.cli.train import environments, named, quantisation, rewards
+from covey.cli.train import agent_of, environments, named, quantisation, rewards
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.data.sampler import check_enough
 from covey.policy.loading import sees_images
+from covey.rollout.agents import with_agent
 from covey.rollout.tools.tool import Tool
 from covey.runtime.process_memory import available_memory
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
@@ -208,6 +209,10 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     for kind, read in (("rollout_func", named), ("environment_factory", environments)):
         with start.reporting(f"{kind} {getattr(run, kind)!r}"):
             given[kind] = read(getattr(run, kind), kind)
+    if run.agent:
+        with start.reporting(f"agent {run.agent!r}"):
+            played = (given[name] for name in ("environment_factory", "tools", "rollout_func"))
+            given["environment_factory"] = with_agent(agent_of(run.agent), *played)
     if run.quantization:
         with start.reporting():
             quantisation(run.quantization)

@@ -147,17 +147,11 @@ class AgentSession:
         _, *digests = request.digests()
         last = max((i for i, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
         turn = self._known.get(digests[last]) if last >= 0 else None
-        added = request.messages[last + 1 :]
-        if turn is None or not added:
+        number = self._continued(turn, request.messages[last + 1 :]) if turn is not None else None
+        if number is None:
             episode = self.engine.begin(request.messages, tools=request.tools)
             number = self._add(episode, len(episode.prompt_ids))
-        else:
-            episode, number = self._strands[turn.strand].episode, turn.strand
-            if len(episode.turn_ends) != turn.turns or not episode.at_turn_end:
-                episode = episode.fork(turn.turns)
-                number = self._add(episode, len(episode.prompt_ids) + len(episode.completion_ids))
-            if not episode.write(added):
-                raise self._no_room("the added messages leave no room for another turn.")
+        episode = self._strands[number].episode
         if not self._turns and not self._prompt:
             self._prompt = list(request.messages)
         else:
@@ -166,6 +160,24 @@ class AgentSession:
         self._seen.update(digests)
         size = len(episode.prompt_ids) + len(episode.completion_ids)
         return [number, *(self._add(episode.fork(), size) for _ in range(request.n - 1))]
+
+    def _continued(self, turn: _Turn, added: list[Message]) -> int | None:
+        """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
+        episode, number = self._strands[turn.strand].episode, turn.strand
+        if not added:
+            return None
+        if len(episode.turn_ends) != turn.turns or not episode.at_turn_end:
+            episode = episode.fork(turn.turns)
+            number = -1
+        try:
+            fits = episode.write(added)
+        except ValueError:
+            return None
+        if not fits:
+            raise self._no_room("the added messages leave no room for another turn.")
+        if number >= 0:
+            return number
+        return self._add(episode, len(episode.prompt_ids) + episode.turn_ends[-1] + 1)
 
     def _add(self, episode: Episode, own: int) -> int:
         self._strands.append(_Strand(episode, own))
