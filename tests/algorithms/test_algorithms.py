@@ -38,6 +38,10 @@ def config(**changes):
         "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0,
         "dro_beta": 0.5,
+        "cov_share": 0.5,
+        "kl_cov_coef": 1.0,
+        "clip_cov_low": 0.0,
+        "clip_cov_high": 5.0,
         "advantages": None,
         "pass_at_k": 2,
         "kl_in_reward": False,
@@ -101,7 +105,7 @@ def new_name():
         ("sapo", losses.mean_per_sequence),
         ("vespo", losses.mean_over_update),
         ("gmpo", losses.mean_per_sequence),
-        *[(name, losses.mean_over_update) for name in ("dppo_tv", "dppo_kl", "gpg", "dro")],
+        *[(name, losses.mean_over_update) for name in ("dppo_tv", "dppo_kl", "gpg", "dro", "kl_cov", "clip_cov")],
         ("rloo", losses.mean_per_sequence),
     ],
 )
@@ -343,7 +347,7 @@ def test_a_registered_loss_averages_over_tokens_by_default(new_name):
         register_loss("grpo", lambda x: -x.ratio)
 
 
-EVERY_ROLLOUT = ("dro",)  # rollouts of advantage 0 have a gradient
+EVERY_ROLLOUT = ("dro", "kl_cov", "clip_cov")  # rollouts of advantage 0 have a gradient
 SIGNAL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "rloo", "gpg")
 BUILT_IN = (*SIGNAL, "dppo_tv", "dppo_kl", *EVERY_ROLLOUT)
 

@@ -1,6 +1,7 @@
 """Credit of steps and turns: by arithmetic, by invariance, and against loops that follow the papers."""
 
 import math
+import random
 import statistics
 
 import pytest
@@ -8,8 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core.advantages import EPSILON, group_relative, leave_one_out
-from covey.core.credit import CreditMix, gather_steps, steps_leave_one_out, steps_relative, token_advantages
+from covey.core.advantages import EPSILON, group_relative, leave_one_out, spread
+from covey.core.credit import (
+    CreditMix,
+    gather_steps,
+    optimal_token_baseline,
+    steps_leave_one_out,
+    steps_relative,
+    token_advantages,
+)
 
 NAN = math.nan
 
@@ -285,3 +293,27 @@ def test_credit_equals_a_loop_over_steps_and_tokens(baseline, how, batch, discou
     )
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_optimal_token_baseline_is_the_weighted_mean(seed):
+    """Two groups of 3 against loops: W_t sums energies up to t, over the completions that have a t-th trained token."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(0, 5) for _ in range(6)]
+    energies = [[draw.choice([0.0, draw.uniform(0.1, 2)]) for _ in range(n)] for n in lengths]  # 0: not trained
+    rewards = [draw.gauss(0, 1) for _ in range(5)] + [math.nan]
+    expected = []
+    for i, own in enumerate(energies):
+        group = [j for j in range(i // 3 * 3, i // 3 * 3 + 3) if not math.isnan(rewards[j])]
+        trained = [[e for e in energies[j] if e] for j in group]
+        seen = 0
+        for energy in own:
+            seen += energy > 0
+            reach = [(rewards[j], sum(e[:seen])) for j, e in zip(group, trained, strict=True) if len(e) >= seen]
+            total = sum(w for _, w in reach)
+            baseline = sum(r * w for r, w in reach) / total if energy and len(reach) > 1 else 0.0
+            expected.append(rewards[i] - baseline if energy and i in group else 0.0)
+    flat = torch.tensor([e for own in energies for e in own], dtype=torch.float64)
+    found = optimal_token_baseline(torch.tensor(rewards).double(), flat, torch.tensor(lengths), 3)
+    assert torch.allclose(found.to_go, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(spread(found, torch.tensor(lengths)), torch.tensor(expected), atol=1e-6)

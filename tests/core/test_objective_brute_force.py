@@ -9,7 +9,7 @@ from tests.support.brute_force import Options, step_loss
 from tests.support.objective_cases import assert_same, covey_gradients, random_generation, reference_gradients
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "rloo"]
-LOSSES += ["dppo_tv", "dppo_kl", "gpg", "dro"]
+LOSSES += ["dppo_tv", "dppo_kl", "gpg", "dro", "kl_cov", "clip_cov"]
 LEVELS = ["token", "sequence", "sequence_token"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict] = {
 }
 
 
-PRESCRIBED = {"vespo", "gmpo", "rloo", "dppo_tv", "dppo_kl", "gpg", "dro"}
+PRESCRIBED = {"vespo", "gmpo", "rloo", "dppo_tv", "dppo_kl", "gpg", "dro", "kl_cov", "clip_cov"}
 """Losses that prescribe their own ratio: one level is enough."""
 
 COMBINATIONS = [(loss, level) for loss in LOSSES for level in LEVELS if level == "token" or loss not in PRESCRIBED]

@@ -24,6 +24,7 @@ class Row:
     old: list[float] | None
     ref: list[float]
     engine: list[float] | None
+    chosen: tuple[bool, ...] = ()  # one per token, where the loss chooses tokens
 
     @property
     def size(self) -> int:
@@ -57,6 +58,10 @@ class Options:
     k_neg: float = 3.0
     lambda_neg: float = 2.0
     dro_beta: float = 0.5
+    cov_share: float = 0.2
+    kl_cov_coef: float = 0.7
+    clip_cov_low: float = 0.02
+    clip_cov_high: float = 0.8
 
 
 Ranks = Sequence[Sequence[Sequence[Row]]]
@@ -73,6 +78,8 @@ def step_loss(ranks: Ranks, options: Options, generation_tokens: int, steps_per_
     """
     world, accumulation = len(ranks), len(ranks[0])
     threshold = entropy_threshold(ranks, options.top_entropy_quantile)
+    if options.loss_type in ("kl_cov", "clip_cov"):
+        choose([row for micro_batches in ranks for rows in micro_batches for row in rows], options)
     normaliser = max(generation_tokens, 1) / world * accumulation / steps_per_generation
     total = torch.zeros((), dtype=torch.float64)
     for micro_batches in ranks:
@@ -96,8 +103,30 @@ def micro_batch_loss(
         return total / (len(rows) * o.max_completion_length) / accumulation
     if o.loss_type == "luspo":
         return total / len(rows) / accumulation
-    assert o.loss_type in ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "gpg", "dro")
+    assert o.loss_type in ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "gpg", "dro", "kl_cov", "clip_cov")
     return total / normaliser
+
+
+def key(number: int) -> float:
+    """The number that stands for chance, of a trained token of the step."""
+    return number * 0.618 % 1
+
+
+def choose(rows: Sequence[Row], o: Options) -> None:
+    """Set `chosen`: the tokens of largest covariance, or those of smallest key within the band."""
+    places = [(row, t) for row in rows for t in range(len(row.mask)) if row.mask[t]]
+    lps = [float(row.lp[t].detach()) for row, t in places]
+    advantages = [row.advantages[t] for row, t in places]
+    means = sum(lps) / len(lps), sum(advantages) / len(advantages)
+    covariances = [(lp - means[0]) * (a - means[1]) for lp, a in zip(lps, advantages, strict=True)]
+    ranked = range(len(places))
+    if o.loss_type == "kl_cov":
+        ranked = sorted(ranked, key=lambda n: -covariances[n])
+    else:
+        ranked = sorted((n for n in ranked if o.clip_cov_low <= covariances[n] <= o.clip_cov_high), key=key)
+    best = {(id(places[n][0]), places[n][1]) for n in ranked[: max(1, int(o.cov_share * len(places)))]}
+    for row in rows:
+        row.chosen = tuple((id(row), t) in best for t in range(len(row.mask)))
 
 
 def entropy_bonus(rows: Sequence[Row]) -> Tensor:
@@ -229,7 +258,15 @@ def token_losses(row: Row, old: list[float], rho: list[float] | None, o: Options
         return [o.dro_beta / 2 * (row.lp[t] - old[t]) ** 2 - row.advantages[t] * row.lp[t] for t in count]
     if o.loss_type in ("dppo_tv", "dppo_kl"):
         return [dppo(row.lp[t], old[t], row.advantages[t], o) for t in count]
+    if o.loss_type == "kl_cov":  # the estimate r - log r - 1 of KL(π_old || π)
+        gaps = [row.lp[t] - old[t] for t in count]
+        return [
+            (o.kl_cov_coef * (torch.exp(g) - g - 1) if picked else 0.0) - torch.exp(g) * a
+            for g, a, picked in zip(gaps, row.advantages, row.chosen, strict=True)
+        ]
     ratios = [torch.exp(x) for x in log_ratios(row, old, o.level)]
+    if o.loss_type == "clip_cov":
+        return [0.0 * row.lp[t] if row.chosen[t] else clipped(ratios[t], row.advantages[t], o, None) for t in count]
     if o.loss_type == "cispo":
         return [-min(float(ratios[t].detach()), o.cispo_cap) * row.advantages[t] * row.lp[t] for t in count]
     if o.loss_type == "sapo":

@@ -19,7 +19,7 @@ from covey.core.batch import TrainBatch
 from covey.core.losses import BatchCounts, mean_per_micro_batch, token_weights
 from covey.core.mismatch import MismatchCorrection, mismatch_weights
 from covey.core.objective import Objective, policy_loss
-from tests.support.brute_force import Options, Row
+from tests.support.brute_force import Options, Row, key
 
 EMPTY, TRUNCATED, TOOLS, CONSTANT = "empty", "truncated", "tools", "constant"
 
@@ -111,6 +111,10 @@ def config(o: Options) -> SimpleNamespace:
         vespo_k_neg=o.k_neg,
         vespo_lambda_neg=o.lambda_neg,
         dro_beta=o.dro_beta,
+        cov_share=o.cov_share,
+        kl_cov_coef=o.kl_cov_coef,
+        clip_cov_low=o.clip_cov_low,
+        clip_cov_high=o.clip_cov_high,
     )
 
 
@@ -205,6 +209,12 @@ def covey_gradients(
     entropies = _leaf([row.entropy for row in chosen], dtype)
     if o.top_entropy_quantile < 1.0:
         step.entropy_threshold = entropies[step.sampled].quantile(1 - o.top_entropy_quantile).item()
+    choice = corrected_objective(o).choice
+    if choice is not None:
+        trained = step.sampled
+        keys = torch.tensor([key(number) for number in range(int(trained.sum()))])
+        step.chosen = trained.clone()
+        step.chosen[trained] = choice(logprobs.detach()[trained], step.advantages[trained], keys)
     total = 0.0
     starts = (step.lengths.cumsum(0) - step.lengths).tolist()
     for part in parts or [list(range(len(chosen)))]:

@@ -1,5 +1,7 @@
 """Losses and advantages of one's own by file and name, and the KL penalty in GRPO's reward."""
 
+import copy
+
 import pytest
 import torch
 
@@ -54,9 +56,59 @@ def test_kl_in_reward_moves_the_policy_but_not_by_the_loss(tmp_path):
     assert runs.history(trained, "kl")[1] != 0
 
 
+def test_otb_weighs_the_baseline_by_the_scores_energy(tmp_path):
+    """Against the softmax of all logits: a token's energy is |e - π|², e the one-hot vector of what was sampled."""
+    trained = runs.trainer(tmp_path, advantages="otb", max_steps=1, temperature=0.7)
+    gather, batches = trained.gather_experience, []
+    trained.gather_experience = lambda step: batches.append(gather(step)) or batches[-1]
+    before = copy.deepcopy(trained.model).eval()
+    trained.train()
+    batch, energies = batches[0], []
+    for group, ids in zip(batch.groups.tolist(), batch.completions(), strict=True):
+        prompt = batch.prompts()[group]
+        logits = before(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].detach().double() / 0.7
+        energies += [(torch.eye(logits.shape[1])[ids] - logits.softmax(-1)).square().sum(-1)]
+    rewards = [len(ids) + int(ids.sum()) % 10 / 10 for ids in batch.completions()]
+    expected = [
+        rewards[i] - sum(rewards[j] * w for j, w in reach) / sum(w for _, w in reach) if len(reach) > 1 else None
+        for i, own in enumerate(energies)
+        for t in range(len(own))
+        for reach in [
+            [(j, energies[j][: t + 1].sum()) for j in range(i // 4 * 4, i // 4 * 4 + 4) if len(energies[j]) > t]
+        ]
+    ]
+    assert [a for a, e in zip(batch.advantages.tolist(), expected, strict=True) if e is not None] == pytest.approx(
+        [float(e) for e in expected if e is not None], abs=1e-4
+    )
+
+
+CUTS = [
+    {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_tokens_per_micro_batch": 40},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"loss_type": "kl_cov", "num_iterations": 2, "max_steps": 2}, {"loss_type": "clip_cov", "clip_cov_low": 0.0}],
+    ids=lambda settings: settings["loss_type"],
+)
+def test_chosen_tokens_do_not_depend_on_the_cut(tmp_path, settings):
+    results = []
+    for number, cut in enumerate(CUTS):
+        settings = {"max_steps": 1, "cov_share": 0.3, "optim": "sgd", "max_grad_norm": 0, **settings}
+        trained = runs.trainer(tmp_path / str(number), **settings, **cut)
+        trained.train()
+        results.append(runs.weights(trained))
+        assert all(0.1 < share < 0.4 for share in runs.history(trained, "chosen_token_fraction"))
+    for whole, cut in zip(*results, strict=True):
+        torch.testing.assert_close(whole, cut, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"loss_type": "clip_cov", "clip_cov_low": 5.0}, "clip_cov_low=5.0"),
         ({"advantages": "opa"}, "Did you mean 'opo'"),
         ({"advantages": "opo", "multi_objective_aggregation": "normalize_then_sum"}, "two ways"),
         ({"kl_in_reward": True, "beta": 0.1, "multi_objective_aggregation": "normalize_then_sum"}, "kl_in_reward=True"),
@@ -68,3 +120,10 @@ def test_settings_of_methods_that_cannot_work(tmp_path, settings, said):
     with pytest.raises(ValueError) as error:
         GRPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
     assert said in str(error.value)
+
+
+def test_settings_of_methods_without_effect_are_named(tmp_path):
+    with pytest.raises(ValueError, match="advantages='otb'"):
+        runs.trainer(tmp_path, advantages="otb", loss_type="gmpo")
+    with pytest.warns(UserWarning, match="kl_cov.* punishes nothing"):
+        runs.config(tmp_path, loss_type="kl_cov")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.credit import CreditMix, Steps
-from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, Weighting, mean_over_update
+from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, TokenChoice, Weighting, mean_over_update
 from covey.core.objective import Objective
 from covey.runtime.registry import Registry
 
@@ -32,6 +32,7 @@ class Algorithm:
         weighting: average of token losses.
         kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
         beta: weight of the KL penalty.
+        token_baseline: outcomes are compared again at each token, weighted by energies (`optimal_token_baseline`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Algorithm:
     kl_in_reward: bool
     beta: float
     reads_lengths: bool = False
+    token_baseline: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class LossType:
             the ratio level.
         reads: options of the config that the surrogate reads, so that others are pointed out; None: it may read any.
         needs_entropies: the surrogate reads the entropies of tokens.
+        choice: config -> tokens of each optimizer step that the surrogate gets as `chosen`, or None.
     """
 
     surrogate: Callable[[Any], Surrogate]
@@ -71,6 +74,7 @@ class LossType:
     credits_tokens: bool | None = None
     reads: frozenset[str] | None = None
     needs_entropies: bool = False
+    choice: Callable[[Any], TokenChoice] | None = None
 
 
 LOSS_TYPES: Registry[LossType] = Registry("loss_type")

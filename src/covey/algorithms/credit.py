@@ -20,7 +20,7 @@ from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
 from covey.core.advantages import Credited, nanstd, spread, weighted_total
-from covey.core.credit import credit_to_go, gather_steps, join_steps
+from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
 
@@ -56,11 +56,17 @@ class Credit:
 
 
 def assign_credit(
-    algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, kl: Tensor | None = None
+    algorithm: Algorithm,
+    weights_F: Tensor,
+    scores: Scores,
+    group_size: int,
+    kl: Tensor | None = None,
+    energies: Tensor | None = None,
 ) -> Credit:
     """Compare the completions of each group: outcomes with outcomes and steps with steps.
 
-    Completions of a group lie next to each other; `kl` [N] is a penalty in the reward, or None.
+    Completions of a group lie next to each other; `kl` [N] is a penalty in the reward, or None; `energies` of all
+    tokens are for `optimal_token_baseline`.
     """
     process = scores.process_functions
     if process and not algorithm.objective.credits_tokens:
@@ -74,6 +80,11 @@ def assign_credit(
     kl_PG = None if kl is None else kl.view(-1, group_size)
     more = (lengths.view(-1, group_size),) if algorithm.reads_lengths else ()
     outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG, *more).flatten()
+    if energies is not None:
+        if process:
+            raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")
+        known = torch.where(scores.rewards.isnan().all(1), torch.nan, outcome_N * algorithm.mix.outcome_weight)
+        return Credit(lengths, optimal_token_baseline(known, energies, lengths, group_size))
     if not process:  # the outcome alone, at the last token of each completion that has tokens
         nonempty = lengths.nonzero()[:, 0]
         to_go = outcome_N[nonempty].double() * algorithm.mix.outcome_weight

@@ -100,21 +100,29 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
         mismatch_in_surrogate=row.mismatch_in_surrogate,
         zero_without_advantage=row.zero_without_advantage,
         needs_entropies=row.needs_entropies,
+        choice=row.choice(config) if row.choice else None,
     )
 
 
 def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool) -> Algorithm:
     """A method by its advantages, which take the config first; all else is the config's."""
+    loss = objective(config, kl_in_reward=kl_in_reward)
+    if config.advantages == "otb" and not loss.credits_tokens:
+        raise ValueError(
+            "advantages='otb' gives each token an advantage of its own, but this loss gives all tokens of a completion"
+            " the same (loss_type='gmpo', or importance_sampling_level='sequence'). Choose another."
+        )
     return Algorithm(
         name=name,
         advantages=partial(advantages, config),
         step_advantages=partial(step_advantages, config),
         mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
-        objective=objective(config, kl_in_reward=kl_in_reward),
+        objective=loss,
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,
         beta=config.beta,
         reads_lengths=bool(config.advantages),
+        token_baseline=config.advantages == "otb",
     )
 
 

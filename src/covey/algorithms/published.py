@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, LossType
-from covey.algorithms.grpo import EPSILONS, with_fields
+from covey.algorithms.grpo import EPSILONS, clip_fractions, with_epsilons, with_fields
 from covey.algorithms.registered import AdvantageInputs, register_advantages
 from covey.core.advantages import EPSILON, centred, nanstd
-from covey.core.losses import SurrogateInputs, token_level
+from covey.core.losses import SurrogateInputs, clip, token_level
+
+TIE = 1e-5  # covariances that differ by less are equal, so that rounding chooses nothing
 
 
 def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
@@ -65,6 +67,11 @@ def pass_at_k(x: AdvantageInputs) -> Tensor:
     return torch.stack(rows)
 
 
+def otb(x: AdvantageInputs) -> Tensor:
+    """A = R - mean_group, from which `optimal_token_baseline` goes on once the tokens' energies are known."""
+    return centred(x.totals)
+
+
 def dppo_tv(x: SurrogateInputs, *, low: float, high: float) -> Tensor:
     """DPPO with the total variation between "this token" and "any other": |π(o_t) - π_old(o_t)|."""
     return _dppo(x, (x.logprobs.exp() - x.old_logprobs.exp()).abs(), low, high)
@@ -98,7 +105,38 @@ def dro(x: SurrogateInputs, *, beta: float) -> Tensor:
     return beta / 2 * (x.logprobs - x.old_logprobs).square() - x.advantages * x.logprobs
 
 
-for _function in (reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo, pass_at_k):
+def kl_cov(x: SurrogateInputs, *, coef: float) -> Tensor:
+    """-r A, for chosen tokens plus β KL(π_old || π), estimated by r - log r - 1 (KL-Cov, arXiv 2505.22617, §4.2)."""
+    loss = -x.ratio * x.advantages
+    return loss if x.chosen is None else torch.where(x.chosen, loss + coef * (x.ratio - x.log_ratio - 1), loss)
+
+
+def clip_cov(x: SurrogateInputs, **epsilons: float) -> Tensor:
+    """PPO's clipped loss, and 0 without a gradient for chosen tokens (Clip-Cov, arXiv 2505.22617, §4.2)."""
+    return clip(x, **epsilons) if x.chosen is None else torch.where(x.chosen, 0.0, clip(x, **epsilons))
+
+
+def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Cov_t = (log π - mean log π)(A - mean A) over the N tokens of the step (arXiv 2505.22617, §4.2)."""
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def most_covariant(logprobs: Tensor, advantages: Tensor, keys: Tensor, *, share: float) -> Tensor:
+    """The share·N tokens of largest covariance, one at least: KL-Cov's. Ties count as one."""
+    covariance = covariances(logprobs, advantages)
+    return covariance > covariance.topk(max(1, int(share * len(keys)))).values[-1] - TIE
+
+
+def some_covariant(
+    logprobs: Tensor, advantages: Tensor, keys: Tensor, *, share: float, low: float, high: float
+) -> Tensor:
+    """share·N random tokens, one at least, of those whose covariance lies from `low` to `high`: Clip-Cov's."""
+    covariance = covariances(logprobs, advantages)
+    keys = torch.where((covariance >= low) & (covariance <= high), keys, torch.inf)
+    return (keys <= keys.kthvalue(max(1, int(share * len(keys)))).values) & keys.isfinite()
+
+
+for _function in (reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo, pass_at_k, otb):
     register_advantages(_function.__name__, _function)
 
 for _name, _row in {
@@ -106,5 +144,16 @@ for _name, _row in {
     "dppo_kl": LossType(with_fields(dppo_kl, low="epsilon", high="resolved_epsilon_high"), reads=EPSILONS),
     "gpg": LossType(with_fields(reinforce), reads=frozenset()),
     "dro": LossType(with_fields(dro, beta="dro_beta"), zero_without_advantage=False, reads=frozenset({"dro_beta"})),
+    "kl_cov": LossType(
+        with_fields(kl_cov, coef="kl_cov_coef"),
+        reads=frozenset({"kl_cov_coef", "cov_share"}),
+        choice=with_fields(most_covariant, share="cov_share"),
+    ),
+    "clip_cov": LossType(
+        with_epsilons(clip_cov),
+        stats=clip_fractions,
+        reads=EPSILONS | {"cov_share", "clip_cov_low", "clip_cov_high"},
+        choice=with_fields(some_covariant, share="cov_share", low="clip_cov_low", high="clip_cov_high"),
+    ),
 }.items():
     LOSS_TYPES.register(_name, replace(_row, ratio_level=token_level))

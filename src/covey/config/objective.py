@@ -40,8 +40,8 @@ class RewardFields:
     `group`, False `none`."""
     advantages: str | None = None
     """Advantages in the place of the method's own: reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo,
-    pass_at_k, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name. Rewards of steps are
-    compared as without it."""
+    pass_at_k, otb, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name. Rewards of
+    steps are compared as without it."""
     pass_at_k: int = limited(4, ge=1)
     """advantages=pass_at_k: completions of which the best counts."""
     process_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
@@ -82,8 +82,8 @@ class LossFields:
     """The surrogate, its ratio and its average."""
 
     loss_type: str = "dapo"
-    """Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl, gpg, dro, one
-    registered with `covey.algorithms.register_loss`, or path/to/file.py:name."""
+    """Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl, gpg, dro, kl_cov,
+    clip_cov, one registered with `covey.algorithms.register_loss`, or path/to/file.py:name."""
     epsilon: float = 0.2
     """Clipping: how far below 1 the importance ratio may fall."""
     epsilon_high: float | None = limited(None, ge=0, advice="0.2 to 0.28 are usual; with cispo 5.")
@@ -107,6 +107,14 @@ class LossFields:
     """vespo: decay of the sequence weight, negative advantages."""
     dro_beta: float = limited(0.05, ge=0, finite=True)
     """dro: weight of the quadratic penalty on leaving the old policy."""
+    cov_share: float = limited(0.0002, gt=0, le=1, advice="0.0002 to 0.002 are usual.")
+    """kl_cov, clip_cov: share of the step's tokens that are chosen by their covariance; one token at least."""
+    kl_cov_coef: float = limited(1.0, ge=0, finite=True)
+    """kl_cov: weight of the KL penalty of the chosen tokens."""
+    clip_cov_low: float = 1.0
+    """clip_cov: smallest covariance of a token that may be chosen."""
+    clip_cov_high: float = 5.0
+    """clip_cov: largest covariance of a token that may be chosen."""
     mask_truncated_completions: bool = False
     """Leave completions that reached the length limit out of the loss (DAPO)."""
     off_policy_mask_threshold: float | None = limited(None, ge=0, advice="0.1 to 1 are usual.")
@@ -214,6 +222,13 @@ def loss_options_are_read(args: "OnlineConfig") -> None:
     if on_policy and row.reads is not None and args.loss_type != "cispo":  # its cap is no distance from 1
         bounds = [name for name in ("epsilon", "epsilon_high", "delta") if name in row.reads]
         ignored(args, bounds, "this run is on-policy, so every importance ratio is 1; see `covey explain`")
+        if args.loss_type == "kl_cov":
+            warn(
+                "loss_type='kl_cov' punishes nothing in this run: it is on-policy, so every importance ratio is 1. Set"
+                " num_iterations or steps_per_generation so that a rollout batch is trained on more than once."
+            )
+    if args.loss_type == "clip_cov" and args.clip_cov_low >= args.clip_cov_high:
+        raise ValueError(f"clip_cov_low={args.clip_cov_low} must be below clip_cov_high={args.clip_cov_high}.")
     if on_policy and not args.max_staleness:
         ignored(args, ["off_policy_mask_threshold"], "this run is on-policy, so no completion is stale")
 

@@ -18,6 +18,7 @@ TOKEN_FIELDS = (
     "sampled",
     "jumps",
     "kept_counts",
+    "chosen",
     "advantages",
     "weights",
     "entropy_weights",
@@ -68,6 +69,7 @@ class TrainBatch:
     engine_logprobs: Tensor | None = None
     # [N] float32 or None, importance weights that correct the engine's distribution
     mismatch_weights: Tensor | None = None
+    chosen: Tensor | None = None  # [N] bool or None, tokens that `Objective.choice` named
     # [N] int64 or None, number of tokens that each token was drawn from (0: all), and their ids, one token's after the
     # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
     kept_counts: Tensor | None = None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from covey.core.advantages import EPSILON, Credited, nanstd, spread
-from covey.core.batch import segment_starts
+from covey.core.batch import segment_ids, segment_starts
 
 COMPARED_WITH = ("group", "turn")
 """Steps are compared with all steps of their group, or with those of the same number (all first turns, ...)."""
@@ -165,6 +165,27 @@ def credit_to_go(
     rows = torch.searchsorted(starts, at, right=True) - 1
     to_go = _rewards_to_go(_sums(value, which, len(at)), rows, mix.discount)
     return Credited(rows, at - starts[rows], to_go)
+
+
+def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, group_size: int) -> Credited:
+    """A_it = R_i - Σ_j W_jt R_j / Σ_j W_jt over the group's completions that reach t (OTB, arXiv 2602.07078).
+
+    W_jt = Σ_{s<=t} ‖e_s - π_s‖², the squared norm of the score's gradient in the logits, is the sum of `energies` [N]
+    up to the t-th trained token (others have energy 0). Advantages of completions may replace their rewards, as any
+    constant cancels; NaN is left out. The last completion to reach t has no other to compare with and keeps its own.
+    """
+    rows = segment_ids(lengths_B)
+    trained = energies > 0
+    before = segment_starts(lengths_B)[rows]
+    counts, sums = trained.long().cumsum(0), energies.double().cumsum(0)
+    t = counts - (counts - trained.long())[before] - 1
+    weights = torch.where(trained & ~advantages_B[rows].isnan(), sums - (sums - energies)[before], 0.0)
+    cells, number = _numbered(torch.stack([rows // group_size, t.clamp(min=0)]))
+    own = advantages_B.double()[rows].nan_to_num(0.0)
+    total = _sums(weights, cells, number)
+    alone = _sums(weights > 0, cells, number) < 2
+    baseline = torch.where(alone, 0.0, _sums(weights * own, cells, number) / torch.where(alone, 1.0, total))
+    return Credited(rows, torch.arange(len(rows)) - before, torch.where(weights > 0, own - baseline[cells], 0.0))
 
 
 def token_advantages(

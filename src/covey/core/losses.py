@@ -80,6 +80,7 @@ class SurrogateInputs:
     skipped_rows: int = 0
     entropies: Tensor | None = None  # where the run computes them (`register_loss(..., entropies=True)`)
     ref_logprobs: Tensor | None = None  # under the reference, where there is one (`beta` above 0)
+    chosen: Tensor | None = None  # mask of the tokens that `Objective.choice` named, while training
 
     @property
     def ratio(self) -> Tensor:
@@ -88,6 +89,8 @@ class SurrogateInputs:
 
 
 Surrogate = Callable[[SurrogateInputs], Tensor]
+TokenChoice = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(log-probs, advantages, random keys from 0 to 1), each [N], of all trained tokens of a step -> mask [N]."""
 SurrogateStats = Callable[[SurrogateInputs], dict[str, Stat]]
 
 

@@ -16,6 +16,7 @@ from covey.core.losses import (
     Surrogate,
     SurrogateInputs,
     SurrogateStats,
+    TokenChoice,
     k3,
     token_level,
 )
@@ -46,11 +47,12 @@ class Objective:
     # steps would be lost
     credits_tokens: bool = True
     needs_entropies: bool = False  # the surrogate reads entropies
+    choice: TokenChoice | None = None  # names tokens of an optimizer step that the surrogate treats differently
 
     @property
     def needs_every_rollout(self) -> bool:
         """True if rollouts of advantage 0 have a gradient, too, so that dropping them would change the step."""
-        return self.beta != 0 or not self.zero_without_advantage
+        return self.beta != 0 or not self.zero_without_advantage or self.choice is not None
 
 
 class LossResult(NamedTuple):
@@ -86,7 +88,7 @@ def policy_loss(
     rho, corrected = batch.mismatch_weights, dict[str, Stat]()
     if rho is None and batch.engine_logprobs is not None and objective.correction is not None:
         rho, corrected = objective.correction(old, batch.engine_logprobs, sampled, batch.lengths)
-    more = batch.skipped_tokens, batch.skipped_rows, entropies, batch.ref_logprobs
+    more = batch.skipped_tokens, batch.skipped_rows, entropies, batch.ref_logprobs, batch.chosen
     x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *more)
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
+from covey.core.losses import TokenChoice
 from covey.core.stats import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 from covey.trainer.experience import BehaviourScorer
@@ -78,6 +79,27 @@ def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
     context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
     return threshold
+
+
+def choose_tokens(behaviour: BehaviourScorer, batch: TrainBatch, choice: TokenChoice) -> Tensor:
+    """The tokens [N] that a loss chooses from all of the optimizer step, however it is cut. Collective."""
+    context, args = behaviour.context, behaviour.context.args
+    assert batch.advantages is not None, "credit comes before the loss"
+    with torch.no_grad():
+        logprobs = behaviour.logprobs(context.loop.policy, batch)
+    keys = []  # of a rollout's own, so that they do not depend on its process
+    for prompt, completion in zip(batch.groups.tolist(), batch.completions(), strict=True):
+        seed = hash((args.seed, context.step, *batch.prompts()[prompt].tolist(), -1, *completion.tolist()))
+        keys.append(torch.rand(len(completion), generator=torch.Generator().manual_seed(seed)))
+    columns = logprobs.cpu(), batch.advantages.cpu(), torch.cat(keys)
+    mine = torch.stack(columns).double()[:, batch.sampled.cpu()]
+    shares = context.collectives.gather(mine, "choose tokens of the step")
+    every = torch.cat(shares, 1)
+    chosen = choice(*every) if every.shape[1] else every[0].bool()
+    context.metrics.add({"chosen_token_fraction": Mean(chosen.sum().item(), len(chosen))}, context.mode)
+    found = torch.zeros_like(batch.sampled)
+    found[batch.sampled] = chosen.split([share.shape[1] for share in shares])[context.collectives.rank].to(found.device)
+    return found
 
 
 class ExpertBalance:

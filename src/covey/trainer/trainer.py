@@ -222,7 +222,8 @@ class OnlineTrainer(Trainer):
         rollouts = self.rollouts.next(step)
         batch, kl = self.behaviour.score(rollouts.scored.rollouts)
         log = self.completions if self.context.training else self.evaluation.completions
-        return self.credit.assign(batch, rollouts, kl, log)
+        energies = self.behaviour.energies(batch) if self.context.algorithm.token_baseline else None
+        return self.credit.assign(batch, rollouts, kl, log, energies)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

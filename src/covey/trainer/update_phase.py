@@ -23,7 +23,7 @@ from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
-from covey.trainer.loss_terms import EntropyController, ExpertBalance, entropy_threshold, load_survey
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold, load_survey
 from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts
 
 
@@ -193,6 +193,8 @@ class UpdatePhase:
         mine = own.fetch(index, shares, context.collectives)
         if args.top_entropy_quantile < 1.0:
             mine.entropy_threshold = entropy_threshold(self.behaviour, mine)
+        if (choice := context.algorithm.objective.choice) is not None:
+            mine.chosen = choose_tokens(self.behaviour, mine, choice)
         if context.accelerator.is_main_process:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.runner.plan(mine, rows, at_least=most)

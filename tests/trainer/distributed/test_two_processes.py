@@ -102,6 +102,14 @@ CASES = {
         "repetition_penalty": 1.2,
         "settled": True,
     },
+    "tokens chosen by covariance": {
+        "method": "grpo",
+        "loss_type": "clip_cov",
+        "cov_share": 0.3,
+        "clip_cov_low": 0.0,
+        "num_generations": 8,
+        "advantages": "otb",
+    },
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 
