@@ -138,3 +138,18 @@ def test_masks_without_the_sampled_token_end_the_run(tmp_path):
     trainer = runs.trainer(tmp_path, top_p=0.8, keep_sampling_mask=True, parts=parts)
     with pytest.raises(ValueError, match=r"`sampling_mask` gives the 1 tokens that token .* probability would be 0"):
         trainer.train()
+
+
+async def its_own_masks(row, engine):
+    episode = engine.begin()
+    await episode.sample()
+    done = episode.done()
+    return replace(done, sampling_mask=[[token] for token in done.completion_ids])
+
+
+def test_masks_that_were_not_asked_for_are_told_and_left_out(tmp_path):
+    """Over a mask of one token every probability would be 1, and every gradient 0."""
+    trainer = runs.trainer(tmp_path, max_steps=1, parts={"rollout_func": its_own_masks})
+    with pytest.warns(UserWarning, match="not used, as keep_sampling_mask is False"):
+        trainer.train()
+    assert runs.history(trainer, "grad_norm")[0] > 0

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.credit import CreditMix, Steps
-from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, TokenChoice, Weighting, mean_over_update
+from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, Weighting, mean_over_update
 from covey.core.objective import Objective
 from covey.runtime.registry import Registry
 
@@ -58,11 +58,10 @@ class LossType:
         ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
         mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
         zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
-        credits_tokens: each token is trained with its own advantage, which rewards of steps need. None: determined by
-            the ratio level.
+        credits_tokens: each token has an advantage of its own, as rewards of steps need. None: as the ratio level has.
         reads: options of the config that the surrogate reads, so that others are pointed out; None: it may read any.
         needs_entropies: the surrogate reads the entropies of tokens.
-        choice: config -> tokens of each optimizer step that the surrogate gets as `chosen`, or None.
+        choice: config -> `Objective.choice`, or None.
     """
 
     surrogate: Callable[[Any], Surrogate]
@@ -74,7 +73,7 @@ class LossType:
     credits_tokens: bool | None = None
     reads: frozenset[str] | None = None
     needs_entropies: bool = False
-    choice: Callable[[Any], TokenChoice] | None = None
+    choice: Callable[[Any], Any] | None = None
 
 
 LOSS_TYPES: Registry[LossType] = Registry("loss_type")

@@ -18,12 +18,7 @@ from covey.core.objective import Objective
 
 EPSILONS = frozenset({"epsilon", "epsilon_high"})
 BOUNDS = EPSILONS | {"delta"}
-VESPO = {
-    "k_pos": "vespo_k_pos",
-    "lambda_pos": "vespo_lambda_pos",
-    "k_neg": "vespo_k_neg",
-    "lambda_neg": "vespo_lambda_neg",
-}
+VESPO = {name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
 
 
 def with_fields(function: Callable[..., Any], **fields: str) -> Callable[[Any], Any]:
@@ -106,18 +101,12 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
 
 def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool) -> Algorithm:
     """A method by its advantages, which take the config first; all else is the config's."""
-    loss = objective(config, kl_in_reward=kl_in_reward)
-    if config.advantages == "otb" and not loss.credits_tokens:
-        raise ValueError(
-            "advantages='otb' gives each token an advantage of its own, but this loss gives all tokens of a completion"
-            " the same (loss_type='gmpo', or importance_sampling_level='sequence'). Choose another."
-        )
     return Algorithm(
         name=name,
         advantages=partial(advantages, config),
         step_advantages=partial(step_advantages, config),
         mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
-        objective=loss,
+        objective=objective(config, kl_in_reward=kl_in_reward),
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,
         beta=config.beta,

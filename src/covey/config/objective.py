@@ -178,6 +178,12 @@ def advantages_are_known(args: "OnlineConfig") -> None:
         )
     own = "normalize_advantages" if args.method == "rloo" else "scale_rewards"
     ignored(args, [own], f"advantages={args.advantages!r} scales them itself")
+    shares_gradient = args.importance_sampling_level == "sequence" and not LOSS_TYPES[args.loss_type].credits_tokens
+    if args.advantages == "otb" and (args.loss_type == "gmpo" or shares_gradient):
+        raise ValueError(
+            "advantages='otb' gives each token an advantage of its own, but this loss gives all tokens of a completion"
+            " the same (loss_type='gmpo', or importance_sampling_level='sequence'). Choose another."
+        )
     if args.advantages == "pass_at_k" and args.pass_at_k > (args.num_generations or 0):
         raise ValueError(f"pass_at_k={args.pass_at_k} must be at most num_generations={args.num_generations}.")
 

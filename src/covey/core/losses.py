@@ -74,8 +74,7 @@ class SurrogateInputs:
     sampled: Tensor  # mask of trained tokens
     lengths: Tensor  # tokens of each rollout
     mismatch_weights: Tensor | None = None  # engine/trainer importance weights, or None
-    # trained tokens and rollouts that were left out because their advantage is 0; clip fractions count them as not
-    # clipped
+    # trained tokens and rollouts that were left out as their advantage is 0; clip fractions count them as not clipped
     skipped_tokens: int = 0
     skipped_rows: int = 0
     entropies: Tensor | None = None  # where the run computes them (`register_loss(..., entropies=True)`)
@@ -89,8 +88,6 @@ class SurrogateInputs:
 
 
 Surrogate = Callable[[SurrogateInputs], Tensor]
-TokenChoice = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(log-probs, advantages, random keys from 0 to 1), each [N], of all trained tokens of a step -> mask [N]."""
 SurrogateStats = Callable[[SurrogateInputs], dict[str, Stat]]
 
 
@@ -147,11 +144,7 @@ def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tens
     clip' bounds log r from above by ε_high where A > 0 and from below by -ε_low where A < 0: the paper's
     min(r A, clip(r, e^-ε_low, e^ε_high) A) in log space. Every token of a rollout carries the rollout's value.
     """
-    bounded = torch.where(
-        x.advantages > 0,
-        x.log_ratio.clamp(max=epsilon_high),
-        torch.maximum(x.log_ratio, x.log_ratio.new_tensor(-epsilon_low)),
-    )
+    bounded = torch.where(x.advantages > 0, x.log_ratio.clamp(max=epsilon_high), x.log_ratio.clamp(min=-epsilon_low))
     log_ratio = masked_segment_mean(bounded, x.sampled, x.lengths).clamp(max=MAX_LOG_RATIO)
     return -x.advantages * expand(log_ratio, x.lengths).exp()
 

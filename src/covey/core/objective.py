@@ -3,6 +3,7 @@
 It is pure: every average is already in the weights, so cutting a batch changes nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from covey.core.losses import (
     Surrogate,
     SurrogateInputs,
     SurrogateStats,
-    TokenChoice,
     k3,
     token_level,
 )
@@ -43,11 +43,11 @@ class Objective:
     # the surrogate itself uses the mismatch weights (VESPO), so they are not applied again
     mismatch_in_surrogate: bool = False
     zero_without_advantage: bool = True  # the surrogate of a token with advantage 0 is 0, whatever its ratio
-    # each token is trained with its own advantage; False where a completion's tokens share one, so that credit for its
-    # steps would be lost
+    # each token is trained with its own advantage; False where a completion's tokens share one
     credits_tokens: bool = True
     needs_entropies: bool = False  # the surrogate reads entropies
-    choice: TokenChoice | None = None  # names tokens of an optimizer step that the surrogate treats differently
+    # (log-probs, advantages, random keys from 0 to 1) of all trained tokens of a step -> those that are `chosen`, [N]
+    choice: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     @property
     def needs_every_rollout(self) -> bool:

@@ -5,6 +5,7 @@ A rollout that fails is a result (`FinishReason.ERROR`); an exception of the eng
 
 import asyncio
 import sys
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -208,6 +209,13 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                     " `done()` does so), or leave keep_sampling_mask False. A rollout_func(prompts, trainer) cannot"
                     " return masks."
                 )
+            if rollout.sampling_mask is not None and not params.keep_mask:
+                warnings.warn(
+                    "rollouts came with a `sampling_mask`, which is not used, as keep_sampling_mask is False. Set it to"
+                    " train the distribution that was sampled from. (Evaluation suites need no masks.)",
+                    stacklevel=2,
+                )
+                rollout.sampling_mask = None
             if rollout.sampling_mask:
                 _check_masks(rollout)
             rollout.group = numbers.setdefault((rollout.group, tuple(rollout.prompt_ids)), len(numbers))

@@ -122,12 +122,6 @@ class BehaviourScorer:
         with self.scorer.at_temperature(temperature):
             return self.logprobs(self.context.loop.policy, batch)
 
-    def energies(self, batch: TrainBatch) -> Tensor:
-        """1 - 2 π(o_t) + Σ_v π(v)² of each trained token [N], 0 of others; the sum is π(o_t)² over that at T/2."""
-        own, half = (self.rescore(batch, self.context.args.temperature / part) for part in (1, 2))
-        energies = 1 - 2 * own.exp() + (2 * own - half).exp()
-        return torch.where(batch.sampled, energies.clamp(min=1e-9), 0.0).cpu()
-
     def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any]) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
         with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
@@ -173,16 +167,12 @@ class CreditAssigner:
     rewards: RewardSuite
     entropy_bonus: bool  # token weights of the entropy bonus are needed
     unread: UnreadSettings
+    energies: Callable[[TrainBatch], Tensor] | None  # of all processes' tokens, where `Algorithm.token_baseline`
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
 
     def assign(
-        self,
-        batch: TrainBatch,
-        rollouts: RolloutBatch,
-        kl: Tensor | None,
-        log: CompletionLog | None,
-        energies: Tensor | None = None,
+        self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None
     ) -> TrainBatch:
         """Set advantages and token weights of a batch, and log its rollouts; `kl` [B] penalises rewards. Collective."""
         context, args, algebra = self.context, self.context.args, self.context.algebra
@@ -197,8 +187,7 @@ class CreditAssigner:
             )
         self.unread.look(everyone.scores)
         self._newest = everyone.scores
-        if energies is not None:
-            energies = torch.cat(context.collectives.gather(energies, "compare the completions at each token"))
+        energies = None if self.energies is None else self.energies(batch)
         credit = assign_credit(
             context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl, energies
         )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.losses import TokenChoice
 from covey.core.stats import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 from covey.trainer.experience import BehaviourScorer
@@ -81,7 +80,19 @@ def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     return threshold
 
 
-def choose_tokens(behaviour: BehaviourScorer, batch: TrainBatch, choice: TokenChoice) -> Tensor:
+def token_energies(behaviour: BehaviourScorer, batch: TrainBatch) -> Tensor:
+    """‖e - π‖² = 1 - 2 π(o_t) + Σ_v π(v)² of every process's trained tokens [N], 0 of others. Collective.
+
+    The sum is π(o_t)² over the probability of o_t at half the temperature, so two scoring passes give it.
+    """
+    context = behaviour.context
+    own, half = (behaviour.rescore(batch, context.args.temperature / part) for part in (1, 2))
+    energies = (1 - 2 * own.exp() + (2 * own - half).exp()).clamp(min=1e-9)
+    mine = torch.where(batch.sampled, energies, 0.0).cpu()
+    return torch.cat(context.collectives.gather(mine, "compare completions at each token"))
+
+
+def choose_tokens(behaviour: BehaviourScorer, batch: TrainBatch, choice: Callable[..., Tensor]) -> Tensor:
     """The tokens [N] that a loss chooses from all of the optimizer step, however it is cut. Collective."""
     context, args = behaviour.context, behaviour.context.args
     assert batch.advantages is not None, "credit comes before the loss"

@@ -40,7 +40,7 @@ from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimiz
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import attribute
-from covey.trainer.loss_terms import ExpertBalance
+from covey.trainer.loss_terms import ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.update_phase import UpdatePhase
@@ -168,7 +168,8 @@ class OnlineTrainer(Trainer):
         runner = MicroBatchRunner.of(context, self.scorer)
         self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
         self.behaviour.engine_check = build_engine_check(context, self.collector, sampling, self.behaviour.rescore)
-        self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args))
+        energies = functools.partial(token_energies, self.behaviour) if context.algorithm.token_baseline else None
+        self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
         speculation = build.build_speculation(args, self.train_dataset)
@@ -222,8 +223,7 @@ class OnlineTrainer(Trainer):
         rollouts = self.rollouts.next(step)
         batch, kl = self.behaviour.score(rollouts.scored.rollouts)
         log = self.completions if self.context.training else self.evaluation.completions
-        energies = self.behaviour.energies(batch) if self.context.algorithm.token_baseline else None
-        return self.credit.assign(batch, rollouts, kl, log, energies)
+        return self.credit.assign(batch, rollouts, kl, log)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
