@@ -159,3 +159,14 @@ def test_a_file_that_would_be_misread_is_refused(tmp_path, name, content, said):
 def test_a_byte_order_mark_is_no_content(tmp_path):
     (tmp_path / "run.yaml").write_text("beta: 0.1", encoding="utf-8-sig")
     assert load_run(tmp_path / "run.yaml").args.beta == 0.1
+
+
+def test_flags_of_trls_example_scripts_are_read():
+    flags = "--model_name_or_path m --dataset_name d --dataset_config main --dtype bfloat16 --use_peft --lora_r 8"
+    flags += " --lora_target_modules q_proj, v_proj --reward_model_name_or_path r --load_in_4bit --report_to none"
+    run = load_run(None, flags.split(), method="grpo")
+    assert (run.model, run.dataset, run.reward_funcs) == ("m", "d:main", ["r"])
+    assert run.peft == {"r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+    assert (run.args.model_init_kwargs, run.quantization) == ({"dtype": "bfloat16"}, {"load_in_4bit": True})
+    with pytest.raises(ValueError, match=r"r of an adapter, but no `use_peft`"):
+        load_run(None, ["--lora_r", "8"], method="grpo")

@@ -220,3 +220,10 @@ def test_variables_of_a_launch_are_named_before_it_is_waited_for(monkeypatch, ca
     said = capsys.readouterr().err
     assert said.startswith(says) and bool(said) == bool(says)
     assert not says or said.endswith("unset WORLD_SIZE RANK\n")
+
+
+def test_generation_kwargs_that_are_fields_set_them():
+    given = {"top_k": 5, "temperature": 0.5, "max_new_tokens": 12, "stop": ["x"]}
+    args = GRPOConfig(generation_kwargs=given, temperature=0.5, report_to="none")
+    assert (args.top_k, args.temperature, args.max_completion_length) == (5, 0.5, 12)
+    assert args.generation_kwargs == {"stop": ["x"]} and len(given) == 4

@@ -18,7 +18,7 @@ from covey.core.objective import Objective
 
 EPSILONS = frozenset({"epsilon", "epsilon_high"})
 BOUNDS = EPSILONS | {"delta"}
-VESPO = {name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
+VESPO = {name[6:]: name for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
 
 
 def with_fields(function: Callable[..., Any], **fields: str) -> Callable[[Any], Any]:

@@ -49,6 +49,19 @@ _OTHER_NAMES = {
     "resume": "resume_from_checkpoint",
 }
 
+_SCRIPT_FLAGS = {
+    "peft": {
+        **{f"lora_{name}": name for name in ("r", "target_modules", "task_type", "modules_to_save")},
+        **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
+    },
+    "model_init_kwargs": {"dtype": "dtype", "model_revision": "revision", "attn_implementation": "attn_implementation"},
+    "quantization": {
+        **{name: name for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")},
+        "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
+    },
+}
+"""Flags of TRL's example scripts, by the mapping that they belong to and their name there."""
+
 
 @dataclasses.dataclass
 class RunConfig:
@@ -105,6 +118,7 @@ def load_run(
             if other in source and source.get(name, source[other]) != source[other]:
                 raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
     values = {_OTHER_NAMES.get(name, name): value for source in sources for name, value in source.items()}
+    _read_script_flags(values)
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
@@ -187,6 +201,10 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
     for other, key in _OTHER_NAMES.items():
         parser.add_argument(f"--{other}", dest=key, help=argparse.SUPPRESS)
     fields = {field.name for field in dataclasses.fields(config_class)}
+    for flag in ["use_peft", *(name for names in _SCRIPT_FLAGS.values() for name in names)]:
+        parser.add_argument(f"--{flag}", nargs="*", type=yaml.safe_load, help=argparse.SUPPRESS)
+    for flag in ("dataset_config", "reward_model_name_or_path"):
+        parser.add_argument(f"--{flag}", help=argparse.SUPPRESS)
     for old in [*ALIASES, "advantage_estimator", "rlhf_type"]:
         if old not in fields:
             parser.add_argument(f"--{old}", nargs="?", const=True, type=yaml.safe_load, help=argparse.SUPPRESS)
@@ -206,6 +224,29 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     if unknown and not names:
         raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     return {**vars(namespace), **dict.fromkeys(names)}
+
+
+def _read_script_flags(values: dict[str, Any]) -> None:
+    """Replace flags of TRL's example scripts by keys of a run, with the scripts' defaults for adapters."""
+    adapts = values.pop("use_peft", False) not in (False, [False])
+    for key, names in _SCRIPT_FLAGS.items():
+        found: dict[str, Any] = {}
+        for old, new in names.items():
+            if isinstance(value := values.pop(old, None), list):  # of a flag, which may have no value or several
+                value = [str(part).strip(",") for part in value] if len(value) > 1 else [*value, True][0]
+            found |= {} if value is None else {new: value}
+        if key == "peft" and adapts:
+            found = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, **found}
+        elif key == "peft" and found:
+            raise ValueError(f"{', '.join(found)} of an adapter, but no `use_peft`: pass it too, or leave them out.")
+        if found:
+            values[key] = {**found, **(_as_mapping(key, values.get(key)) or {})}
+    if "dataset_config" in values:
+        values["dataset"] = f"{values.get('dataset')}:{values.pop('dataset_config')}"
+    if "reward_model_name_or_path" in values:
+        own = values.get("reward_funcs") or []
+        own = list(own) if isinstance(own, (list, tuple)) else [own]
+        values["reward_funcs"] = [*own, values.pop("reward_model_name_or_path")]
 
 
 def _settle_method(values: dict[str, Any], fixed: str | None) -> str:

@@ -123,6 +123,15 @@ _ADAPTER = (
     "otherwise all weights are"
 )
 
+TRAINER_ARGUMENTS: tuple[str, ...] = (
+    "reward_funcs",
+    "reward_processing_classes",
+    "tools",
+    "environment_factory",
+    "rollout_func",
+)
+TRAINER_ARGUMENTS += ("train_dataset", "eval_dataset", "processing_class", "callbacks", "peft_config", "optimizers")
+
 HINTS: dict[str, str] = {
     "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
     "eos token",
@@ -136,6 +145,8 @@ HINTS: dict[str, str] = {
         ("dataset_id", "dataset_name"), "it is `dataset` in a run file, and `train_dataset` of the trainer"
     ),
     "dataset_config": "write it after the id: `dataset: openai/gsm8k:main`",
+    "dataset_test_split": "give the evaluation's rows as `eval_dataset`",
+    "dataset_streaming": "a dataset that was loaded with `streaming=True` is streamed",
     "val_dataset": "it is `eval_dataset`, of the trainer and in a run file",
     "reward_model_name_or_path": "put the model's id or folder into `reward_funcs`",
     "collate_fn": "prompts are not collated: transform rows with `dataset.map`, or on reading with `set_transform`",
@@ -143,7 +154,21 @@ HINTS: dict[str, str] = {
     "extra_columns": "all columns of the dataset go to the reward functions",
     "metrics_to_gather": "log with the arguments `log_metric` and `log_extra` of a reward function",
     "use_fsdp": "`accelerate launch --use_fsdp`, or `covey grpo --accelerate_config fsdp2`",
-    "use_async_engine": "vLLM's server is asynchronous anyway; `max_staleness: 1` samples while training",
+    **dict.fromkeys(TRAINER_ARGUMENTS, "it is an argument of the trainer"),
+    **{name: f"`generation_kwargs: {{{name}: ...}}`" for name in ("stop", "stop_strings", "stop_token_ids")},
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "it is `max_completion_length`, of all turns together"),
+    **dict.fromkeys(("group_size", "num_return_sequences"), "it is `num_generations`"),
+    **dict.fromkeys(("multi_turn_scheduler", "external_plugins"), "give the trainer a `rollout_func` or environments"),
+    "completion_length_limit_scope": "`max_completion_length` is of all turns; a `rollout_func` may limit each",
+    "model_revision": "it belongs to the model: `model_init_kwargs: {revision: main}`",
+    "chat_template_path": "set `processing_class.chat_template` of the trainer",
+    "gradient_checkpointing_use_reentrant": "`gradient_checkpointing_kwargs: {use_reentrant: false}`",
+    "vllm_enable_prefix_caching": "`vllm_engine_kwargs: {enable_prefix_caching: true}`",
+    "wandb_project": "it is the environment variable WANDB_PROJECT",
+    **dict.fromkeys(
+        ("use_async_engine", "vllm_use_async_engine"),
+        "vLLM's server is asynchronous anyway; `max_staleness: 1` samples while training",
+    ),
     "vllm_device": "vLLM is in the trainer's process (`vllm_mode: colocate`) or a server (`covey vllm-serve`), whose"
     " devices CUDA_VISIBLE_DEVICES chooses",
     "vllm_dtype": "`vllm_engine_kwargs: {dtype: bfloat16}`, or `covey vllm-serve --dtype bfloat16`",
@@ -154,7 +179,8 @@ HINTS: dict[str, str] = {
     "train_type": _ADAPTER,
     "use_peft": _ADAPTER,
     **dict.fromkeys(("lora_rank", "lora_r"), _PEFT.format("r")),
-    **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout")},
+    **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
+    **{f"lora_{name}": _PEFT.format(name) for name in ("task_type", "modules_to_save")},
     **dict.fromkeys(("target_modules", "lora_target_modules"), _PEFT.format("target_modules")),
 }
 """Names that are refused, because dropping them would change the training, with advice."""
@@ -206,7 +232,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: advice, or the known name that is closest."""
     if name in HINTS:
         return f": {HINTS[name]}."
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.73)
     return f". Did you mean `{close[0]}`?" if close else "."
 
 

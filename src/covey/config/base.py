@@ -13,7 +13,7 @@ from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
 from covey.config.hardware import announce_meeting, by_deepspeed, has_accelerator, launched, multiplies_bf16
-from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls
+from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls, set_fields_from_generation_kwargs
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import without_secrets
 
@@ -199,6 +199,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 register(value, resolve(value, name))
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
+        set_fields_from_generation_kwargs(self)
         scale = str(self.scale_rewards)  # True and "true" mean "group", their opposites "none"
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale.lower(), scale)
         self.vllm_gpu_memory_utilization = as_memory_share(self.vllm_gpu_memory_utilization)

@@ -82,3 +82,21 @@ def as_range(value: object) -> tuple[float, float] | None:
             "reward becomes the same."
         )
     return low, high
+
+
+SAMPLING_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+}
+"""Keys of `generation_kwargs` that set a field."""
+
+
+def set_fields_from_generation_kwargs(args: Any) -> None:
+    """Move keys that are fields into these; ValueError where a field was given another value."""
+    given = dict(args.generation_kwargs or {})
+    for key in SAMPLING_FIELDS.keys() & given:
+        name, value = SAMPLING_FIELDS[key], given.pop(key)
+        if (current := getattr(args, name)) not in (value, type(args).__dataclass_fields__[name].default):
+            raise ValueError(f"generation_kwargs[{key!r}]={value!r} and {name}={current!r} differ: leave one out.")
+        setattr(args, name, value)
+        args.generation_kwargs = given

@@ -119,9 +119,9 @@ describe_fields(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 SAMPLING_KEYS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
-    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length"),
     **dict.fromkeys(("num_return_sequences", "n"), "num_generations"),
+    "cache_implementation": "cache_implementation",
+    "max_length": "max_completion_length",
     "do_sample": "temperature",
 }
 """Keys that `generation_kwargs` may not hold, and the field to use instead."""
