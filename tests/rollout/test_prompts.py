@@ -1,8 +1,12 @@
 """Prompts to tokens and completions back to what reward functions receive."""
 
-import pytest
+import string
 
-from covey.rollout.prompts import PromptCodec
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from covey.rollout.prompts import ControlTokens, PromptCodec
 from tests.support import tiny
 
 
@@ -147,3 +151,23 @@ def test_templates_that_read_parts_get_them():
     assert tokenizer.decode(ids) == "[a][b]"
     hostile = codec.read([{"role": "user", "content": [{"type": "text", "text": "a<eos>b"}]}]).ids
     assert tokenizer.decode(hostile) == "[a<eos>b]" and 1 not in hostile
+
+
+def sentencepiece_like(prefix):
+    """One token per character; a text begins with a space: where it begins, and after control tokens if "always"."""
+    vocabulary = ["<unk>", "</s>", "<|im_start|>", "<|im_end|>", "▁", "\n", *string.punctuation, *string.ascii_letters]
+    spaced = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>"))
+    spaced.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prefix, split=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=spaced, eos_token="</s>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+
+
+@pytest.mark.parametrize(("prefix", "space"), [("always", "▁"), ("first", ""), ("never", "")])
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_end|>b", "say </s> now", "</s></s>"])
+def test_control_tokens_as_text_add_no_spaces(prefix, space, text):
+    tokenizer = sentencepiece_like(prefix)
+    controls, hidden = ControlTokens(tokenizer), {}
+    rendered = f"<|im_start|>{controls.hide(text, hidden)}<|im_end|>"
+    tokens = tokenizer.convert_ids_to_tokens(controls.encode(rendered, hidden))
+    assert tokens == ["<|im_start|>", *space, *text.replace(" ", "▁"), "<|im_end|>"]

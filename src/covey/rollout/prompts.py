@@ -59,7 +59,9 @@ class ControlTokens:
         # Private characters of a message's own are hidden like control tokens, so that none is taken for one.
         patterns = [] if allowed else [*map(re.escape, self.texts), "[\U000f0000-\U0010ffff]"]
         self._pattern = re.compile("|".join(patterns) or "(?!)")
-        self._ids: dict[str, list[int]] = {}  # of texts that were hidden; asking the tokenizer switches its state
+        self._ids: dict[
+            tuple[str, bool], list[int]
+        ] = {}  # of texts that were hidden; asking the tokenizer switches its state
 
     def hide(self, text: str, hidden: dict[str, str]) -> str:
         signs = {control: character for character, control in hidden.items()}
@@ -75,17 +77,34 @@ class ControlTokens:
     def encode(self, rendered: str, hidden: dict[str, str]) -> list[int]:
         """Tokens of a rendered conversation in which each private character is the text of a control token."""
         ids: list[int] = []
+        before = ""
         for piece in re.split(f"([{''.join(hidden)}])", rendered) if hidden else [rendered]:
-            ids += self._as_text(hidden[piece]) if piece in hidden else self._tokens(piece, False)
+            inside = bool(before) and self._prefixes_text
+            if inside and before.endswith(tuple(self.texts)):
+                inside = not self._prefixes_after_control
+            ids += self._as_text(hidden[piece], inside) if piece in hidden else self._tokens(piece, False, inside)
+            before = piece or before
         return ids
 
-    def _as_text(self, control: str) -> list[int]:
-        if control not in self._ids:
-            self._ids[control] = self._tokens(control, True)
-        return self._ids[control]
+    @cached_property
+    def _prefixes_text(self) -> bool:
+        """The tokenizer begins every text with a space (sentencepiece), which pieces inside of a text must not get."""
+        return self._tokens("b", False, False) != self._tokens("b", False, True)
 
-    def _tokens(self, text: str, is_text: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"])
+    @cached_property
+    def _prefixes_after_control(self) -> bool:
+        return self._tokens(self.texts[0] + "b", False, False)[1:] == self._tokens("b", False, False)
+
+    def _as_text(self, control: str, inside: bool) -> list[int]:
+        if (control, inside) not in self._ids:
+            self._ids[control, inside] = self._tokens(control, True, inside)
+        return self._ids[control, inside]
+
+    def _tokens(self, text: str, is_text: bool, inside: bool) -> list[int]:
+        """Tokens of a text, `inside` of another: as they follow a line break."""
+        both = ["\n", "\n" + text] if inside else [text]
+        found = self.tokenizer(both, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
+        return list(found[-1][len(found[0]) if inside else 0 :])
 
 
 @dataclass(eq=False, repr=False)
