@@ -50,3 +50,5 @@ def test_other_names_are_unknown_still(trained):
     with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'epsilom_low'"):
         _ = trained[0].epsilom_low
     assert not hasattr(trained[0], "reward_clip_range")  # RLOO's
+    with pytest.raises(AttributeError, match="'environments': each rollout makes its own"):
+        _ = trained[0].environments

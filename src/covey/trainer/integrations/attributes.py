@@ -20,11 +20,23 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
     "aux_loss_enabled": lambda trainer: trainer.balance.enabled,
     "aux_loss_coef": lambda trainer: trainer.balance.coef,
+    "use_liger_kernel": lambda trainer: trainer.args.use_liger_kernel,
+    "chat_template": lambda trainer: trainer.collector.codec.tokenizer.chat_template,
+    "pad_token": lambda trainer: trainer.collector.codec.tokenizer.pad_token,
     "pad_token_id": lambda trainer: trainer.collector.codec.tokenizer.pad_token_id,
     "eos_token_id": lambda trainer: trainer.collector.codec.tokenizer.eos_token_id,
     "_metrics": lambda trainer: trainer.metrics.so_far(),
 }
 """Trainer -> value. In addition, each field of the config that is no field of `TrainingArguments`."""
+
+ABSENT = {
+    "environments": "each rollout makes its own by `environment_factory`",
+    "generation_config": "settings of sampling are fields of `trainer.args`",
+    **dict.fromkeys(("llm", "vllm_client", "vllm_generation"), "sample with `trainer.generate_completions(prompts)`"),
+    "_logs": "completions are in the files of `log_completions`",
+    "_step": "`trainer.state.global_step` counts optimizer steps",
+}
+"""Attributes of TRL's trainers that there are not, with advice."""
 
 FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__)
 
@@ -36,7 +48,8 @@ def attribute(trainer: Any, name: str) -> Any:
     args = trainer.__dict__.get("args")
     if hasattr(args, name) and name in FIELDS:
         return getattr(args, name)
-    raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}")
+    advice = f": {ABSENT[name]}." if name in ABSENT else ""
+    raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
 
 
 def listed(given: Any) -> list[Any]:
