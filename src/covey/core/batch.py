@@ -135,7 +135,7 @@ class TrainBatch:
 
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
-        per_token = self._each(TOKEN_FIELDS[4:], lambda values: torch.where(self.sampled, values, 0.0))
+        per_token = self._each(TOKEN_FIELDS[5:], lambda values: torch.where(self.sampled, values, 0.0))
         return replace(self, **per_token)
 
     def idle(self) -> "TrainBatch":

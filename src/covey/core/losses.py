@@ -41,9 +41,8 @@ def sequence_token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor
 def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
     """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3).
 
-    Each token has the ratio of its completion, and |o_i| times the gradient of its own log-prob: so the mean over the
-    completion's tokens has the gradient of the whole where all have the same advantage; where they differ (credit for
-    steps, filters) each token has its own.
+    Each token has the ratio of its completion, and |o_i| times the gradient of its own log-prob: where all have one
+    advantage, the mean over the completion's tokens has the gradient of the whole.
     """
     difference = torch.where(sampled, logprobs - old_logprobs, 0.0)
     counts = expand(segment_sum(sampled.to(difference), lengths), lengths)
@@ -127,8 +126,7 @@ def vespo_phi(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: flo
         log_w = log_w + segment_sum(torch.where(x.sampled, log_rho, 0.0), x.lengths)
     log_w = expand(log_w.clamp(min=floor, max=20.0), x.lengths)
     good = x.advantages >= 0
-    k = torch.where(good, k_pos, k_neg)
-    lam = torch.where(good, lambda_pos, lambda_neg)
+    k, lam = torch.where(good, k_pos, k_neg), torch.where(good, lambda_pos, lambda_neg)
     return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, posinf=0.0, neginf=0.0)
 
 
@@ -224,12 +222,10 @@ class BatchCounts:
     """Counts that a weighting may divide by."""
 
     tokens: Tensor  # [B] float, the trained tokens of each rollout
-    # [B] float, the trained tokens of the nominal micro-batch the rollout belongs to (`per_device_train_batch_size`
-    # rollouts of one rank, in sampling order)
+    # [B] float, those of its nominal micro-batch (`per_device_train_batch_size` rollouts of a rank, as sampled)
     micro_tokens: Tensor
     rows_per_update: float  # rollouts of one optimizer step, over all ranks
-    # trained tokens of one optimizer step, over all ranks: an equal share of the rollout batch's tokens, so that every
-    # step on it divides by the same number
+    # trained tokens of one optimizer step, over all ranks: an equal share of the rollout batch's
     tokens_per_update: float
     micro_batches_per_update: float  # nominal micro-batches of one optimizer step, over all ranks
     max_completion_length: int | None  # tokens a completion may have

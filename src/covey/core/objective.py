@@ -33,12 +33,10 @@ class Objective:
     ratio_level: RatioLevel = token_level  # how the importance ratio is formed
     beta: float = 0.0  # weight of the KL term in the loss; 0 leaves it out
     kl: KLEstimator = k3  # its estimator
-    # multiply the KL term by the token ratio, which makes its gradient unbiased off-policy (DeepSeek-V3.2, arXiv
-    # 2512.02556, eq. 7).
+    # multiply the KL term by the token ratio: an unbiased gradient off-policy (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)
     correct_kl_bias: bool = False
     off_policy_threshold: float | None = None  # drop punished sequences that drifted further than this; None keeps all
-    # computes mismatch weights from the engine's log-probs and those of the training pass, where the batch has no such
-    # weights; this saves a scoring pass. None leaves the engine's distribution uncorrected.
+    # computes mismatch weights from the training pass where the batch has none, which saves a scoring pass, or None
     correction: MismatchCorrection | None = None
     # the surrogate itself uses the mismatch weights (VESPO), so they are not applied again
     mismatch_in_surrogate: bool = False
