@@ -93,19 +93,27 @@ def assert_bit_equal(one, other):
 def test_a_killed_study_resumes_bit_exactly(tmp_path):
     def make(folder):
         made = study(tmp_path / folder, max_steps=4, save_rounds=2, eval_dataset=tiny.rows(2), eval_steps=2)
-        made.halving = lambda study: ["b"] if study.variants["b"].step == 2 else []
+
+        def watch(study):
+            if study.round == 3:
+                study.clone("a", "fast", learning_rate=3e-2)
+            return ["b"] if study.variants["b"].step == 2 else []
+
+        made.halving = watch
         return made
 
     whole = make("whole").train()
-    kill_after(make("killed"), 4)
+    kill_after(make("killed"), 4)  # one round after the clone has begun
     resumed = make("killed").train(resume=True)
-    assert_bit_equal(weights_of(tmp_path / "whole", "ac"), weights_of(tmp_path / "killed", "ac"))
+    names = ["a", "c", "fast"]
+    assert_bit_equal(weights_of(tmp_path / "whole", names), weights_of(tmp_path / "killed", names))
     for name, variant in whole.items():
         assert variant.record() == resumed[name].record()
     assert {name: variant.status for name, variant in whole.items()} == {
         "a": "finished",
         "b": "stopped",
         "c": "finished",
+        "fast": "finished",
     }
     assert list(whole["a"].evaluations) == [2, 4] and len(whole["a"].evaluations[4]) == 2
 
@@ -137,8 +145,8 @@ def test_interventions_act_within_one_step(tmp_path):
 
     made.halving = watch
     ended = made.train()
-    assert seen[4]["a"] == (2, "stopped") and seen[4]["b"] == (2, "running")
-    assert seen[5]["fast"] == (3, "running") and seen[5]["b"] == (3, "running")
+    assert seen[3]["a"] == (2, "stopped") and seen[3]["b"] == (2, "running")
+    assert seen[4]["fast"] == (3, "running") and seen[4]["b"] == (3, "running")
     assert all(variant.status == "finished" and variant.step == 5 for variant in ended.values())
     assert ended["fast"].parent == "b" and ended["b"].changes == {"loss_type": "dapo"}
     assert [point["learning_rate"] for point in ended["fast"].curve][-1] == 5e-2

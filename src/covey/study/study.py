@@ -11,7 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ class Study:
         self.given = {"train_dataset": train_dataset, "reward_funcs": reward_funcs, **(parts or {})}
         self.engine: AdapterEngine | None = None
         self._requested: list[Command] = []
+        self._sampled: list[str] = []  # variants whose adapters the engine holds
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
             self._begin(variant)
@@ -132,17 +133,16 @@ class Study:
     def play_round(self) -> None:
         """Sample for all variants in one batch, then let each take its step; carry out what was asked for."""
         self.round += 1
+        halved = [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
         queued, requested = commands.waiting(self.folder), list(self._requested)
-        asked = [*requested, *(command for _, command in queued)]
-        asked += [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
+        asked = [*halved, *requested, *(command for _, command in queued)]
         if asked or (self.save_rounds and self.round % self.save_rounds == 0):
             self._begin_cut([one.name for one in asked if one.kind in ("stop", "change")])
-        for variant, outcome in self._sample().items():
-            turn = self.variants[variant].turn
-            assert turn is not None, "it has been sampled for"
-            turn.go_on(outcome)
-            if turn.ended:
-                self._end(self.variants[variant], turn.error)
+        for variant in self._live():
+            if variant.turn is not None and variant.turn.pending is None:
+                self._go_on(variant)  # it begins, and samples with the others at once, as after a kill
+        for name, outcome in self._sample().items():
+            self._go_on(self.variants[name], outcome)
         if not self._cut or any(variant.must_save for variant in self._live()):
             return
         self._cut = False
@@ -254,6 +254,7 @@ class Study:
         check_adapter(trainer.model)
         trainer.remove_callback(ProgressDisplay)
         if self.engine is None:
+            self.base.to(trainer.accelerator.device)  # its buffers; variants have moved the weights
             self.engine = AdapterEngine(
                 lambda: self.base,
                 adapters=self._adapters,
@@ -270,14 +271,20 @@ class Study:
         variant.status, variant.reason, variant.must_save, variant.must_stop = "running", "", False, False
         set_random_state(outside)
 
+    def _go_on(self, variant: Variant, outcome: Any = None) -> None:
+        assert variant.turn is not None, "it is live"
+        variant.turn.go_on(outcome)
+        if variant.turn.ended:
+            self._end(variant, variant.turn.error)
+
     def _train(self, trainer: Any, checkpoint: str | None) -> None:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
 
     def _sample(self) -> dict[str, Any]:
-        """Results of all coroutines that variants wait for, or their errors; None for those that start now."""
+        """Results of all coroutines that variants wait for, or their errors."""
         paused = {v.name: v.turn.pending for v in self._live() if v.turn is not None and v.turn.pending is not None}
-        outcomes: dict[str, Any] = dict.fromkeys(v.name for v in self._live())
+        outcomes: dict[str, Any] = dict.fromkeys(paused)
         broken = {name for name in paused if not _is_finite(low_rank_matrices(self.variants[name].trainer.model))}
         for name in broken:
             paused.pop(name).close()
@@ -313,7 +320,9 @@ class Study:
     def _save(self) -> None:
         """Write down where all variants are, from which a killed study goes on."""
         records = {name: variant.record() for name, variant in self.variants.items()}
-        commands.write_json(self.folder / commands.STATE, {"round": self.round, "variants": records})
+        requested = [asdict(command) for command in self._requested]
+        state = {"round": self.round, "requested": requested, "variants": records}
+        commands.write_json(self.folder / commands.STATE, state)
         write_report(self.folder, self.round, self.variants)
 
     def _load(self) -> None:
@@ -322,7 +331,7 @@ class Study:
         if not path.is_file():
             return
         state = json.loads(path.read_text())
-        self.round = state["round"]
+        self.round, self._requested = state["round"], [Command(**one) for one in state["requested"]]
         self.variants = {name: Variant.of(record) for name, record in state["variants"].items()}
         for variant in self.variants.values():
             kept = int(variant.checkpoint.rpartition("-")[2]) if variant.checkpoint else -1
