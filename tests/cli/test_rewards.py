@@ -157,7 +157,9 @@ def test_completions_of_a_run_are_read(tmp_path, capsys):
         rewards={"r": [1.0, 0.0, 0.0]},
         advantages=[0.0] * 3,
     )
-    log.publish(1)
+    log.publish(100_000)
+    log.rows.clear()
+    log.write(99_999)  # an earlier one, though its name comes later
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     assert main(["rewards", "test", f"{tmp_path}/functions.py:likes_nothing", "--run", str(tmp_path)]) == 1
     assert "1 of 3" not in capsys.readouterr().out.splitlines()[0]

@@ -53,6 +53,12 @@ def test_only_the_latest_rows_are_kept(tmp_path):
     assert [row["prompt"] for row in log.rows] == ["a", "b"]
 
 
+def test_only_the_latest_files_are_kept(tmp_path):
+    log = filled(tmp_path, total_limit=2)
+    written = [log.write(step) for step in (99_999, 100_000, 3)]  # the last by a run that was resumed
+    assert sorted(written[0].parent.iterdir()) == sorted(written[1:])
+
+
 def test_messages_become_text(tmp_path):
     log = CompletionLog(tmp_path)
     log.add(0, [[{"role": "user", "content": "Hi"}]], [[{"role": "assistant", "content": "Yo"}]], {}, [0.0])

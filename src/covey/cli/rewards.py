@@ -56,7 +56,7 @@ def _lines(path: Path) -> list[Row]:
 def _logged(run: Path) -> list[Row]:
     import pyarrow.parquet as pq
 
-    logs = sorted((run / "completions").glob("completions_*.parquet"))
+    logs = sorted((run / "completions").glob("completions_*.parquet"), key=lambda log: (len(log.name), log.name))
     rows = [row for log in logs[-1:] for row in pq.read_table(log).to_pylist()]
     return [{**row, "completion": json.loads(row.get("messages") or "null") or row["completion"]} for row in rows]
 

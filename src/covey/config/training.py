@@ -108,6 +108,8 @@ class LoggingFields:
     """With `log_completions`: how many to print; unset prints all."""
     log_unique_prompts: bool = False
     """With `log_completions`: one completion of each prompt only."""
+    log_completions_total_limit: int | None = limited(None, ge=1)
+    """Number of parquet files of completions to keep, those of the latest logs; unset keeps all."""
     log_completions_hub_repo: str | None = None
     """Hub data set to which the parquet files of completions are pushed while training, such as me/completions."""
 

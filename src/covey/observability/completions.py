@@ -53,6 +53,7 @@ class CompletionLog:
     output_dir: str | Path
     _: KW_ONLY
     limit: int | None = None  # maximum number of stored rows, usually those of one rollout batch; None stores all
+    total_limit: int | None = None  # maximum number of files, the latest written; None keeps all
     show: bool = False  # also print a table, and send one to trackers, when published
     num_to_print: int | None = None  # maximum rows of the printed table; None prints all
     unique_prompts: bool = False  # one row per prompt in printed and sent tables
@@ -144,6 +145,10 @@ class CompletionLog:
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
+        if self.total_limit:  # by time, since a resumed run may find files of later steps
+            files = sorted(self.folder.glob(f"{self.name}_*.parquet"), key=lambda file: file.stat().st_mtime_ns)
+            for old in files[: -self.total_limit]:
+                old.unlink()
         return path
 
     def table(self, num: int | None = None, unique_prompts: bool = False) -> Any:
