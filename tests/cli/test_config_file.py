@@ -147,6 +147,15 @@ def test_missing_keys_are_named():
         ("run.yaml", b"output_dir: 7", "put it in quotes"),
         ("run.yaml", b"model: a\nmodel_name_or_path: b", "two names of one setting"),
         ("run.yaml", b"max_steps: yes", "max_steps=True"),
+        ("run.yaml", b"beta: 0.1\nnum_generations: 010", "010 in line 2 would be 8"),
+        ("run.yaml", b"max_steps: 1:30", "1:30 in line 1 would be 90"),
+        ("run.yaml", b"on: 3", "has a key True"),
+        ("run.yaml", b"5: 3", "has a key 5"),
+        ("run.yaml", b"dataset: [a, b]", "dataset=['a', 'b'] must be text, not a list"),
+        ("run.json", b'{"system_prompt": 5}', "system_prompt=5 must be text"),
+        ("run.yaml", b"dataset_split: 5", "dataset_split=5 must be text"),
+        ("run.yaml", b"peft: 'r: ['", "peft='r: [' cannot be read"),
+        ("run.yaml", b"logging_steps: .inf", "logging_steps=inf is out of range"),
     ],
 )
 def test_a_file_that_would_be_misread_is_refused(tmp_path, name, content, said):

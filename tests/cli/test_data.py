@@ -107,6 +107,19 @@ def test_unusable_files_say_why(tmp_path, name, text, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+def test_a_file_that_is_not_utf8_is_named(tmp_path, name):
+    row = b'{"prompt": "caf\xe9"}' if name == "rows.jsonl" else b"prompt\ncaf\xe9"
+    (tmp_path / name).write_bytes(row + b"\n")
+    with pytest.raises(ValueError, match=rf"(?i){name}' holds no rows that can be read: .*UTF-?8.*read as UTF-8\."):
+        load_rows(str(tmp_path / name))
+
+
+def test_a_name_with_brackets_is_a_name(tmp_path):
+    (tmp_path / "data[1].jsonl").write_text('{"prompt": "a"}\n')
+    assert load_rows(str(tmp_path / "data[1].jsonl"))["prompt"] == ["a"]
+
+
 @pytest.mark.parametrize("split", ["train[3]", "train[a:b]", "train[:3"])
 def test_a_slice_that_cannot_be_read(jsonl, split):
     with pytest.raises(ValueError, match="a slice is written like"):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pickle
 import re
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -227,3 +228,13 @@ def test_generation_kwargs_that_are_fields_set_them():
     args = GRPOConfig(generation_kwargs=given, temperature=0.5, report_to="none")
     assert (args.top_k, args.temperature, args.max_completion_length) == (5, 0.5, 12)
     assert args.generation_kwargs == {"stop": ["x"]} and len(given) == 4
+
+
+def test_others_are_waited_for_as_long_as_ddp_timeout(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError, match=r"2 processes did not join within ddp_timeout=1 s .* unset WORLD_SIZE"):
+        hardware.meet_on_cpu(1)

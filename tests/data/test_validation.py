@@ -17,6 +17,12 @@ def messages(content):
         ({"prompt": messages([{"type": "text", "text": "half \ud83d"}])}, "half of a surrogate pair"),
         ({"prompt": '[{"role": "user", "content": "hi"}]'}, "json.loads"),
         ({"prompt": "[{'role': 'user', 'content': 'hi'}]"}, "json.loads"),
+        ({"prompt": '\ufeff {"name": "x", "role": "user", "content": "hi"}'}, "json.loads"),
+        ({"prompt": '{"messages": [{"content": "hi", "role": "user"}]}'}, "json.loads"),
+        ({"prompt": '[{"from": "human", "value": "hi"}]'}, "json.loads"),
+        ({"prompt": "({'role': 'user', 'content': 'hi'},)"}, "json.loads"),
+        ({"prompt": messages([3])}, "must be a string or a non-empty list of messages"),
+        ({"prompt": messages([{"type": "text"}])}, "must be a string or a non-empty list of messages"),
         ({"prompt": messages([None])}, "must be a string or a non-empty list of messages"),
         ({"prompt": messages([{"type": "text", "text": None}])}, "must be a string or a non-empty list of messages"),
         ({"prompt": "a", 3: "b"}, "column 3"),
@@ -33,4 +39,6 @@ def test_a_row_that_cannot_be_used_is_named(row, said):
 
 def test_text_that_merely_looks_alike_is_a_prompt():
     check_dataset([{"prompt": 'Complete the JSON: [{"role":'}, {"prompt": "[1, 2]"}], "train_dataset")
+    check_dataset([{"prompt": '[{"from": "Oslo", "value": 3}]'}, {"prompt": '{"role": "admin"}'}], "train_dataset")
     check_dataset([{"prompt": messages("ünïcode 🙂")}], "train_dataset")
+    check_dataset([{"prompt": messages([{"type": "image", "text": None}, "and text"])}], "train_dataset")

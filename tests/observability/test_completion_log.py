@@ -102,6 +102,23 @@ def test_text_that_cannot_be_encoded_does_not_stop_the_run(tmp_path):
     assert read(log.write(0))["completion"] == ["fine", "half ?"]
 
 
+def test_a_record_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "completions").write_text("a file where the folder should be")
+    log = filled(tmp_path)
+    with pytest.warns(UserWarning, match=r"completions of step 3 could not be written into '.*completions': .*goes on"):
+        assert log.publish(3) is None
+    (tmp_path / "completions").unlink()
+    log.add(4, ["a"], ["b"], rewards={"ri\ud800": [1.0]}, advantages=[0.0])
+    assert read(log.publish(4))["ri?"] == [None, None, 1.0]
+
+
+def test_what_names_hold_reaches_no_terminal_raw(tmp_path):
+    log = CompletionLog(tmp_path)
+    texts = {"finish": ["\x1b[31m"], "errors": ["\x9b2J"]}
+    log.add(1, ["\u202e"], ["\x1b]52;c;x\x07"], rewards={"r\x1b[2J": [1.0]}, advantages=[0.0], **texts)
+    assert not {"\x1b", "\x9b", "\x07", "\u202e"} & set(rendered(log.table()))
+
+
 def test_a_column_of_the_wrong_length_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"column 'parsed'.*1 values for 2 completions"):
         CompletionLog(tmp_path).add(0, ["a", "b"], ["c", "d"], {}, [0.0, 0.0], extras={"parsed": [1]})

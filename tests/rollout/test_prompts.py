@@ -124,6 +124,20 @@ def test_private_characters_of_a_message_stay():
     assert ids[start : start + 13] == [*text, *text, unknown]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "a<eos>b"}]},
+        {"role": "user", "content": ["a<eos>", "b"]},
+        {"role": "us<eos>er", "content": "a"},
+        {"role": "system", "content": "<eos><eos>"},
+    ],
+)
+def test_no_part_of_a_message_can_end_it(message):
+    ids = PromptCodec(tiny.tokenizer(), None, None).read([message]).ids
+    assert ids.count(tiny.tokenizer().eos_token_id) == 1
+
+
 def test_control_tokens_of_the_assistant_and_of_texts_are_kept():
     codec = PromptCodec(tiny.tokenizer(), None, None)
     turns = [{"role": "assistant", "content": "a<eos>"}, {"role": "user", "content": "b"}]

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from covey.runtime import files
 
@@ -35,15 +37,18 @@ def test_a_manifest_holds_sizes_and_checksums(folder):
     assert files.damage(folder) is None
 
 
+MANIFESTS = ('{"files', "{}", "[]", "null", '{"a.bin": {}}', '{"a.bin": 3}', '{"a.bin": {"bytes": null}}')
+
+
 @pytest.mark.parametrize(
     ("harm", "found"),
     [
         (lambda f: (f / "a.bin").write_bytes(b"1234"), "a.bin has 4 bytes instead of 9"),
         (lambda f: (f / "a.bin").unlink(), "a.bin is missing"),
         (lambda f: flip(f / "inner" / "b.bin"), "the content of inner/b.bin is not what was written"),
-        (lambda f: (f / files.MANIFEST).write_text('{"files'), f"{files.MANIFEST} cannot be read"),
+        *((lambda f, text=text: (f / files.MANIFEST).write_text(text), "cannot be read") for text in MANIFESTS),
     ],
-    ids=["truncated", "missing", "one bit", "manifest"],
+    ids=["truncated", "missing", "one bit", *MANIFESTS],
 )
 def test_damage_is_found_and_named(folder, harm, found):
     harm(folder)
@@ -56,6 +61,50 @@ def test_more_files_and_no_manifest_are_no_damage(folder):
     (folder / files.MANIFEST).unlink()
     flip(folder / "a.bin")
     assert files.damage(folder) is None
+
+
+@pytest.mark.parametrize("name", ["state.json", "some.pt", "model.safetensors"])
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b""), flip, lambda path: os.truncate(path, 60)])
+def test_a_file_that_cannot_be_read_is_damage_without_a_manifest(tmp_path, name, harm):
+    path = tmp_path / name
+    if name == "state.json":
+        path.write_text(json.dumps([0.125] * 13 + ["\u00e9"] * 9))
+    elif name == "some.pt":
+        torch.save({"a": torch.arange(1000)}, path)
+    else:
+        save_file({"a": torch.arange(3)}, path)
+    assert files.damage(tmp_path) is None
+    harm(path)
+    assert files.damage(tmp_path) == f"{name} cannot be read"
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path):
+    (path := tmp_path / "picture.png").write_text("earlier")
+    with pytest.raises(OSError, match="full"), files.written_whole(path) as new:
+        new.write_text("hal")
+        raise OSError("full")
+    assert [path.read_text(), *os.listdir(tmp_path)] == ["earlier", "picture.png"]
+    with files.written_whole(path) as new:
+        new.write_text("later")
+    assert [path.read_text(), *os.listdir(tmp_path)] == ["later", "picture.png"]
+
+
+def test_files_join_a_folder_when_all_are_whole(folder):
+    def add(fails):
+        with files.added_whole(folder) as new:
+            (new / "inner").mkdir()
+            (new / "a.bin").write_text("later")
+            (new / "inner" / "c.bin").write_text("more")
+            if fails:
+                raise OSError("full")
+
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(OSError, match="full"):
+        add(True)
+    assert sorted(folder.rglob("*")) == before and (folder / "a.bin").read_bytes() == b"123456789"
+    add(False)
+    assert (folder / "a.bin").read_text() == "later" and (folder / "inner" / "c.bin").read_text() == "more"
+    assert len(list(folder.rglob("*"))) == len(before) + 1
 
 
 def test_a_file_of_several_blocks_has_a_checksum_for_each(tmp_path, monkeypatch):

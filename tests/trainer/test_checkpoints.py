@@ -1,5 +1,6 @@
 """Checkpoints that are damaged are found before they are loaded, and what interrupts a run costs nothing."""
 
+import errno
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from covey.runtime.files import MANIFEST
+from covey.runtime.files import MANIFEST, seal
 from tests.support import runs
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -100,6 +101,58 @@ def test_auto_does_not_begin_over_damaged_checkpoints(run):
 def test_a_checkpoint_of_before_manifests_resumes(run, saved):
     (run / "checkpoint-2" / MANIFEST).unlink()
     assert same(runs.weights(resume(run, True)), saved[1])
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_without_a_manifest_a_lost_file_is_named(run, name):
+    for lost in (MANIFEST, name):
+        (run / "checkpoint-2" / lost).unlink()
+    with pytest.raises(ValueError, match=rf"checkpoint-2' is damaged: {name} is missing"):
+        resume(run, True)
+
+
+@pytest.mark.parametrize("name", ["covey_state_0.pt", "optimizer.pt"])
+def test_objects_that_could_run_code_are_not_loaded(run, tmp_path, name):
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"state": Runs()}, run / "checkpoint-2" / name)
+    seal(run / "checkpoint-2")
+    with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
+        resume(run, True)
+    assert not (tmp_path / "made").exists()
+
+
+def test_other_things_under_names_of_checkpoints_do_no_harm(run, saved):
+    """A folder of an odd number, an empty one, a file, and files where folders are to be made."""
+    shutil.copytree(run / "checkpoint-1", run / "checkpoint-²")
+    (run / "checkpoint-9").mkdir()
+    for name in ("checkpoint-3", "checkpoint-8", ".saving"):
+        (run / name).write_text("")
+    shutil.rmtree(run / "completions")
+    (run / "completions").write_text("")
+    with pytest.warns(UserWarning, match="could not be written into"):
+        resumed = resume(run, True, **SAVING)
+    assert same(runs.weights(resumed), saved[1]) and (run / "checkpoint-3" / MANIFEST).exists()
+
+
+def test_a_full_disk_keeps_the_earlier_final_model(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    trainer.save_model()
+    names, before = sorted(os.listdir(tmp_path)), (tmp_path / "model.safetensors").read_bytes()
+    trainer.model.lm_head.weight.data[0, 0] += 1
+
+    def save(folder, **kwargs):
+        Path(folder, "model.safetensors").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trainer.model.save_pretrained = save
+    with pytest.raises(
+        OSError, match=r"the model could not be written into .*: the disk is full\. What is there is as"
+    ):
+        trainer.save_model()
+    assert (tmp_path / "model.safetensors").read_bytes() == before and sorted(os.listdir(tmp_path)) == names
 
 
 def test_files_of_a_killed_save_are_not_published(tmp_path):
@@ -195,6 +248,17 @@ def test_a_step_that_takes_too_long_ends_at_the_deadline(tmp_path):
         asked.train()
     assert time.monotonic() - began < 20
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_save_that_is_late_is_finished(tmp_path, saved):
+    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(15)}, max_steps=3, save_strategy="epoch")
+    asked.stop.seconds = 0.3
+    write = asked.checkpoints.before_saving
+    asked.checkpoints.before_saving = lambda: (write(), time.sleep(1.0))  # as long as a large model on a slow disk
+    with pytest.raises(SystemExit):
+        asked.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert same(runs.weights(resume(tmp_path, "auto")), saved[1])
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path):

@@ -39,6 +39,7 @@ RUN_KEYS = {
 """Keys of a run file in addition to config fields."""
 
 _LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("columns", "peft", "quantization")  # keys that take several values
+_TEXTS = ("method", "model", "dataset", "dataset_split", "system_prompt")
 
 _OTHER_NAMES = {
     "model_name_or_path": "model",
@@ -119,6 +120,9 @@ def load_run(
                 raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
     values = {_OTHER_NAMES.get(name, name): value for source in sources for name, value in source.items()}
     _read_script_flags(values)
+    for name in _TEXTS:
+        if not isinstance(values.get(name), str | None):
+            raise ValueError(f"{name}={values[name]!r} must be text, not a {type(values[name]).__name__}.")
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
@@ -159,6 +163,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
+    if others := [key for key in values if not isinstance(key, str)]:
+        raise ValueError(f"{path} has a key {others[0]!r}, but names of settings are text: put it in quotes.")
     return values
 
 
@@ -170,7 +176,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that refuses a key given twice; PyYAML would take the last one silently."""
+    """YAML loader that refuses a key given twice, of which PyYAML would take the last, and numbers of base 8 or 60."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -180,6 +186,17 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"`{name}` is in line {lines[name]} and in line {line}. Leave one out.")
             lines[name] = line
         return super().construct_mapping(node, deep)
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    value = loader.construct_yaml_int(node)
+    if re.match(r"[-+]?0\d|.*:", node.value):
+        line = node.start_mark.line + 1
+        raise yaml.YAMLError(f"{node.value} in line {line} would be {value} in YAML. Write a plain number, or quotes.")
+    return value
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -298,7 +315,10 @@ def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[s
 
 def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
-        value = yaml.safe_load(value)
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{name}={value!r} cannot be read: {error}") from error
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, dict):

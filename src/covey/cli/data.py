@@ -4,11 +4,14 @@ The trainer checks the rows. To read another kind of file, add its suffix to `BU
 """
 
 import difflib
+import glob
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from covey.runtime.safe_text import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Suffixes of data files, and their builders in `datasets`."""
@@ -112,9 +115,16 @@ def _load_local(path: Path) -> Any:
         if path.is_dir():
             return datasets.load_dataset(str(path))
         options = {"sep": "\t"} if path.suffix == ".tsv" else {}
-        return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), **options)
-    except (ValueError, datasets.exceptions.DatasetGenerationError, FileNotFoundError) as error:
-        raise ValueError(f"{str(path)!r} holds no rows that can be read: {error.__cause__ or error}") from error
+        name = glob.escape(str(path))  # it may hold a bracket
+        loaded = datasets.load_dataset(BUILDERS[path.suffix], data_files=name, **options)
+        for rows in loaded.values():
+            rows.data.validate(full=True)  # json's reader takes any bytes for text
+        return loaded
+    except (ValueError, TypeError, StopIteration, datasets.exceptions.DatasetsError, FileNotFoundError) as error:
+        reason = printable(str(error.__cause__ or error)).strip().split("\n")[0]
+        raise ValueError(
+            f"{str(path)!r} holds no rows that can be read: {reason or type(error).__name__}. Text is read as UTF-8."
+        ) from error
 
 
 def _load_hub(spec: str) -> Any:

@@ -161,8 +161,12 @@ def adapter(settings: dict[str, Any] | None) -> Any:
     except ImportError as error:
         raise ImportError("a run with `peft` needs the peft package: pip install 'covey[peft]'.") from error
     try:
+        kinds = typing.get_type_hints(LoraConfig)
+        for name, value in settings.items():
+            if kinds.get(name) in (int, float) and (not isinstance(value, int | float) or value != value):
+                raise TypeError(f"{name}={value!r} must be a number; write it without quotes")
         return LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"peft={settings!r}: {error}. See peft.LoraConfig for what it takes.") from error
 
 

@@ -219,7 +219,7 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
         new_value = alias.convert(value, keywords)
         given = result.get(alias.new, new_value)
         untouched = old in fields and given == fields[alias.new].default
-        if given != new_value and not untouched:
+        if given is not new_value and given != new_value and not untouched:
             raise ValueError(
                 f"`{old}={value!r}` and `{alias.new}={given!r}` contradict each other: `{old}` is an old name of "
                 f"`{alias.new}`. Keep `{alias.new}` only."

@@ -12,7 +12,14 @@ from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, regist
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
-from covey.config.hardware import announce_meeting, by_deepspeed, has_accelerator, launched, multiplies_bf16
+from covey.config.hardware import (
+    announce_meeting,
+    by_deepspeed,
+    has_accelerator,
+    launched,
+    meet_on_cpu,
+    multiplies_bf16,
+)
 from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls, set_fields_from_generation_kwargs
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import without_secrets
@@ -104,7 +111,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._normalise()
         self._settle_hardware()
         self._settle_best_metric()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except (OverflowError, ValueError):  # which may name no field
+            rules.check_fields(self)
+            raise
         self._settle_direction()
         rules.check_fields(self)
         rules.check_batch_settings(self)
@@ -221,6 +232,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             else:
                 self.use_cpu = True  # else each process would believe that it is the only one
         announce_meeting(self.use_cpu)
+        if self.use_cpu and isinstance(self.ddp_timeout, int) and self.ddp_timeout > 0:
+            meet_on_cpu(self.ddp_timeout, self.ddp_backend)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
             if self.bf16 and not has_accelerator():

@@ -48,11 +48,17 @@ BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gra
 LIMITS = {  # by the name of the field; transformers declares these
     **dict.fromkeys(BATCH_SIZES, Limits(ge=1)),
     **dict.fromkeys(("seed", "data_seed"), Limits(ge=0, le=2**32 - 1, advice="Seeds are 32-bit numbers.")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Limits(ge=0, le=1)),
+    "adam_epsilon": Limits(ge=0, finite=True, advice="1e-8 is usual."),
+    "num_train_epochs": Limits(finite=True, ge=-1, advice="max_steps ends a run earlier."),
+    "max_steps": Limits(ge=-1, advice="-1 trains for num_train_epochs."),
+    "warmup_steps": Limits(ge=0, finite=True, advice="Below 1 it is a share of all updates."),
+    **dict.fromkeys(("logging_steps", "eval_steps"), Limits(gt=0, finite=True)),
     "max_grad_norm": Limits(ge=0, advice="0 leaves gradients as they are; 1.0 is usual."),
     "weight_decay": Limits(ge=0, finite=True, advice="Below 0 weights would grow."),
-    "save_steps": Limits(gt=0, advice="save_strategy='no' saves nothing."),
+    "save_steps": Limits(gt=0, finite=True, advice="save_strategy='no' saves nothing."),
     "save_total_limit": Limits(ge=1, advice="Leave it unset to keep all checkpoints."),
-    "ddp_timeout": Limits(gt=0, advice="It is in seconds; 1800 is the default."),
+    "ddp_timeout": Limits(gt=0, le=10**9, advice="It is in seconds; 1800 is the default."),
 }
 HELP: dict[str, str] = {}  # by the name of the field
 

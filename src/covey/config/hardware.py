@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,21 @@ def announce_meeting(use_cpu: bool) -> None:
             f" run of one process: unset {' '.join(names)}",
             file=sys.stderr,
         )
+
+
+def meet_on_cpu(seconds: int, backend: str | None = None) -> None:
+    """Join the other processes of a run on CPUs; transformers passes a time limit for that on GPUs only."""
+    named = {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not named or os.environ["WORLD_SIZE"] == "1" or torch.distributed.is_initialized():
+        return
+    try:
+        store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except torch.distributed.DistError as error:
+        raise TimeoutError(
+            f"{os.environ['WORLD_SIZE']} processes did not join within ddp_timeout={seconds} s ({error}). Start all of"
+            " them, or for a run of one process: unset WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR."
+        ) from error
+    torch.distributed.init_process_group(backend or "gloo", store=store, rank=rank, world_size=size)
 
 
 def by_deepspeed() -> bool:

@@ -1,6 +1,5 @@
 """Fields and rules about the objective: rewards, loss, KL penalty, entropy."""
 
-import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ class RewardFields:
 
     reward_weights: list[float] | None = None
     """Weight of each reward function, in their order. Unset: all 1."""
-    reward_timeout: float = limited(300.0, gt=0, finite=True, advice="It is in seconds; 300 is the default.")
+    reward_timeout: float = limited(300.0, gt=0, le=1e9, advice="It is in seconds; 300 is the default.")
     """Seconds after which a reward function that has not answered counts as failed."""
     reward_isolation: str = limited("thread", choices=("thread", "process"))
     """Where reward functions run: `thread`, in the trainer's process; `process`, each in a process of its own, which is
@@ -294,10 +293,10 @@ def rewards_carry_weight(args: "OnlineConfig") -> None:
     if weights is None:
         return
     numbers = isinstance(weights, list | tuple) and all(isinstance(weight, Real) for weight in weights)
-    if not numbers or not all(math.isfinite(weight) for weight in weights) or not any(weights):
+    if not numbers or not all(abs(weight) < 1e18 for weight in weights) or not any(weights):
         raise ValueError(
-            f"reward_weights={weights!r}: give a list of one finite number per reward function, at least one of them "
-            "not 0, or leave it unset to weigh all alike."
+            f"reward_weights={weights!r}: give a list of one finite number of ordinary size per reward function, at"
+            " least one of them not 0, or leave it unset to weigh all alike."
         )
 
 

@@ -7,6 +7,7 @@ below the fields of its theme (`training`, `sampling`, `objective`, `engines`): 
 import dataclasses
 import inspect
 import numbers
+import re
 from collections.abc import Callable
 from types import NoneType
 from typing import TYPE_CHECKING, get_args, get_type_hints
@@ -30,6 +31,7 @@ MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArgum
 
 def check_fields(args: "OnlineConfig") -> None:
     hints = get_type_hints(type(args))
+    _check_within(args)
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name, None)
         limits = LIMITS.get(name)
@@ -39,6 +41,8 @@ def check_fields(args: "OnlineConfig") -> None:
 
 
 def _check_number(name: str, value: object, kinds: set[object]) -> None:
+    if kinds - {NoneType} == {bool} and isinstance(value, str):
+        raise ValueError(f"{name}={value!r} must be True or False, without quotes: as text it would count as True.")
     if not kinds - {NoneType} or not kinds <= {int, float, NoneType}:
         return
     if value is None and (NoneType in kinds or name in MAY_BE_NONE):
@@ -50,6 +54,13 @@ def _check_number(name: str, value: object, kinds: set[object]) -> None:
         raise ValueError(f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{quotes}")
     if value != value:
         raise ValueError(f"{name}=nan is not a number: give a number, or leave the field out for its default.")
+
+
+def _check_within(args: "OnlineConfig") -> None:
+    """Refuse NaN in the arguments of optimizers and schedulers, which few of them look at."""
+    for name in ("optim_args", "lr_scheduler_kwargs"):
+        if re.search(r"\bnan\b", str(getattr(args, name)), re.IGNORECASE):
+            raise ValueError(f"{name}={getattr(args, name)!r} holds NaN, which is not a number: give a number.")
 
 
 def check_batch_settings(args: "OnlineConfig") -> None:

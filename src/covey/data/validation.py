@@ -18,7 +18,11 @@ LONGEST = 64  # prompts that are encoded because they are the longest
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
 """Names of the prompt column in other datasets."""
 
-MESSAGES = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")  # beginning of messages in JSON or Python
+MESSAGES = re.compile(  # messages in JSON or Python, or an object that holds them
+    r"[\s\ufeff]*[\[({](?=.*[\"'](content|value)[\"']\s*:)"
+    r".*[\"'](role|from)[\"']\s*:\s*[\"'](user|system|assistant|tool|developer|human|gpt)[\"']",
+    re.DOTALL,
+)
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
@@ -174,5 +178,12 @@ def _is_message(message: Any) -> bool:
         return False
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    whole = all(isinstance(part, str) or isinstance(dict(part or {}).get("text", ""), str) for part in parts)
-    return (isinstance(content, str | list) and whole and None not in parts) or bool(message.get("tool_calls"))
+    return (isinstance(content, str | list) and all(map(_is_part, parts))) or bool(message.get("tool_calls"))
+
+
+def _is_part(part: Any) -> bool:
+    """True for text; a column of parts of several kinds holds None as the text of an image."""
+    if not isinstance(part, dict):
+        return isinstance(part, str)
+    text = part.get("text")
+    return isinstance(text, str) or (text is None and part.get("type", "text") != "text")

@@ -26,6 +26,7 @@ from covey.core.transcript import (
     shorten,
     to_json,
 )
+from covey.runtime.files import written_whole
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import format_error
 
@@ -121,7 +122,15 @@ class CompletionLog:
         if not (self.enabled and self._unpublished):
             return None
         self._unpublished = False
-        path = self.write(step)
+        path: Path | None = None
+        try:
+            path = self.write(step)
+        except (OSError, UnicodeError) as error:  # a full disk, say; the next checkpoint names it, too
+            warnings.warn(
+                f"the completions of step {step} could not be written into {str(self.folder)!r}:"
+                f" {format_error(error)}. The run goes on without them.",
+                stacklevel=3,
+            )
         if self.show:
             import rich
 
@@ -135,16 +144,10 @@ class CompletionLog:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.name}_{step:05d}.parquet"
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         columns = _columns_of([*self.rows])
-        table = pa.table({name: _arrow_column(name, values, self.reward_names) for name, values in columns})
-        try:
-            pq.write_table(table, unfinished)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        table = pa.table({_as_word(name): _arrow_column(name, values, self.reward_names) for name, values in columns})
+        with written_whole(path := self.folder / f"{self.name}_{step:05d}.parquet") as new:
+            pq.write_table(table, new)
         if self.total_limit:  # by time, since a resumed run may find files of later steps
             files = sorted(self.folder.glob(f"{self.name}_*.parquet"), key=lambda file: file.stat().st_mtime_ns)
             for old in files[: -self.total_limit]:
@@ -303,7 +306,7 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
     separate = len(reward_names) <= 3  # more share one column, for which a console is wide enough
     for name in reward_names if separate else ["rewards"]:
         wide = 9 if separate else 22
-        header = escape(name.removesuffix("_reward").replace("_", " "))  # wraps between its words
+        header = escape(printable(name).removesuffix("_reward").replace("_", " "))  # wraps between its words
         table.add_column(header, justify="right" if separate else "left", width=wide, overflow="fold")
     table.add_column("advantage", justify="right", width=9)
     for row in shown:
@@ -323,7 +326,8 @@ def _ending(row: Row) -> str:
     if row.get("finish") in (None, "stop"):
         return ""
     error = row.get("error")
-    return f" [{row['finish']}: {shorten(printable(error), ERROR_CHARACTERS)}]" if error else f" [{row['finish']}]"
+    shown = f"{row['finish']}: {shorten(str(error), ERROR_CHARACTERS)}" if error else row["finish"]
+    return f" [{printable(shown)}]"
 
 
 def _completion(row: Row, ending: Any) -> Any:

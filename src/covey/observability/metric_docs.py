@@ -9,6 +9,12 @@ import re
 
 from covey.runtime.files import shipped
 
+OF_THE_LOOP = (
+    "step",
+    "total_flos",
+    *(f"train_{x}" for x in ("loss", "runtime", "samples_per_second", "steps_per_second")),
+)
+
 
 @functools.cache
 def meanings() -> dict[str, str]:
@@ -19,7 +25,8 @@ def meanings() -> dict[str, str]:
 
 def is_taken(name: str) -> bool:
     """True for a name that the trainer or Hugging Face's loop logs itself, rather than rewards and environments."""
-    return (name == "step" or meaning(name) is not None) and not name.startswith("environment/")
+    of_the_loop = name in OF_THE_LOOP or name.startswith("eval_")
+    return (of_the_loop or meaning(name) is not None) and not name.startswith("environment/")
 
 
 def meaning(name: str) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from covey.observability.evaluations import all_sets, prefix
+from covey.runtime.files import written_whole
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
@@ -127,9 +128,8 @@ def new_figure(width: float, height: float, title: str = "", fontsize: int = 12)
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with written_whole(path := Path(path)) as new:
+        figure.savefig(new)
     return path
 
 

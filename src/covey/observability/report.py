@@ -15,6 +15,7 @@ from covey.observability.metric_docs import meaning
 from covey.observability.metrics import Timeline
 from covey.observability.plots import as_svg, draw_panel, drawn_panels, series
 from covey.observability.timeline import draw_timeline
+from covey.runtime.files import written_whole
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
 NOT_NUMBERS = ("step", "error", "turns", "calls")  # columns of a group that its table leaves out
@@ -65,14 +66,8 @@ def write_report(
         f"<title>{_text(title)}</title>\n<style>{STYLE.read_text()}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{_text(title)}</h1>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    try:
+    with written_whole(path := Path(path)) as new:
         new.write_bytes(page.encode("utf-8", "backslashreplace"))  # a command may hold half a character
-        new.replace(path)  # a full disk leaves the earlier page
-    finally:
-        new.unlink(missing_ok=True)
     return path
 
 

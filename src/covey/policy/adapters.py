@@ -36,7 +36,7 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
         peft_config = exclude_parts(model, peft_config, frozen)
     try:
         return get_peft_model(model, peft_config)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}") from error
 
 

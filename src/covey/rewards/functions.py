@@ -116,7 +116,7 @@ class Log:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def log_extra(self, column: str, values: list) -> None:
-        if isinstance(values, str | bytes | dict):
+        if isinstance(values, str | bytes | dict | set | frozenset):
             raise RewardError(
                 f"log_extra({column!r}, ...) was given a {type(values).__name__}: give one value a sample."
             )

@@ -237,20 +237,21 @@ class PromptCodec:
             content = message.get("content")
             if isinstance(content, list) and self._prints_parts:
                 content = content_text(content)
+            shown = {**message, "role": self.controls.hide(message["role"], hidden)}
             if message["role"] != "assistant":
                 content = self._hide(content, hidden)
-            plain.append(message if content is message.get("content") else {**message, "content": content})
+            if content is not message.get("content"):
+                shown["content"] = content
+            plain.append(shown)
         return plain
 
     def _hide(self, content: Any, hidden: dict[str, str]) -> Any:
         if isinstance(content, str):
             return self.controls.hide(content, hidden)
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-            texts = [part.get("text") for part in content]
-            return [
-                {**part, "text": self.controls.hide(text, hidden)} if isinstance(text, str) else part
-                for part, text in zip(content, texts, strict=True)
-            ]
+        if isinstance(content, list):
+            return [self._hide(part, hidden) for part in content]
+        if isinstance(content, dict) and isinstance(text := content.get("text"), str):
+            return {**content, "text": self.controls.hide(text, hidden)}
         return content
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:

@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import socket
+import tempfile
 import time
+import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,22 +34,43 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """The first difference between a folder and its manifest; None if there is none, or no manifest."""
-    if not (folder / MANIFEST).is_file():
-        return None
+    """The first difference between a folder and its manifest, or without one the first file that cannot be read."""
+    if not (folder / MANIFEST).exists():
+        return next((f"{path.name} cannot be read" for path in sorted(folder.rglob("*")) if not _legible(path)), None)
     try:
-        known: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_text()))
-    except (ValueError, TypeError):
+        known: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        sizes = {name: int(file["bytes"]) for name, file in known.items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        sizes = {}
+    if not sizes:
         return f"{MANIFEST} cannot be read"
     found = contents(folder)
-    for name, file in known.items():
+    for name, size in sizes.items():
         if name not in found:
             return f"{name} is missing"
-        if found[name]["bytes"] != file["bytes"]:
-            return f"{name} has {found[name]['bytes']:,} bytes instead of {file['bytes']:,}"
-        if found[name] != file:
+        if found[name]["bytes"] != size:
+            return f"{name} has {found[name]['bytes']:,} bytes instead of {size:,}"
+        if found[name] != known[name]:
             return f"the content of {name} is not what was written (its checksum differs)"
     return None
+
+
+def _legible(path: Path) -> bool:
+    """False for a file of JSON, torch or safetensors that is damaged; torch's are archives with checksums."""
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix in (".pt", ".pth"):
+            with zipfile.ZipFile(path) as archive:
+                return archive.testzip() is None
+        elif path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, "np"):
+                pass
+    except Exception:  # of three libraries
+        return path.is_dir()
+    return True
 
 
 def contents(folder: Path) -> dict[str, dict[str, Any]]:
@@ -107,6 +130,31 @@ def _error_of_writing(path: Path) -> int | None:
         with suppress(OSError):
             path.unlink()
     return None
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a place for a new file, which takes that of `path` once it is written; an error leaves the earlier one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+@contextmanager
+def added_whole(folder: Path) -> Iterator[Path]:
+    """Give a folder for new files, which all move into `folder` once the last is written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as new:
+        yield Path(new)
+        for path in [path for path in Path(new).rglob("*") if path.is_file()]:
+            place = folder / path.relative_to(new)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            flush(path)
+            path.replace(place)
 
 
 class FolderInUseError(ValueError):

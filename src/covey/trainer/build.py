@@ -69,16 +69,23 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
             f"`args` must be a {config_class.__name__}, got {type(args).__name__}: {trainer} has options that no other"
             f" config holds. Make one with {config_class.__name__}(output_dir=..., ...)."
         )
-    folder = os.path.abspath(args.output_dir or ".")
-    while not os.path.lexists(folder):  # it is made below one that is there
-        folder = os.path.dirname(folder)
-    if not args.output_dir or not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+    if not args.output_dir or not _can_be_made(os.path.abspath(args.output_dir)):
         raise ValueError(
             f"output_dir={args.output_dir!r} is not a folder that can be written to, so checkpoints and completions"
             " would be lost. Choose another."
         )
     check_trackers(args.report_to)
     return args
+
+
+def _can_be_made(folder: str) -> bool:
+    try:
+        while not os.path.lexists(folder):  # it is made below one that is there
+            too_long = len(os.fsencode(os.path.basename(folder))) > os.pathconf("/", "PC_NAME_MAX")
+            folder = "" if too_long or not folder.isprintable() else os.path.dirname(folder)
+    except (OSError, ValueError):  # a null byte
+        return False
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
 def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:

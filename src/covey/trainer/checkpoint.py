@@ -4,10 +4,12 @@ import functools
 import hashlib
 import inspect
 import os
+import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ import torch
 from covey.policy.adapters import has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
 from covey.rewards import RewardSuite
-from covey.runtime.files import MANIFEST, damage, flush, naming_disk_errors, seal
+from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
 from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"
@@ -65,6 +67,8 @@ class Checkpointer:
         name, staging = f"checkpoint-{self.context.step}", os.path.join(run_dir, STAGING)
         staged, final = os.path.join(staging, name), os.path.join(run_dir, name)
         if args.should_save:
+            if not os.path.isdir(staging):
+                Path(staging).unlink(missing_ok=True)
             shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it saved
         self.before_saving()  # collective: nobody writes before that
         self.staging, self.delayed_pushes = True, []
@@ -112,7 +116,7 @@ class Checkpointer:
         return good
 
     def _damage(self, folder: str) -> str | None:
-        mine = damage(Path(folder)) if self.context.args.should_save else None
+        mine = damage(Path(folder)) or _missing(Path(folder)) if self.context.args.should_save else None
         everyone = self.context.collectives.gather(mine, f"verify {folder}")
         return next((problem for problem in everyone if problem is not None), None)
 
@@ -172,6 +176,17 @@ class Checkpointer:
             processing_class.save_pretrained(folder)
             with args.without_keys():
                 torch.save(args, os.path.join(folder, "training_args.bin"))
+
+    @contextmanager
+    def writing(self, output_dir: str | None) -> Iterator[Path]:
+        """Give the folder to write a model into: checkpoints are moved as a whole, and other models file by file."""
+        folder = Path(output_dir or self.context.args.output_dir or ".")
+        if self.staging:
+            yield folder
+            return
+        advice = "What is there is as it was: make room."
+        with naming_disk_errors("the model", str(folder), advice), added_whole(folder) as new:
+            yield new
 
     def _place_best(self, final: str) -> None:
         """Every process knows the best checkpoint by its final place, wherever the others were staged."""
@@ -291,7 +306,7 @@ def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | No
 
 
 def numbered_checkpoints(run_dir: str) -> list[Path]:
-    found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdigit() and path.is_dir()]
+    found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
@@ -310,6 +325,18 @@ def resume_from(setting: str | bool | None) -> str | bool | None:
             " `auto` for the latest one that is whole, if there is any."
         )
     return text
+
+
+@contextmanager
+def refusing_objects() -> Iterator[None]:
+    """Say what it means that torch refuses to load a file of a checkpoint, which it alone does in this way."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "the checkpoint holds Python objects besides tensors and numbers, which could run any code, so they were"
+            " not loaded: another program has written them. Begin a new run from its weights, with it as `model`."
+        ) from error
 
 
 def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
@@ -333,6 +360,16 @@ def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
 
 def is_checkpoint(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("trainer_state.json", MANIFEST))
+
+
+def _missing(checkpoint: Path) -> str | None:
+    """Sentence on a file that a checkpoint with the method's state lacks, where no manifest tells; None if none."""
+    there = {path.name.partition(".")[0].rstrip("_0123456789") for path in checkpoint.iterdir()}
+    if (checkpoint / MANIFEST).exists() or "covey_state" not in there:
+        return None
+    if not there & {"optimizer", "global_step"}:  # DeepSpeed's is in the latter
+        return "optimizer.pt is missing"
+    return "scheduler.pt is missing" if "optimizer" in there and "scheduler" not in there else None
 
 
 def _check_kind(checkpoint: str, adapter: bool) -> None:

@@ -252,7 +252,7 @@ def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
 def listed(names: list[str]) -> str:
     """Names in a sentence: 'a, b, c and 2 more'."""
     more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return (", ".join(names[:MOST_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def check_model(model: Any) -> None:

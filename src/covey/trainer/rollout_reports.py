@@ -23,6 +23,7 @@ from covey.rewards.functions import RewardContext
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
+from covey.runtime.safe_text import printable
 from covey.trainer.build_rollouts import plays_functions
 
 FAILED_BATCHES = 3  # after this many generations in a row in which every rollout failed, the run stops
@@ -48,6 +49,8 @@ class RewardLog:
                 f"log_metric({name!r}, ...): the trainer logs a metric of this name itself. Choose another, such as"
                 f" 'my/{name}'."
             )
+        if not name or name != printable(name).strip():
+            raise RewardError(f"log_metric({name!r}, ...): a metric's name is text of printable characters.")
         merge_all(self.metrics, {name: Mean(float(value), 1.0)})
 
     def context(self, trainer_state: Any) -> RewardContext:

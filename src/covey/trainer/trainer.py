@@ -31,7 +31,7 @@ from covey.runtime.files import locked
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, refusing_objects, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
@@ -274,13 +274,13 @@ class OnlineTrainer(Trainer):
         self.updates.reset()
         self.rollouts.cancel()
         own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
-        with self.stop.listening(), self.collectives.ending_all(), own, without_bars():
+        with self.stop.listening(), self.collectives.ending_all(), own, without_bars(), refusing_objects():
             try:
                 if (optimizer := recommending_optimizer(self.optimizer)) is not None:
                     optimizer.train()  # of an earlier call
                 if resume_from_checkpoint is None and trial is None:
                     resume_from_checkpoint = resume_from(self.args.resume_from_checkpoint)
-                if resume_from_checkpoint:
+                if resume_from_checkpoint not in (None, False):
                     resume_from_checkpoint = self.checkpoints.find(resume_from_checkpoint, self.args.output_dir or ".")
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
                 self.finite.check_weights()
@@ -412,7 +412,7 @@ class OnlineTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = functools.partial(super()._save_checkpoint, model, trial)
-        final = self.checkpoints.save(self._get_output_dir(trial), write)
+        final = self.stop.uncut(self.checkpoints.save, self._get_output_dir(trial), write)
         if self.checkpoints.delayed_pushes:
             self._push_from_checkpoint(final)
 
@@ -440,8 +440,8 @@ class OnlineTrainer(Trainer):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with self.args.without_keys():  # it writes the config
-            super()._save(output_dir, state_dict)
+        with self.checkpoints.writing(output_dir) as new, self.args.without_keys():  # it writes the config
+            super()._save(str(new), state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)

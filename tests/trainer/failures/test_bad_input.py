@@ -142,7 +142,7 @@ def test_a_context_of_eight_tokens_is_enough(tmp_path):
     runs.trainer(tmp_path, parts=parts, max_steps=1).train()
 
 
-@pytest.mark.parametrize("folder", ["", "file/run", "file"])
+@pytest.mark.parametrize("folder", ["", "file/run", "file", "x" * 300, "a\0b", "a\x1b[2J"])
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, folder):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder that can be written to"):

@@ -12,6 +12,7 @@ from covey.algorithms import LOSS_TYPES, register_loss
 from covey.rewards.contract import RewardError
 from covey.trainer import checks
 from covey.trainer.checks import NotFiniteError, check_model, is_finite
+from covey.trainer.rollout_reports import RewardLog
 from tests.support import runs, tiny
 
 
@@ -211,3 +212,11 @@ def test_a_reward_cannot_log_a_metric_of_the_trainers_own(tmp_path, name):
 
     with pytest.raises(RewardError, match=rf"log_metric\('{name}', \.\.\.\): the trainer logs .* such as 'my/{name}'"):
         runs.trainer(tmp_path, parts={"reward_funcs": mine}).train()
+
+
+@pytest.mark.parametrize(
+    "name", ["eval_mine", "step", "total_flos", "train_runtime", "", "reward\n", "a\x1b[2J", " loss"]
+)
+def test_names_that_a_metric_cannot_have(name):
+    with pytest.raises(RewardError, match="log_metric"):
+        RewardLog().log_metric(name, 1.0)

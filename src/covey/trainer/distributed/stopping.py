@@ -22,7 +22,8 @@ class Stopped(KeyboardInterrupt):
 class StopAtStep(TrainerCallback):
     """On SIGTERM or Ctrl-C, saves a checkpoint at the end of the step and ends the run, on all processes.
 
-    A step that takes longer than `seconds`, or a second Ctrl-C, ends the run without: the last checkpoint stays.
+    A step that takes longer than `seconds`, or a second Ctrl-C, ends the run without: the last checkpoint stays. A
+    checkpoint that is being written then is finished.
     """
 
     def __init__(self, gather: Callable[[Any, str], list[Any]], enabled: bool):
@@ -30,11 +31,24 @@ class StopAtStep(TrainerCallback):
         self.signal: int | None = None  # by which the run was asked to end
         self._timer: threading.Timer | None = None
         self._deadline, self._owner = math.inf, 0
+        self._expired = self._saving = self._agreed = False
+
+    def uncut(self, save: Callable[..., str], *arguments: Any) -> str:
+        """Call `save`, whatever the deadline; a run that was to have ended by then ends after it."""
+        self._saving = True
+        try:
+            saved = save(*arguments)
+        finally:
+            self._saving = False
+        if time.monotonic() >= self._deadline and not self._agreed:
+            raise Stopped
+        return saved
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals in this context that nobody else has taken, and end with the status that they stand for."""
         self.signal, self._timer, self._deadline, self._owner = None, None, math.inf, os.getpid()
+        self._expired = self._saving = self._agreed = False
         main = self.enabled and threading.current_thread() is threading.main_thread()
         usual = (signal.SIG_DFL, signal.default_int_handler)
         taken = [number for number in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(number) in usual]
@@ -51,8 +65,10 @@ class StopAtStep(TrainerCallback):
             raise SystemExit(128 + signal.SIGTERM) if self.signal == signal.SIGTERM else KeyboardInterrupt
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        late = time.monotonic() >= self._deadline
-        if late or self.signal == number == signal.SIGINT or os.getpid() != self._owner:  # a forked worker
+        expired, self._expired = self._expired, False
+        if expired and self._saving:
+            return
+        if expired or self.signal == number == signal.SIGINT or os.getpid() != self._owner:  # a forked worker
             raise Stopped
         if self.signal is not None:
             return
@@ -64,14 +80,18 @@ class StopAtStep(TrainerCallback):
             f" {self.seconds:g} s. {again}resume_from_checkpoint='auto' goes on from there.\n".encode(),
         )
         self._deadline = time.monotonic() + self.seconds
-        self._timer = threading.Timer(self.seconds, os.kill, (self._owner, number))
+        self._timer = threading.Timer(self.seconds, self._expire)
         self._timer.daemon = True
         self._timer.start()
+
+    def _expire(self) -> None:
+        self._expired = True
+        os.kill(self._owner, self.signal or signal.SIGTERM)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.enabled:
             return
         asked = [number for number in self.gather(self.signal, "see whether the run is to end") if number is not None]
         if asked:
-            self.signal = asked[0]
+            self.signal, self._agreed = asked[0], True
             control.should_save = control.should_training_stop = True

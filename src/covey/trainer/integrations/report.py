@@ -25,7 +25,7 @@ from covey.observability.plots import drawn_panels, plot_curves
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
-from covey.runtime.safe_text import SECRET, without_secrets
+from covey.runtime.safe_text import is_secret, without_secrets
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE, versions
 
@@ -122,10 +122,10 @@ def command() -> str:
     words = shlex.split(os.environ.get("COVEY_COMMAND", "")) or ["python", *sys.argv]
     for place, (flag, word) in enumerate(zip(["", *words], words, strict=False)):
         name, equals, _ = word.partition("=")
-        if flag.startswith("--") and SECRET.fullmatch(flag[2:]):
+        if flag.startswith("--") and is_secret(flag[2:]):
             words[place] = "..."
         elif equals and name.startswith("--"):
-            words[place] = f"{name}=..." if SECRET.fullmatch(name[2:]) else f"{name}={_public(word[len(name) + 1 :])}"
+            words[place] = f"{name}=..." if is_secret(name[2:]) else f"{name}={_public(word[len(name) + 1 :])}"
         else:
             words[place] = _public(word)
     return shlex.join(words)
@@ -161,7 +161,7 @@ def changed(args: Any) -> dict[str, Any]:
     """Settings that differ from their defaults, without secrets and without those of a place."""
     defaults = {field.name: field.default for field in fields(args)}
     values = args.to_dict().items()
-    plain = {name: value for name, value in values if not (name in PRIVATE or SECRET.fullmatch(name))}
+    plain = {name: value for name, value in values if not (name in PRIVATE or is_secret(name))}
     return {name: value for name, value in plain.items() if value not in (defaults.get(name, value), None, [], {})}
 
 
