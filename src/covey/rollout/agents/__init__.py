@@ -2,3 +2,4 @@
 
 from covey.rollout.agents.program import AgentProgram as AgentProgram
 from covey.rollout.agents.program import with_agent as with_agent
+from covey.rollout.agents.remote import RemoteAgents as RemoteAgents

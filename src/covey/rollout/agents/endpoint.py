@@ -1,4 +1,4 @@
-"""Endpoint on 127.0.0.1 that programs ask for completions; each has a session, found by its key.
+"""Endpoint that programs ask for completions, on 127.0.0.1 by default; each has a session, found by its key.
 
 The key comes as the API's clients send it (`Authorization: Bearer`, `x-api-key`) or as the first part of the path.
 """
@@ -8,6 +8,7 @@ import json
 import secrets
 import threading
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -26,7 +27,9 @@ CLOSING = 10.0  # seconds that closing waits for servers to end
 class AgentEndpoint:
     """The server. Use it as an async context; the code that runs the programs opens and closes sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
+        """Listen at a port, 0 for any that is free; `routes` are paths in addition to those of the APIs."""
+        self._address, self._routes = (host, port), routes
         self.url = ""  # without the `/v1` of the APIs' paths
         self._sessions: dict[str, AgentSession] = {}
         self._busy: dict[str, set[asyncio.Task[Any]]] = {}
@@ -46,6 +49,7 @@ class AgentEndpoint:
 
     async def __aenter__(self) -> "AgentEndpoint":
         app = web.Application(client_max_size=MAX_BODY)
+        app.add_routes(self._routes)
         for path in APIS:
             for prefix in ("", "/{key}"):
                 app.router.add_post(prefix + path, self._post)
@@ -53,8 +57,8 @@ class AgentEndpoint:
             app.router.add_get(f"{prefix}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, *self._address).start()
+        self.url = f"http://{self._address[0]}:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
@@ -138,10 +142,10 @@ def _refused(request: web.Request) -> Api:
 class Service:
     """Servers on one event loop, the endpoint among them, until that loop or the service ends."""
 
-    def __init__(self, *more: Any):
+    def __init__(self, *more: Any, endpoint: AgentEndpoint | None = None):
         """Start on the running loop; `more` are async contexts that are entered after the endpoint."""
         self.loop = asyncio.get_running_loop()
-        self.endpoint = AgentEndpoint()
+        self.endpoint = endpoint or AgentEndpoint()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self._contexts = (self.endpoint, *more)
         self._stop = asyncio.Event()

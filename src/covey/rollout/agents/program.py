@@ -171,4 +171,4 @@ def with_agent(agent: Any, environment_factory: Any, tools: Any = None, rollout_
             f"`agent` plays the whole rollout, so {', '.join(f'`{name}`' for name in given)} would not be used: give"
             " one of them. The program has its own tools and surroundings."
         )
-    return agent if isinstance(agent, AgentProgram) else AgentProgram(agent)
+    return agent if hasattr(agent, "play") else AgentProgram(agent)

@@ -1,0 +1,103 @@
+"""Agents that run elsewhere: sessions over HTTP, from the rollout that waits to its reward."""
+
+import asyncio
+import socket
+import threading
+
+import aiohttp
+import pytest
+
+from covey.rollout.agents import RemoteAgents, remote
+from covey.rollout.environments.agent import REWARD, PlayedEnvironment
+from covey.rollout.user_functions import RolloutValidator
+from tests.support.playing import TOKENIZER, play, says
+
+KEY = "a key of the test"
+
+
+def played(agent, rows, seconds=20.0):
+    """Rollouts that `agent(post)` plays from a thread of its own, `post(path, key, **body)` in its hands."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = []
+
+    async def work():
+        async with aiohttp.ClientSession() as client:
+
+            async def post(path, key=KEY, **body):
+                for _ in range(200):
+                    try:
+                        headers = {"Authorization": f"Bearer {key}"}
+                        async with client.post(
+                            f"http://127.0.0.1:{port}{path}", json=body, headers=headers
+                        ) as response:
+                            return response.status, await response.json()
+                    except aiohttp.ClientConnectorError:
+                        await asyncio.sleep(0.05)
+                raise AssertionError("the endpoint does not listen")
+
+            found.append(await agent(post))
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    player = PlayedEnvironment(RemoteAgents(port, key=KEY), seconds, RolloutValidator(len(TOKENIZER), None))
+    thread.start()
+    rollouts = play(player, says("1", "2"), rows=rows, seconds=seconds)
+    thread.join(10)
+    player.close()
+    return rollouts, found[0] if found else None
+
+
+async def asked(post, session):
+    body = {"messages": [{"role": "user", "content": session["row"]["question"]}]}
+    return await post("/v1/chat/completions", session["api_key"], **body)
+
+
+def test_agents_take_rollouts_and_reward_them():
+    async def agent(post):
+        async def one():
+            _, session = await post("/sessions")
+            assert (await asked(post, session))[0] == 200
+            reward = float(session["row"]["question"])
+            status, _ = await post(f"/sessions/{session['id']}/reward", session["api_key"], reward=reward)
+            return status, (await post(f"/sessions/{session['id']}/reward", reward=1.0))[0]
+
+        return await asyncio.gather(*(one() for _ in range(3)))
+
+    rollouts, statuses = played(agent, [{"prompt": None, "question": str(number)} for number in range(3)])
+    assert [one.extras[REWARD] for one in rollouts] == [0.0, 1.0, 2.0] and statuses == [(200, 404)] * 3
+    assert [one.prompt[0]["content"] for one in rollouts] == ["0", "1", "2"]
+
+
+def test_keys_and_bodies_are_checked(monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+
+    async def agent(post):
+        _, session = await post("/sessions")
+        where = f"/sessions/{session['id']}/reward"
+        refused = [
+            await post("/sessions", "wrong"),
+            await post(where, "wrong", reward=1),
+            await post(where, reward="x"),
+        ]
+        refused += [await post("/sessions"), await post("/sessions/other/reward", reward=1)]
+        await asked(post, session)
+        await post(where, error="the task is broken")
+        return [status for status, _ in refused]
+
+    (rollout,), statuses = played(agent, [{"prompt": None, "question": "1"}])
+    assert statuses == [401, 401, 400, 503, 404]
+    assert "the agent reported: the task is broken" in rollout.error
+
+
+def test_a_rollout_that_nobody_takes_is_late():
+    async def agent(post):
+        return None
+
+    (rollout,), _ = played(agent, [{"prompt": None, "question": "1"}], seconds=0.5)
+    assert "took longer" in rollout.error
+
+
+def test_remote_agents_need_a_key():
+    with pytest.raises(ValueError, match="at least 16 characters"):
+        RemoteAgents(1, key="short")
