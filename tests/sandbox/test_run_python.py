@@ -1,5 +1,6 @@
 """Sandboxed code: what it prints comes back, and what it does by accident stops at a limit."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -258,6 +259,20 @@ WITHOUT = LocalSandbox(namespaces=False).run("", timeout=10, memory=512 * MIB, s
 def test_keys_of_other_processes_cannot_be_read():
     result = run_python(f"print(len(open('/proc/{os.getpid()}/environ').read()))")
     assert (result.stdout, "PermissionError" in result.stderr) == ("", True)
+
+
+LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
+
+
+@pytest.mark.skipif(LANDLOCK < 6, reason="this kernel lets signals pass without namespaces")
+@either
+def test_other_processes_cannot_be_signalled():
+    """Else `os.kill(-1, 9)` would end every process of the user."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        result = run_python(f"import os\nos.kill({other.pid}, 15)")
+        assert result.exit_code == 1 and ("PermissionError" in result.stderr or "ProcessLookup" in result.stderr)
+        assert other.poll() is None
+        other.kill()
 
 
 @pytest.mark.skipif("files" not in WITHOUT, reason="this kernel has no Landlock")

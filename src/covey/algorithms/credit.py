@@ -130,6 +130,11 @@ def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tenso
     A completion without an outcome has advantage 0, but there the outcome is the penalty alone, which must act.
     """
     outcomes = scores.outcomes()
+    if kl is not None and not kl.isfinite().all():  # a reward of NaN would count as none
+        raise FloatingPointError(
+            "the KL divergence from the reference model is NaN or infinite, so no reward can be penalised with it: the"
+            " weights of the policy or of the reference are, or one of them overflows."
+        )
     if kl is not None and process:
         without_outcome = outcomes.isnan().all(1).view(-1, group_size).all(1).repeat_interleave(group_size)
         outcomes[without_outcome & ~scores.rewards.isnan().all(1), process[0]] = 0.0

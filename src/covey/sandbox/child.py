@@ -23,6 +23,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # the numbers of every Linux port
 SYS_LANDLOCK, PR_SET_NO_NEW_PRIVS, PR_SET_SECUREBITS = 444, 38, 28
 WRITE_FILE, WRITING, MOVING, TRUNCATING = 0x2, 0x1FF2, 0x2000, 0x4000
+SIGNALS_AND_SOCKETS = 0x3
 AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 POLL_SECONDS = 0.02
 
@@ -100,13 +101,17 @@ def set_read_only(path: bytes, flags: int, on: bool) -> int:
 
 
 def restrict(folder: str) -> bool:
-    """Refuse writing outside of `folder` and looking into other processes (`/proc/PID/environ`), by Landlock."""
+    """Refuse writing outside of `folder`, and looking into, signalling and connecting to other processes, by Landlock.
+
+    Signals, with which `kill(-1, 9)` would end every process of the user, since Linux 6.12; sockets are abstract ones.
+    """
     version = libc.syscall(SYS_LANDLOCK, None, 0, 1)
-    rights = ctypes.c_uint64(WRITING | (MOVING if version > 1 else 0) | (TRUNCATING if version > 2 else 0))
-    rules = libc.syscall(SYS_LANDLOCK, ctypes.byref(rights), 8, 0) if version > 0 else -1
+    rights = WRITING | (MOVING if version > 1 else 0) | (TRUNCATING if version > 2 else 0)
+    handled = struct.pack("=QQQ", rights, 0, SIGNALS_AND_SOCKETS)[: 24 if version > 5 else 8]
+    rules = libc.syscall(SYS_LANDLOCK, handled, len(handled), 0) if version > 0 else -1
     if rules < 0:
         return False
-    for path, allowed in ((folder, rights.value), ("/dev", WRITE_FILE)):
+    for path, allowed in ((folder, rights), ("/dev", WRITE_FILE)):
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         libc.syscall(SYS_LANDLOCK + 1, rules, 1, struct.pack("=Qi", allowed, place), 0)
         os.close(place)

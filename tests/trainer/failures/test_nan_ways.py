@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from covey.algorithms import LOSS_TYPES, register_loss
+from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, register_loss
 from covey.core.engine import EngineTraits
 from covey.trainer.checks import NotFiniteError
 from tests.support import runs, tiny
@@ -153,6 +153,46 @@ def engine(value, **settings):
     return way
 
 
+def buffer(folder):
+    return trainer(folder, lambda made: made.model.model.rotary_emb.inv_freq.fill_(math.nan))
+
+
+def last_pass(folder):
+    """The gradient of the last micro-batch of the second step alone."""
+    made, passes = trainer(folder), []
+
+    def spoil(parameter):
+        passes.append(made.state.global_step)
+        if passes == [0, 0, 1, 1]:
+            parameter.grad.view(-1)[5] = math.nan
+
+    made.model.model.norm.weight.register_post_accumulate_grad_hook(spoil)
+    return made
+
+
+def second_moments(folder):
+    """Finite and below 0, so that their root is not."""
+    return trainer(folder, lambda made: next(iter(made.optimizer.state.values()))["exp_avg_sq"].fill_(-1.0))
+
+
+def advantages(folder):
+    def spoilt(x):
+        found = x.totals - x.totals.mean(1, keepdim=True)
+        return found / (made.state.global_step != 1)
+
+    ADVANTAGES.pop("spoilt", None)
+    register_advantages("spoilt", spoilt)
+    made = trainer(folder, advantages="spoilt")
+    return made
+
+
+def penalty(folder):
+    """The KL divergence that RLOO takes from the reward."""
+    made = runs.trainer(folder, method="rloo", max_steps=3, beta=0.1, **SAVES)
+    made.add_callback(From(lambda: made.reference._copy.lm_head.weight.data.fill_(math.nan)))
+    return made
+
+
 def reference(folder):
     def spoil(made):
         made.reference._copy.lm_head.weight.data[3, 2] = math.nan
@@ -209,6 +249,16 @@ WAYS = {
     "engine nan": Way(engine(math.nan), "harmless", "reported no log-probs"),
     "engine -inf": Way(engine(-math.inf), "ended", "log-probs are not usable|reported no log-probs"),
     "engine inf": Way(engine(math.inf), "ended", "log-probs are not usable|reported no log-probs"),
+    "engine above 0": Way(engine(80.0), "ended", "infinite or above 0"),
+    "rope": Way(buffer, "ended", "logits are NaN or infinite"),
+    "gradient nan in the last pass": Way(last_pass, "skipped", "gradient is nan"),
+    "second moments": Way(second_moments, "ended", "weights are NaN or infinite, so they are not saved"),
+    "advantages": Way(advantages, "ended", "advantages='spoilt' returned an infinite advantage"),
+    "penalty": Way(penalty, "ended", "the KL divergence from the reference model is NaN"),
+    "scheduler": Way(setting(lr_scheduler_kwargs={"power": math.nan}), "refused", "lr_scheduler_kwargs="),
+    "optim_args": Way(setting(optim="sgd", optim_args="momentum=nan"), "refused", "optim_args='momentum=nan'"),
+    "adam_epsilon": Way(setting(adam_epsilon=math.inf), "refused", "adam_epsilon=inf"),
+    "weight beyond float32": Way(setting(reward_weights=[1e39]), "refused", "ordinary size"),
     "reference": Way(reference, "skipped", "loss nan"),
     "bf16 overflow": Way(bf16_overflow, "ended", "logits are NaN or infinite"),
 }

@@ -299,10 +299,10 @@ class EngineCheck:
         if not self.corrected or not batch.sampled.any():
             return
         reported = batch.engine_logprobs
-        if reported is not None and (infinite := int((batch.sampled & reported.isinf()).sum())):
+        if reported is not None and (wrong := int((batch.sampled & (reported.isinf() | (reported > 1))).sum())):
             raise ValueError(
-                f"the engine's log-probs are not usable: {infinite} of {int(batch.sampled.sum())} are infinite. Look at"
-                " the engine's own log: its weights may be damaged, or it overflows in float16."
+                f"the engine's log-probs are not usable: {wrong} of {int(batch.sampled.sum())} are infinite or above"
+                " 0. Look at the engine's own log: its weights may be damaged, or it overflows in float16."
             )
         missing = batch.sampled if reported is None else batch.sampled & reported.isnan()
         if missing.any() and not self._warned:
