@@ -223,6 +223,26 @@ def test_a_run_that_would_not_start_has_status_two(run_file, data, capsys, flags
     assert message in words(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--reward_funcs", "own.py:fail"], "reward function 'fail' failed on all 2 samples"),
+        (["--reward_funcs", "own.py:strip"], "'strip' asks for 'topic', which is neither given by the trainer nor a"),
+        (["--eval_dataset", "{dataset: rows.jsonl, pass_at: 1, success_reward: best}"], "choose one of: exact_match"),
+        (["--metric_for_best_model", "eval_x", "--eval_dataset", "{a: rows.jsonl}"], "the evaluation sets have names"),
+    ],
+)
+def test_a_model_of_the_hub_hides_no_other_mistake(run_file, data, capsys, flags, message):
+    """All that needs no tokenizer is checked before a model is downloaded."""
+    assert main([run_file, "--model", "none/here", *data, *flags]) == 2
+    assert message in words(capsys.readouterr().out)
+
+
+def test_rewards_are_tried_without_a_tokenizer(run_file, data, capsys):
+    assert main([run_file, "--model", "none/here", *data]) == 0
+    assert "exact_match_reward 0.000 1.000 The solution is" in words(capsys.readouterr().out)
+
+
 def test_a_model_folder_without_tokenizer_does_not_start(run_file, data, capsys, tmp_path):
     (tmp_path / "model" / "tokenizer.json").unlink()
     assert main([run_file, *data]) == 2

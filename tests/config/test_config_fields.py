@@ -238,3 +238,11 @@ def test_others_are_waited_for_as_long_as_ddp_timeout(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(TimeoutError, match=r"2 processes did not join within ddp_timeout=1 s .* unset WORLD_SIZE"):
         hardware.meet_on_cpu(1)
+
+
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": ""}, {"WORLD_SIZE": "1", "RANK": "two"}])
+def test_variables_of_a_launch_are_numbers(monkeypatch, given):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name}='{value}' in the environment is not a whole number.*unset WORLD"):
+        hardware.announce_meeting(use_cpu=True)

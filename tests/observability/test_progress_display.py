@@ -52,7 +52,8 @@ class Run:
 
 def test_without_a_terminal_a_log_is_one_plain_line():
     run = Run()
-    run.step(2.0, **{"reward": 0.25, "completions/mean_length": 12.0, "num_tokens": 300, "entropy": 1.5, "epoch": 0.1})
+    logs = {"completions/mean_length": 12.0, "num_tokens": 300, "entropy": 1.5, "epoch": 0.1, "phase/train": 2.0}
+    run.step(2.0, reward=0.25, **logs)
     assert run.lines == ["step  1/10  reward 0.250  length 12.0  entropy 1.500  tok/s 150  ETA 18s"]
 
 
@@ -66,14 +67,14 @@ def test_a_long_line_is_not_wrapped():
 
 def test_tokens_per_second_are_those_since_the_last_log():
     run = Run()
-    run.step(1.0, num_tokens=100)
-    run.step(2.0, num_tokens=500)
+    run.step(1.0, **{"num_tokens": 100, "phase/train": 1.0})
+    run.step(2.0, **{"num_tokens": 500, "phase/generate": 1.5, "phase/train": 0.5})
     assert "tok/s 200" in run.lines[1]
 
 
 def test_a_resumed_run_does_not_count_tokens_from_before():
     run = Run(step=5)
-    run.step(1.0, num_tokens=10**6)
+    run.step(1.0, **{"num_tokens": 10**6, "phase/train": 1.0})
     assert "tok/s" not in run.lines[0]
     assert "ETA 4s" in run.lines[0]
 
@@ -165,17 +166,17 @@ def test_updates_of_one_rollout_batch_add_up():
     run = Run()
     run.step(1.0, **{"reward": 0.5, "num_tokens": 100, "grad_norm": 1.0, "phase/generate": 3.0, "phase/train": 1.0})
     run.step(1.0, **{"num_tokens": 100, "grad_norm": 2.0, "phase/train": 1.0})
-    assert run.lines[1] == "step  2/10  reward 0.500  grad 2  tok/s 100  ETA 8s"
+    assert run.lines[1] == "step  2/10  reward 0.500  grad 2  tok/s 25  ETA 8s"
     assert run.display.board.logs["phase/generate"] == 3.0 and run.display.board.logs["phase/train"] == 2.0
     run.step(1.0, **{"reward": 0.7, "num_tokens": 300, "phase/generate": 3.0})
-    assert run.lines[2].endswith("reward 0.700  tok/s 100  ETA 7s")  # 200 tokens in the 2 seconds since the last batch
+    assert run.lines[2].endswith("reward 0.700  tok/s 50  ETA 7s")  # 200 tokens in 1 + 3 seconds since the first log
     assert "phase/train" not in run.display.board.logs
 
 
-def test_seconds_of_an_evaluation_are_not_sampling():
+def test_tokens_per_second_leave_out_evaluations_and_saves():
     run = Run()
-    run.step(1.0, num_tokens=100)
-    run.step(5.0, **{"num_tokens": 300, "phase/evaluate": 3.0})
+    run.step(1.0, **{"num_tokens": 100, "phase/train": 1.0})
+    run.step(9.0, **{"num_tokens": 300, "phase/evaluate": 3.0, "phase/train": 2.0})  # and 4 to save
     assert "tok/s 100" in run.lines[1]
 
 

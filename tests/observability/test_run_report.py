@@ -7,7 +7,7 @@ import pytest
 
 from covey.observability.metric_docs import meaning, meanings
 from covey.observability.metrics import Timeline
-from covey.observability.plots import _panels, plot_curves, series, smooth
+from covey.observability.plots import _panels, drawn_panels, plot_curves, series, smooth
 from covey.observability.report import Sample, write_report
 
 HISTORY = [
@@ -148,11 +148,22 @@ def test_meanings_know_families_and_evaluations():
 
 
 def test_named_evaluation_sets_have_a_curve_and_a_meaning_each(tmp_path):
-    history = [*HISTORY, {"step": 40, "eval_easy_reward": 0.5, "eval_easy_loss": 0.0}]
+    history = [*HISTORY, {"step": 40, "eval_easy_reward": 0.5, "eval_easy_loss": 0.1, "kl": 0.0}]
     panel = _panels(history)[0]
     assert panel.curves == {"reward": "training", "eval_easy_reward": "evaluation easy"}
     text = write_report(tmp_path / "x.html", title="T", config={}, log_history=history).read_text()
     assert meanings()["loss"][:20] in re.search(r"<tr><th>eval_easy_loss</th>.*?</tr>", text).group()
+    places = [text.index(f"<th>{name}</th>") for name in ("reward", "rewards/a/mean", "loss", "eval_easy_reward")]
+    assert places == sorted(places)  # in the order of docs/metrics.md, evaluations behind training
+    assert "0 in all logs: kl." in text and "<th>kl</th>" not in text
+
+
+def test_panels_of_zeros_and_rounding_are_left_out():
+    """With one update per rollout batch nothing clips, and the loss is 0 but for rounding."""
+    history = [
+        {"step": step, "reward": 0.0, "loss": 1e-8, "clip_ratio/low_mean": 0.0, "grad_norm": 1.0} for step in (1, 2)
+    ]
+    assert [panel.title.split()[0] for panel in drawn_panels(history)] == ["Reward", "Gradient"]
 
 
 def test_the_report_begins_with_advice_and_merges_spellings(tmp_path):

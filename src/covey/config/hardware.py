@@ -22,6 +22,12 @@ def launched() -> bool:
 def announce_meeting(use_cpu: bool) -> None:
     """Say on stderr that this process waits for others, unless torchrun starts them: the variables may be left over."""
     names = [name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR") if name in os.environ]
+    for name in names[:-1] if "MASTER_ADDR" in names else names:
+        if not os.environ[name].removeprefix("-").isdigit():
+            raise ValueError(
+                f"{name}={os.environ[name]!r} in the environment is not a whole number, as launchers set it. For a run"
+                f" of one process: unset {' '.join(names)}"
+            )
     alone = os.environ.get("WORLD_SIZE", "1") == "1" or not (launched() or use_cpu or not has_accelerator())
     if not (alone or "TORCHELASTIC_RUN_ID" in os.environ or torch.distributed.is_initialized()):
         given = ", ".join(f"{name}={os.environ[name]}" for name in names)

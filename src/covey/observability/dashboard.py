@@ -102,14 +102,14 @@ class Board:
 
 def readable(logs: dict[str, float]) -> Figures:
     return [
-        (label, _without_minus_zero(form.format(logs[name])))
+        (label, _without_empty_sign(form.format(logs[name])))
         for name, (label, form) in FIGURES.items()
         if isinstance(logs.get(name), int | float) and (math.isfinite(logs[name]) or name in ALWAYS_SHOWN)
     ]
 
 
-def _without_minus_zero(text: str) -> str:
-    return text.lstrip("+-") if not text.strip("+-0.") else text
+def _without_empty_sign(text: str) -> str:
+    return text.lstrip("+-") if not text.strip("+-0.na") else text
 
 
 def _drawn(figures: Figures, title: str = "") -> Columns:
@@ -165,13 +165,13 @@ class ProgressDisplay(TrainerCallback):
         self.board = Board()
         self._clock = clock
         self._began: tuple[int, float] | None = None
-        self._tokens: tuple[float, float] | None = None  # so far, and the time without evaluations
-        self._evaluated = 0.0  # seconds
+        self._tokens: tuple[float, float] | None = None  # so far, and the seconds of training
+        self._trained = 0.0  # seconds in phases of training: without evaluations, checkpoints and reports
         self._stop: Callable[[], Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = (state.global_step, self._clock())
-        self._tokens = (0.0, self._clock() - self._evaluated) if state.global_step == 0 else None
+        self._tokens = (0.0, self._trained) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
         if state.is_world_process_zero:
             name = getattr(getattr(kwargs.get("model"), "config", None), "_name_or_path", "") or "the model"
@@ -230,15 +230,15 @@ class ProgressDisplay(TrainerCallback):
             board.logs = {}
         phases = {name: board.logs.get(name, 0) + taken[name] for name in taken if name.startswith("phase/")}
         board.logs = {**board.logs, **taken, **phases}
-        self._evaluated += taken.get(f"phase/{EVALUATE}", 0)
+        idle = f"phase/{EVALUATE}"
+        self._trained += sum(taken[name] for name in taken if name.startswith("phase/") and name != idle)
         if begins and math.isfinite(reward := self.board.logs.get("reward", math.nan)):
             self.board.rewards.append(reward)
         tokens = taken.get("num_tokens", 0)
         if tokens and (self._tokens is None or tokens != self._tokens[0]):
-            now = self._clock() - self._evaluated
-            if self._tokens is not None and now > self._tokens[1]:
-                self.board.tokens_per_second = (tokens - self._tokens[0]) / (now - self._tokens[1])
-            self._tokens = (tokens, now)
+            if self._tokens is not None and self._trained > self._tokens[1]:
+                self.board.tokens_per_second = (tokens - self._tokens[0]) / (self._trained - self._tokens[1])
+            self._tokens = (tokens, self._trained)
 
     def _place(self) -> str:
         total = self.board.max_steps

@@ -34,6 +34,11 @@ def meaning(name: str) -> str | None:
     return meanings().get(name) or next((text for key, text in _patterns() if key.fullmatch(name)), None)
 
 
+def place(name: str) -> int:
+    """Row of the page that describes a metric; the number of rows for one that none describes."""
+    return next((row for row, (key, _) in enumerate(_patterns()) if key.fullmatch(name)), len(_patterns()))
+
+
 @functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     return [

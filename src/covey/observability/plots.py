@@ -75,6 +75,7 @@ PANELS = (
     Panel("Gradient norm", {"grad_norm": "norm"}),
 )
 PHASES_PANEL = Panel("Seconds per step by phase", {})
+ROUNDING = 1e-6  # a panel with nothing larger is left out
 
 
 def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
@@ -91,8 +92,12 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
 
 
 def drawn_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
-    """Panels of which the logs hold something, the reward first."""
-    panels = [panel for panel in _panels(log_history) if any(series(log_history, name)[1] for name in panel.curves)]
+    """The reward and panels of which the logs hold more than zeros and rounding errors."""
+    reward, *others = _panels(log_history)
+    panels = [reward] * any(series(log_history, name)[1] for name in reward.curves)
+    for panel in others:
+        largest = max((abs(one) for name in panel.curves for one in series(log_history, name)[1]), default=0.0)
+        panels += [panel] * (largest > ROUNDING)
     timed = any(key.startswith("phase/") for entry in log_history for key in entry)
     return panels + [PHASES_PANEL] * timed
 
@@ -193,10 +198,13 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
         axis.plot(steps, values, color=colour, linewidth=1.8, label=label, **({} if noisy else few))
     axis.set_xlim(0, max(last, 1.0) * 1.02)
     if panel.percent:
-        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%" if value <= 1 else "")
         axis.set_ylim(bottom=0)
     if drawn > 1:
-        axis.legend(fontsize=7.5, frameon=False, labelcolor=INK)
+        low, high = axis.get_ylim()
+        columns = 1 if drawn < 4 else 2
+        axis.set_ylim(low, high + (high - low) * 0.11 * math.ceil(drawn / columns))  # room above the curves
+        axis.legend(fontsize=7.5, frameon=False, labelcolor=INK, loc="upper left", ncols=columns)
 
 
 def _draw_band(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.core.transcript import as_text, entries, excerpt, is_conversation, shorten
 from covey.observability.evaluations import all_sets, prefix
-from covey.observability.metric_docs import meaning
+from covey.observability.metric_docs import meaning, place
 from covey.observability.metrics import Timeline
 from covey.observability.plots import as_svg, draw_panel, drawn_panels, series
 from covey.observability.timeline import draw_timeline
@@ -147,13 +147,15 @@ def _completion(completion: Any) -> str:
 def _metrics(log_history: list[dict[str, Any]]) -> str:
     names = {key for entry in log_history for key in entry} - {"step"}
     sets = all_sets(log_history)
-    rows = []
+    rows, zeros = [], []
     explained: set[str] = set()
-    for name in sorted(names):
+    for name in sorted(names, key=lambda name: (*_theme(name, sets), name)):
         if "reward/" in name and name.replace("reward/", "rewards/", 1) in names:
             continue  # the same value under its other spelling
         values = series(log_history, name)[1]
-        if values:
+        if values and not any(values):
+            zeros.append(_text(name))
+        elif values:
             shown = (values[0], values[-1], min(values), max(values))
             numbers = "".join(f"<td>{_value(value)}</td>" for value in shown)
             text = _meaning(name, sets)
@@ -163,10 +165,17 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     head = "<tr><th>metric</th><th>first</th><th>last</th><th>lowest</th><th>highest</th><th>meaning</th></tr>"
+    rest = f'<p class="faint">0 in all logs: {", ".join(zeros)}.</p>' if zeros else ""
     return (
-        f'<section><h2>Metrics</h2><div class="scroll"><table class="metrics"><thead>{head}</thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></section>\n"
+        f'<section><h2>Metrics</h2><div class="scroll"><table class="metrics named"><thead>{head}</thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>{rest}</section>\n"
     )
+
+
+def _theme(name: str, sets: list[str]) -> tuple[bool, int]:
+    """Place of a metric: training before evaluations, each in the order of docs/metrics.md, one's own last."""
+    start = next((prefix(one) for one in sets if name.startswith(prefix(one))), "")
+    return bool(start), place(name.removeprefix(start))
 
 
 def _meaning(name: str, sets: list[str]) -> str:

@@ -150,7 +150,10 @@ class Checkpointer:
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
         _check_kind(folder, adapter=has_adapter(model))
+        ignored = getattr(model, "_keys_to_ignore_on_save", None)
         try:
+            if tied := getattr(model, "all_tied_weights_keys", None):
+                model._keys_to_ignore_on_save = [*tied]  # saved under one of their names, so transformers misses none
             self.load_best(model, folder, load)
         except RuntimeError as error:
             reason = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
@@ -158,6 +161,8 @@ class Checkpointer:
                 f"the weights in {folder!r} do not fit this model: they are of another one. Resume with"
                 f" the model that the run began with. torch says: {reason}"
             ) from error
+        finally:
+            model._keys_to_ignore_on_save = ignored
 
     def load_best(self, model: Any, folder: str | None, load: Callable[[], None]) -> None:
         """The same without looking for mistakes; whole models under other names than their modules' are read here."""

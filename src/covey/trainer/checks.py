@@ -59,9 +59,15 @@ def check_fit(
         _check_columns(collector, rewards, train_dataset, "train_dataset")
     for dataset in evaluation_sets(eval_dataset):
         _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
+    check_evaluations(context.args, rewards, eval_dataset)
+
+
+def check_evaluations(args: OnlineConfig, rewards: RewardSuite, eval_dataset: Any) -> None:
+    """Look at the rewards that suites name, and at the metric that chooses the best model."""
+    for dataset in evaluation_sets(eval_dataset):
         if isinstance(dataset, EvalSuite):
             dataset.judge(rewards)
-    _check_best_metric(context.args.metric_for_best_model, eval_dataset)
+    _check_best_metric(args.metric_for_best_model, eval_dataset)
 
 
 def _check_optimizer(optimizer: Any, policy: Any) -> None:

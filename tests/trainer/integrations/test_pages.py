@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from covey.trainer.integrations.report import CompletionFiles, command, key_figures, resume_command
+from covey.trainer.integrations.report import CompletionFiles, RunReport, command, key_figures, resume_command
 from tests.support import runs
 
 pytestmark = pytest.mark.pages
@@ -106,6 +106,22 @@ def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_go_on(tmp_path, capfd
     assert f"{said} trainer.train(resume_from_checkpoint=True)" in capfd.readouterr().err
     page = (tmp_path / "summary.html").read_text()
     assert "One whole group" in page and "<th>seed</th>" in page and "<th>versions</th><td>covey " in page
+
+
+def test_a_page_cut_short_leaves_the_way_to_go_on(tmp_path, capfd, monkeypatch):
+    """The time to stop may end, or a second Ctrl-C come, while the last page is written."""
+    state = SimpleNamespace(log_history=[{"step": 2}], global_step=2, max_steps=4, is_world_process_zero=True)
+    parts = {"stop": SimpleNamespace(signal=2), "args": SimpleNamespace(output_dir=str(tmp_path))}
+    report = RunReport(SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]), **parts))
+    report.saves = True
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.end()
+    assert "covey: stopped at step 2 of 4; no checkpoint was saved" in capfd.readouterr().err
 
 
 def test_a_run_that_saves_nothing_writes_no_page(tmp_path):

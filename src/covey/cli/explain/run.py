@@ -224,7 +224,9 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
         with start.reporting("a check of the trainer"):
             if parts := trainer_parts(run, algebra, given):
                 collector, suite = parts
-                start.prompts, start.prompt_tokens = prompt_lines(collector.codec, rows, run.args.max_completion_length)
+                if collector:
+                    longest = run.args.max_completion_length
+                    start.prompts, start.prompt_tokens = prompt_lines(collector.codec, rows, longest)
                 start.prompts += reward_lines(suite, collector, rows[0])
     return start
 

@@ -20,15 +20,18 @@ from covey.runtime.user_code import parameters_of
 from covey.sizing.model_spec import meta_model
 from covey.trainer import build
 from covey.trainer.build_rollouts import plays_functions
-from covey.trainer.checks import check_datasets, check_fit
+from covey.trainer.checks import check_datasets, check_evaluations, check_fit, evaluation_sets
+from covey.trainer.evaluation.suites import rows_of
 
 MOST_ROWS = 1000  # whose prompts are counted, evenly over the data set
 SHOWN_LINES = 12  # of the first prompt
 SOLUTIONS = ("solution", "answer", "target", "label")  # columns that hold a correct completion
 
 
-def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collector, RewardSuite] | None:
+def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collector | None, RewardSuite] | None:
     """Make what a trainer makes of its arguments, in its order, and check it; None where models would be loaded.
+
+    Without the model's config there is no collector: columns, rewards and evaluations are checked alone.
 
     Whatever would keep the run from starting is raised, with the trainer's words.
     """
@@ -43,7 +46,10 @@ def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collec
     except (OSError, ValueError):
         if functions and not any(played):
             suite = RewardSuite(functions, weights=args.reward_weights)
-            suite.check_columns(given["train_dataset"].column_names)
+            for dataset in [given["train_dataset"], *map(rows_of, evaluation_sets(given["eval_dataset"]))]:
+                suite.check_columns(dataset.column_names)
+            check_evaluations(args, suite, given["eval_dataset"])
+            return None, suite
         return None
     model = meta_model(config)
     here = {"local_files_only": True}
@@ -83,16 +89,23 @@ def prompt_lines(codec: PromptCodec, dataset: Any, max_completion_length: int | 
     return lines, max(lengths)
 
 
-def reward_lines(suite: RewardSuite, collector: Collector, row: dict[str, Any]) -> Iterator[str]:
-    """A table of the rewards of an empty completion and of the row's solution; `RewardError` if both fail."""
-    if plays_functions(collector.spec) or row.get("prompt") is None:
+def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str, Any]) -> Iterator[str]:
+    """A table of the rewards of an empty completion and of the row's solution; `RewardError` if both fail.
+
+    Without a collector, and so a tokenizer, each byte of a text is a token.
+    """
+    if (collector and plays_functions(collector.spec)) or row.get("prompt") is None:
         return  # completions have arguments of the user's own, or prompts are an environment's
-    column, codec = _solution_column(suite, row), collector.codec
-    tried = []
+    column, tried = _solution_column(suite, row), []
     for text in (str(row[column]) if column else "?", ""):
-        ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
-        shown = codec.decode(row["prompt"], ids)
-        tried.append(Rollout(codec.read_row(row).ids, ids, [True] * len(ids), None, shown, FinishReason.STOP))
+        if collector:
+            codec = collector.codec
+            ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+            shown, prompt = codec.decode(row["prompt"], ids), codec.read_row(row).ids
+        else:
+            ids, prompt = list(text.encode()), [0]
+            shown = text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+        tried.append(Rollout(prompt, ids, [True] * len(ids), None, shown, FinishReason.STOP))
     context = RewardContext(TrainerState(), lambda name, values: None, lambda name, value: None)
     right, empty = suite([row] * 2, tried, context).rewards.tolist()
     table = [("reward of a completion", "empty", "solution")]

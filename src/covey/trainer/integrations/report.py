@@ -60,12 +60,14 @@ class RunReport(TrainerCallback):
             if isinstance(callback, ProgressDisplay):
                 callback.close()
         interrupted = trainer.stop.signal is not None or isinstance(sys.exc_info()[1], KeyboardInterrupt)
-        if self.saves and state.log_history and not (interrupted and self._step == state.global_step):
-            self.write()
-        if interrupted and state.is_world_process_zero:
-            there = numbered_checkpoints(trainer.args.output_dir)
-            way = f"go on from {there[-1].name} with: {resume_command()}" if there else "no checkpoint was saved"
-            print(f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}", file=sys.stderr)
+        try:
+            if self.saves and state.log_history and not (interrupted and self._step == state.global_step):
+                self.write()
+        finally:  # a page may take longer than there is time to stop
+            if interrupted and state.is_world_process_zero:
+                there = numbered_checkpoints(trainer.args.output_dir)
+                way = f"go on from {there[-1].name} with: {resume_command()}" if there else "no checkpoint was saved"
+                print(f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}", file=sys.stderr)
 
     def write(self, **own: Any) -> None:
         """Write all three; `own` arguments of `write_report` take the place of what a run shows."""
