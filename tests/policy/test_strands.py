@@ -9,15 +9,23 @@ from hypothesis import strategies as st
 
 from covey.algorithms import grpo
 from covey.core.batch import collate, join
+from covey.core.engine import SamplingParams
 from covey.core.objective import policy_loss
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.strands import longest, unfolded
+from covey.engines.native.engine import NativeEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
-from covey.rollout.agents.session import join_strands
+from covey.rollout.agents.session import AgentSession, ChatRequest, join_strands
+from covey.rollout.collector import Collector
+from covey.rollout.prompts import PromptCodec
+from covey.rollout.runner import RolloutSpec
+from covey.rollout.tools.turn_template import TurnTemplates
+from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.trainer.microbatches import weigh
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
+from tests.support.playing import TOKENIZER
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -187,3 +195,38 @@ def test_every_sampled_token_comes_once_after_its_own_context(parts):
     assert all(rollout.sampled[end] for end in ends.values())
     size = max(len(one.prompt_ids) + len(one.completion_ids) for one, _ in parts)
     assert longest(len(rollout.prompt_ids), len(rollout.completion_ids), rollout.strands) == size
+
+
+def test_engine_and_trainer_agree_on_every_strand():
+    """A program that asks for two choices, goes on with one, cuts its history and begins another conversation."""
+    policy = tiny.model(scale=3.0, max_position_embeddings=512)
+
+    async def agent(row, engine):
+        session = AgentSession(engine)
+
+        async def ask(*messages, n=1):
+            texts = [
+                message if isinstance(message, dict) else {"role": "user", "content": message} for message in messages
+            ]
+            return [one.message for one in await session.answer(ChatRequest(texts, [], n=n, max_tokens=9))]
+
+        (first,) = await ask("go")
+        _, second = await ask("go", first, "on", n=2)
+        await ask("go", first, "on", second, "more")
+        await ask("go", {**first, "content": first["content"][:2]}, "on")
+        await ask("sum: " + first["content"][:3])
+        return session.rollout()
+
+    engine = NativeEngine(lambda: policy, eos_token_ids={TOKENIZER.eos_token_id}, pad_token_id=0)
+    codec = PromptCodec(TOKENIZER, None, 512)
+    play = RolloutFunction(agent, 60, RolloutValidator(len(TOKENIZER), 512))
+    collector = Collector(engine, codec, 0, RolloutSpec(play, TurnTemplates(codec, [TOKENIZER.eos_token_id]), 60))
+    samples = [PromptSample({"prompt": None}, 0, index) for index in range(3)]
+    rollouts = collector.collect(samples, SamplingParams(max_tokens=300), ("test", 0))
+    assert [one.error for one in rollouts] == [None] * 3 and all(len(one.strands) >= 3 for one in rollouts)
+    batch = collate(rollouts)
+    assert batch.engine_logprobs is not None
+    for layout in LAYOUTS:
+        with torch.no_grad():
+            scored = TokenScorer(lambda model: model, temperature=1.0, layout=layout)(policy, batch).logprobs
+        assert (scored - batch.engine_logprobs)[batch.sampled].abs().max() < 1e-4
