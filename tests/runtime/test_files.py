@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,14 @@ def test_a_locked_folder_is_refused_until_its_process_is_gone(tmp_path):
     with files.locked(tmp_path):
         assert (tmp_path / files.LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_locked_folder_that_vanishes_hides_no_error(tmp_path):
+    (place := tmp_path / "run").mkdir()
+    with pytest.raises(OSError, match="checkpoint-2 could not be written"), files.locked(place):
+        shutil.rmtree(place)
+        place.write_text("")
+        raise OSError("checkpoint-2 could not be written")
 
 
 def test_a_folder_that_cannot_be_written_to_is_not_locked(tmp_path):

@@ -192,7 +192,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder has gone, or is read-only by now: what was raised says so
+                path.unlink()
 
 
 def shipped(path: str) -> Path:
