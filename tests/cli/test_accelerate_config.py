@@ -1,5 +1,6 @@
 """`--accelerate_config` starts the same command on many processes; the configs are what accelerate reads."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -56,6 +57,14 @@ def test_without_a_config_nothing_is_launched(monkeypatch):
     words = ["run.yaml", "--num_processes", "4"]
     assert launch_command("grpo", words) is None
     assert launch_if_asked("grpo", words) == words
+
+
+def test_a_missing_deepspeed_is_named_before_the_launch(monkeypatch):
+    monkeypatch.setattr(os, "execv", lambda *command: pytest.fail("launched"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ImportError, match="'zero3' shards with DeepSpeed, which is not installed: pip install"):
+        launch_if_asked("grpo", ["run.yaml", "--accelerate_config", "zero3"])
 
 
 def test_a_flag_needs_its_value():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from covey.cli import demo
 from covey.cli.demo import HELD_OUT_PROMPTS, TimeBudget, clustered_interval, sums
 
 
@@ -43,3 +44,10 @@ def test_training_ends_when_the_time_is_up():
     budget.start -= 1001
     budget.on_step_end(None, None, control)
     assert control.should_training_stop
+
+
+def test_missing_packages_are_named_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "PACKAGES", ("reasoning_gym", "not_there"))
+    with pytest.raises(ImportError, match=r"needs reasoning_gym and not_there: pip install 'covey\[demo\]' && pip"):
+        demo.run(tmp_path / "out", seed=0, max_steps=1, minutes=1.0)
+    assert not (tmp_path / "out").exists()

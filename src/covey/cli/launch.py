@@ -1,5 +1,6 @@
 """`--accelerate_config`: a training command that starts its own processes, through `accelerate launch`."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,12 @@ def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
         raise ValueError(
             "--accelerate_config starts the processes of a run, but this process is one of several already: torchrun or"
             " `accelerate launch` has started it. Use one of the two."
+        )
+    config = Path(command[command.index("--config_file") + 1])
+    if "DEEPSPEED" in config.read_text().upper() and not importlib.util.find_spec("deepspeed"):
+        raise ImportError(
+            f"the accelerate config {config.stem!r} shards with DeepSpeed, which is not installed: pip install"
+            " deepspeed, or take fsdp2, which needs no other package."
         )
     sys.stdout.flush()
     os.execv(command[0], command)
