@@ -2,12 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -45,6 +47,7 @@ from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
+from covey.trainer.evaluation.suites import EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
@@ -52,6 +55,11 @@ from covey.trainer.loss_terms import EntropyController
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
+
+ModelLike: TypeAlias = str | os.PathLike[str] | torch.nn.Module
+RewardLike: TypeAlias = str | torch.nn.Module | Callable[..., Any]
+DataLike: TypeAlias = Dataset | IterableDataset | Sequence[dict[str, Any]]
+EvalLike: TypeAlias = DataLike | EvalSuite
 
 UNLIMITED = 2**31  # `max_completion_length=None`: only the model's context ends a completion
 

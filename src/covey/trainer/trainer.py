@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import Trainer, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.engine import SamplingParams, traits_of
+from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.records import MicroStep
 from covey.core.stats import Max
 from covey.data.sampler import train_loader
@@ -95,23 +95,23 @@ class OnlineTrainer(Trainer):
     @accepts_old_names
     def __init__(
         self,
-        model: Any = None,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        model: build.ModelLike | None = None,
+        reward_funcs: build.RewardLike | Sequence[build.RewardLike] | None = None,
+        args: OnlineConfig | None = None,
+        train_dataset: build.DataLike | None = None,
+        eval_dataset: build.EvalLike | dict[str, build.EvalLike] | None = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
-        engine: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+        engine: RolloutEngine | None = None,
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
-        model_init: Any = None,
+        model_init: Callable[..., Any] | None = None,
         agent: Any = None,
     ):
         if model is not None and model_init is not None:
@@ -128,18 +128,19 @@ class OnlineTrainer(Trainer):
         check_datasets(args, train_dataset, eval_dataset, prompts_required)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)
+        init_kwargs: Any = args.model_init_kwargs  # a config parses JSON
         processing_class = load_processing_class(
-            processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
+            processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=init_kwargs
         )
         tokenizer, vision = tokenizer_of(processing_class), build.build_vision(processing_class, model)
         super().__init__(
-            model=model,
+            model=model,  # type: ignore[arg-type] # loaded by now
             args=args,
             data_collator=lambda batch: batch,  # type: ignore[arg-type, return-value]
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=callbacks,
+            callbacks=callbacks,  # type: ignore[arg-type] # classes are made objects
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
