@@ -295,8 +295,8 @@ def rewards_carry_weight(args: "OnlineConfig") -> None:
     numbers = isinstance(weights, list | tuple) and all(isinstance(weight, Real) for weight in weights)
     if not numbers or not all(abs(weight) < 1e18 for weight in weights) or not any(weights):
         raise ValueError(
-            f"reward_weights={weights!r}: give a list of one finite number of ordinary size per reward function, at"
-            " least one of them not 0, or leave it unset to weigh all alike."
+            f"reward_weights={weights!r}: give a list of one finite number per reward function, at least one of them "
+            "not 0, or leave it unset to weigh all alike."
         )
 
 

@@ -258,7 +258,7 @@ WAYS = {
     "scheduler": Way(setting(lr_scheduler_kwargs={"power": math.nan}), "refused", "lr_scheduler_kwargs="),
     "optim_args": Way(setting(optim="sgd", optim_args="momentum=nan"), "refused", "optim_args='momentum=nan'"),
     "adam_epsilon": Way(setting(adam_epsilon=math.inf), "refused", "adam_epsilon=inf"),
-    "weight beyond float32": Way(setting(reward_weights=[1e39]), "refused", "ordinary size"),
+    "weight beyond float32": Way(setting(reward_weights=[1e39]), "refused", "finite number"),
     "reference": Way(reference, "skipped", "loss nan"),
     "bf16 overflow": Way(bf16_overflow, "ended", "logits are NaN or infinite"),
 }
