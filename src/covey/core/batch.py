@@ -135,8 +135,8 @@ class TrainBatch:
 
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
-        per_token = self._each(TOKEN_FIELDS[5:], lambda values: torch.where(self.sampled, values, 0.0))
-        return replace(self, **per_token)
+        names = TOKEN_FIELDS[TOKEN_FIELDS.index("advantages") :]
+        return replace(self, **self._each(names, lambda values: torch.where(self.sampled, values, 0.0)))
 
     def idle(self) -> "TrainBatch":
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""

@@ -36,6 +36,7 @@ def program(steps):
                     text = await response.text()
                     return response.status, json.loads(text) if text.startswith("{") else text
 
+            ask.session = session
             result = await steps(ask)
         return session.rollout(result=result)
 
@@ -328,10 +329,34 @@ def test_what_a_client_did_not_hear_is_told_it_again():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ask(START), 0.1)
         await asyncio.sleep(0.4)
-        return said(await ask(START))["content"]
+        return said(await ask(START))["content"], ask.session.refused
 
     (rollout,) = play(program(steps), slow)
-    assert rollout.extras["result"] == "1" and rollout.num_sampled == 2 and not rollout.strands
+    assert rollout.extras["result"] == ("1", None) and rollout.num_sampled == 2 and not rollout.strands
+
+
+def test_a_request_that_is_not_waited_for_leaves_nothing():
+    """A program that asks twice at once and takes the first reply: the other request has no token in the rollout."""
+
+    class OneHangs(ScriptedEngine):
+        async def generate(self, request):
+            if TOKENIZER.decode(request.prompt_ids).startswith(TOKENIZER.decode(hangs)):
+                await asyncio.sleep(20)
+            return await super().generate(request)
+
+    hangs = TOKENIZER.apply_chat_template(START, return_dict=False)
+    engine = OneHangs(lambda ids, seed: [*TOKENIZER("1")["input_ids"], TOKENIZER.eos_token_id])
+
+    async def steps(ask):
+        first = asyncio.create_task(ask(START))
+        await asyncio.sleep(0.05)
+        reply = said(await ask([user("other")]))
+        first.cancel()
+        return reply["content"]
+
+    (rollout,) = play(program(steps), engine)
+    assert rollout.extras["result"] == "1" and text_of(rollout) == "1<eos>" and rollout.turn_ends == [1]
+    assert "other" in TOKENIZER.decode(rollout.prompt_ids) and not rollout.strands
 
 
 def test_an_engine_that_fails_ends_the_batch():

@@ -15,7 +15,7 @@ from tests.support.playing import TOKENIZER, play, says
 KEY = "a key of the test"
 
 
-def played(agent, rows, seconds=20.0):
+def played(agent, rows, seconds=20.0, runs=None):
     """Rollouts that `agent(post)` plays from a thread of its own, `post(path, key, **body)` in its hands."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -42,7 +42,7 @@ def played(agent, rows, seconds=20.0):
     thread = threading.Thread(target=lambda: asyncio.run(work()))
     player = PlayedEnvironment(RemoteAgents(port, key=KEY), seconds, RolloutValidator(len(TOKENIZER), None))
     thread.start()
-    rollouts = play(player, says("1", "2"), rows=rows, seconds=seconds)
+    rollouts = runs(player) if runs else play(player, says("1", "2"), rows=rows, seconds=seconds)
     thread.join(10)
     player.close()
     return rollouts, found[0] if found else None
@@ -88,6 +88,31 @@ def test_keys_and_bodies_are_checked(monkeypatch):
     (rollout,), statuses = played(agent, [{"prompt": None, "question": "1"}])
     assert statuses == [401, 401, 400, 503, 404]
     assert "the agent reported: the task is broken" in rollout.error
+
+
+def test_an_agent_that_has_gone_gets_no_rollout():
+    """Its request for a session still waits at the server; the next rollout is for an agent that is there."""
+
+    async def agent(post):
+        _, session = await post("/sessions")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(post("/sessions"), 0.1)
+        await post(f"/sessions/{session['id']}/reward", error="over")
+        _, session = await post("/sessions")
+        await asked(post, session)
+        await post(f"/sessions/{session['id']}/reward", reward=1)
+
+    rows = [{"prompt": None, "question": "1"}]
+    rollouts = []
+
+    def twice(player):
+        rollouts.extend(
+            play(player, says("1"), rows=rows, seconds=5.0) + play(player, says("1"), rows=rows, seconds=5.0)
+        )
+        return rollouts
+
+    played(agent, rows, runs=twice)
+    assert "over" in rollouts[0].error and rollouts[1].extras[REWARD] == 1.0
 
 
 def test_a_rollout_that_nobody_takes_is_late():

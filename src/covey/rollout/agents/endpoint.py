@@ -120,7 +120,7 @@ class AgentEndpoint:
         answers = await session.answer(asked)
         if request.transport is None or request.transport.is_closing():
             session.return_later(asked, answers)
-            raise RequestError("the client has gone.")
+            return web.Response(status=499)  # to nobody
         response = api.response(body, answers)
         if not body.get("stream"):
             return web.json_response(response)

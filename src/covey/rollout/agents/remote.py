@@ -100,6 +100,8 @@ class RemoteAgents:
                     await self._arrived.wait()
             except TimeoutError:
                 return _error("no rollout waits for an agent: ask again.", 503)
+        if request.transport is None or request.transport.is_closing():
+            return _error("the agent has gone.", 499)  # the rollout is for another
         number, one = secrets.token_hex(8), self._waiting.popleft()
         self._open[number] = one
         access = {"base_url": f"http://{request.host}/v1", "api_key": one.key}

@@ -224,8 +224,9 @@ class AgentSession:
         assert self.asked, "the program has asked"
         last = self._strands[self._turns[-1].strand].episode
         finish = FinishReason.LENGTH if self.full else last.finish or finish
-        joined, ends = join_strands([(one.episode.done(), one.own) for one in self._strands])
-        turn_ends = [ends[turn] for turn in self._turns]
+        used = sorted({turn.strand for turn in self._turns})  # a request may be open, or have had no reply
+        joined, ends = join_strands([(self._strands[one].episode.done(), self._strands[one].own) for one in used])
+        turn_ends = [ends[used.index(turn.strand), turn.turns] for turn in self._turns]
         completion = list(self._transcript)
         return replace(
             joined,
@@ -255,14 +256,11 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     for number, (part, own) in enumerate(parts):
         tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
         mask = [*[False] * len(part.prompt_ids), *part.sampled]
-        begins = next((index for index in range(own, len(mask)) if mask[index]), None)
         if number == 0:
             shared, position = prompt, np.arange(prompt)
             whole += part.prompt_ids
-        elif begins is None:
-            found.append((tokens[:0], tokens[:0]))  # nothing was sampled in it
-            continue
         else:
+            begins = next(index for index in range(own, len(mask)) if mask[index])
             lengths = [_common(tokens[:begins], other) for other, _ in found]
             best = max(range(len(found)), key=lengths.__getitem__)
             shared, position = lengths[best], found[best][1][: lengths[best]]
