@@ -194,6 +194,7 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
         ({"max_staleness": 1}, "max_staleness=1 is not possible in a study"),
         ({"bf16": True}, "all share one model"),
         ({"peft": {"use_dora": True}}, "it is a DoRA"),
+        ({"peft": {"init_lora_weights": "pissa"}}, "'pissa' changes weights of the model, which all variants share"),
         ({"learning_rat": 1}, "learning_rat"),
         ({"save_steps": 5}, "save_rounds"),
     ],
@@ -201,6 +202,56 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
 def test_settings_that_a_study_cannot_have_are_named(tmp_path, changes, message):
     with pytest.raises((ValueError, TypeError), match=message):
         study(tmp_path, {"a": changes})
+
+
+def test_commands_that_cannot_be_carried_out_end_nothing(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {}}, max_steps=2)
+
+    def ask(study):
+        if study.round == 1:
+            study.change("b", loss_type="nonsense")  # its config cannot be made
+            study.change("b", learning_rat=1)
+            study.clone("a", "c", peft=8)
+            study.resume("a", learning_rate=1.0)
+        return []
+
+    made.halving = ask
+    a, b = made.train().values()
+    assert [(one.status, one.step, one.changes) for one in (a, b)] == [("finished", 2, {})] * 2
+    assert "peft=8 would change" in a.history[0] and "running already" in a.history[1]
+    assert all("failed: " in line for line in b.history) and len(b.history) == 2
+
+
+def test_all_commands_of_a_round_are_carried_out_in_order(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {}}, max_steps=2)
+
+    def ask(study):
+        if study.round == 1:
+            study.change("a", learning_rate=1.0)
+            study.change("a", temperature=0.5)
+            study.change("b", learning_rate=1.0)
+            study.stop("b")
+        return []
+
+    made.halving = ask
+    a, b = made.train().values()
+    assert (a.changes, a.status) == ({"learning_rate": 1.0, "temperature": 0.5}, "finished")
+    assert (b.changes, b.status, b.step) == ({"learning_rate": 1.0}, "stopped", 1)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "commands", "study.json", "x" * 201, 1])
+def test_names_that_cannot_be_folders_are_refused(name):
+    from covey.study.variants import check_name
+
+    with pytest.raises(ValueError, match="cannot be called"):
+        check_name(name)
+
+
+def test_points_of_a_grid_do_not_share_mappings():
+    from covey.study.plan import variants_of
+
+    points = variants_of({"grid": {"peft": [{"lora_alpha": 4}], "peft.r": [2, 8]}}).values()
+    assert [point["peft"] for point in points] == [{"lora_alpha": 4, "r": 2}, {"lora_alpha": 4, "r": 8}]
 
 
 def test_halving_stops_those_that_are_really_worse():

@@ -39,7 +39,7 @@ def _nested(choice: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in choice.items():
         outer, dot, inner = key.partition(".")
         if dot:
-            changes.setdefault(outer, {})[inner] = value
+            changes[outer] = {**changes.get(outer, {}), inner: value}
         else:
             changes[key] = value
     return changes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 
 from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.records import Completion
@@ -188,31 +189,40 @@ class Study:
         """One that cannot be carried out is written down and ends nothing."""
         variant = self.variants.get(command.name)
         said = " ".join([command.kind, *(f"{key}={value!r}" for key, value in command.changes.items())])
+        shared = [(one._shared_state, dict(one._shared_state)) for one in (AcceleratorState, PartialState)]
         try:
             if variant is None:
                 raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(self.variants)}.")
             if command.kind == "clone":
-                self._clone(variant, command)
-            elif command.kind != "stop" and not variant.live:
+                variant = self._clone(variant, command)
+                said += f" of {variant.parent}"
+            elif command.kind == "resume" and variant.live:
+                raise ValueError(f"{variant.name} is running already. Use `change` for other settings.")
+            elif command.kind != "stop":
                 self._restart(variant, command.changes)
-            (variant if command.kind != "clone" else self.variants[str(command.to)]).history.append(
-                f"step {variant.step}: {said}" + (f" of {variant.name}" if command.kind == "clone" else "")
-            )
-        except (ValueError, OSError) as error:
+            elif variant.live:  # by an earlier command of this round
+                variant.trainer, variant.turn, variant.status = None, None, "stopped"
+            variant.history.append(f"step {variant.step}: {said}")
+        except Exception as error:
+            for current, before in shared:
+                current.update(before)  # a config that fails has cleared what all trainers use
             if variant is not None:
                 variant.history.append(f"step {variant.step}: {said} failed: {error}")
+                if command.kind == "change" and variant.must_stop and variant.status == "stopped":
+                    self._begin(variant)  # it was stopped for this alone
             warnings.warn(f"{said} {command.name}: {error}", stacklevel=2)
 
-    def _clone(self, parent: Variant, command: Command) -> None:
+    def _clone(self, parent: Variant, command: Command) -> Variant:
         check_name(name := command.to or f"{parent.name}-{len(self.variants)}", list(self.variants))
         if parent.checkpoint is None:
             raise ValueError(f"{parent.name} has taken no step yet, so there is nothing to clone.")
+        _check_same_adapter(parent, command.changes)
         child = Variant(name, _merged(parent.changes, command.changes), parent=parent.name, adopts=not command.fresh)
         child.step, child.history = parent.step, [f"step {parent.step}: cloned from {parent.name}"]
         child.checkpoint = f"{name}/{Path(parent.checkpoint).name}"
         folder = self.folder / child.checkpoint
         settings_of(self.common, child.changes, folder.parent)
-        _check_same_adapter(parent, command.changes)
+        shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed here
         shutil.copytree(self.folder / parent.checkpoint, folder)
         if command.fresh:
             for file in ("optimizer.pt", "scheduler.pt"):
@@ -220,13 +230,19 @@ class Study:
             seal(folder)
         self._begin(child)
         self.variants[name] = child
+        return child
 
     def _restart(self, variant: Variant, changes: Mapping[str, Any]) -> None:
         _check_same_adapter(variant, changes)
         changed = _merged(variant.changes, changes)
         settings_of(self.common, changed, self.folder / variant.name)
+        before = variant.changes, variant.adopts
         variant.changes, variant.adopts = changed, bool(changes)
-        self._begin(variant)
+        try:
+            self._begin(variant)
+        except Exception:
+            variant.changes, variant.adopts = before
+            raise
 
     def _begin(self, variant: Variant) -> None:
         """Make a variant's trainer, which starts with its first turn."""

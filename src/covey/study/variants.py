@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from covey.core.advantages import weighted_total
 from covey.core.records import PromptSample
 from covey.policy.adapters import base_model, why_not_alone
+from covey.study.commands import QUEUE, STATE
 from covey.study.turns import Turn
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
 
@@ -31,6 +32,8 @@ REFUSED = {  # settings that a study cannot have, and why
     "resume_from_checkpoint": "`train(resume=True)` resumes all variants",
 }
 OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code")  # settings of the shared model
+OWN_FILES = (QUEUE, STATE, "study.md")
+UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 2, "disable_tqdm": True}
 
 
@@ -69,9 +72,11 @@ class Variant:
 
 
 def check_name(name: str, known: Sequence[str] = ()) -> None:
-    if not name or name != os.path.basename(name) or name.startswith(".") or any(c.isspace() for c in name):
+    usable = isinstance(name, str) and name == os.path.basename(name) and name.isprintable() and " " not in name
+    if not (usable and 0 < len(name.encode()) <= 200 and name[0] not in ".-") or name in OWN_FILES:
         raise ValueError(
-            f"a variant cannot be called {name!r}: its name is that of its folder. Use letters and digits."
+            f"a variant cannot be called {name!r}: its name is that of its folder, next to {', '.join(OWN_FILES)}. Use"
+            " letters and digits."
         )
     if name in known:
         raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
@@ -95,6 +100,11 @@ def settings_of(common: Mapping[str, Any], changes: Mapping[str, Any], folder: P
     if method not in TRAINERS:
         raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(TRAINERS)}.")
     adapter = {**(common.get("peft") or {}), **(changes.get("peft") or {})}
+    if (start := adapter.get("init_lora_weights", True)) not in UNTOUCHED:
+        raise ValueError(
+            f"init_lora_weights={start!r} changes weights of the model, which all variants share. Use one of"
+            f" {', '.join(map(repr, UNTOUCHED))}."
+        )
     for name in ("peft", "reward_funcs"):
         values.pop(name, None)
     try:
