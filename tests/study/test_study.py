@@ -14,6 +14,7 @@ THREE = {
     "a": {},
     "b": {"learning_rate": 3e-2, "peft": {"r": 2, "lora_alpha": 2}},
     "c": {"loss_type": "dr_grpo", "temperature": 0.8, "seed": 7},
+    "d": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
 }
 
 
@@ -105,7 +106,7 @@ def test_a_killed_study_resumes_bit_exactly(tmp_path):
     whole = make("whole").train()
     kill_after(make("killed"), 4)  # one round after the clone has begun
     resumed = make("killed").train(resume=True)
-    names = ["a", "c", "fast"]
+    names = ["a", "c", "d", "fast"]
     assert_bit_equal(weights_of(tmp_path / "whole", names), weights_of(tmp_path / "killed", names))
     for name, variant in whole.items():
         assert variant.record() == resumed[name].record()
@@ -113,6 +114,7 @@ def test_a_killed_study_resumes_bit_exactly(tmp_path):
         "a": "finished",
         "b": "stopped",
         "c": "finished",
+        "d": "finished",
         "fast": "finished",
     }
     assert list(whole["a"].evaluations) == [2, 4] and len(whole["a"].evaluations[4]) == 2

@@ -33,7 +33,7 @@ from covey.runtime.files import locked, seal
 from covey.study import commands
 from covey.study.commands import Command
 from covey.study.report import write_report
-from covey.study.turns import Cancelled, Turn, random_state, set_random_state
+from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
 from covey.study.variants import (
     TRAINERS,
     FollowsStudy,
@@ -246,7 +246,7 @@ class Study:
 
     def _begin(self, variant: Variant) -> None:
         """Make a variant's trainer, which starts with its first turn."""
-        outside = random_state()
+        outside = shared_state()
         method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
         from peft import LoraConfig
 
@@ -285,7 +285,7 @@ class Study:
         turn = variant.turn = Turn(partial(self._train, trainer, checkpoint), variant.name)
         trainer.collector.run = turn.wait_for
         variant.status, variant.reason, variant.must_save, variant.must_stop = "running", "", False, False
-        set_random_state(outside)
+        set_shared_state(outside)
 
     def _go_on(self, variant: Variant, outcome: Any = None) -> None:
         assert variant.turn is not None, "it is live"

@@ -1,5 +1,6 @@
 """Turns of trainers in one process: each has a thread and random numbers of its own, and one of them runs at a time."""
 
+import copy
 import random
 import threading
 from collections.abc import Callable, Coroutine
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import GradientState
 
 
 class Cancelled(BaseException):
@@ -23,7 +25,7 @@ class Turn:
         self.pending: Coroutine[Any, Any, Any] | None = None
         self.error: BaseException | None = None
         self._work = work
-        self._random = random_state()
+        self._shared = shared_state()
         self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._outcome: Any = None
         self._thread = threading.Thread(target=self._run, name=f"covey-{name}", daemon=True)
@@ -35,8 +37,8 @@ class Turn:
 
     def go_on(self, outcome: Any = None) -> None:
         """Run the work, with what it waited for (a value, or an error to raise), until it pauses again or ends."""
-        outside = random_state()
-        set_random_state(self._random)
+        outside = shared_state()
+        set_shared_state(self._shared)
         self._outcome, self.pending = outcome, None
         if self._started:
             self._resumed.release()
@@ -44,8 +46,8 @@ class Turn:
             self._started = True
             self._thread.start()
         self._paused.acquire()
-        self._random = random_state()
-        set_random_state(outside)
+        self._shared = shared_state()
+        set_shared_state(outside)
 
     def cancel(self) -> None:
         """Unwind paused work."""
@@ -72,14 +74,18 @@ class Turn:
             self._paused.release()
 
 
-def random_state() -> tuple[Any, ...]:
+def shared_state() -> tuple[Any, ...]:
+    """Random numbers, and how far gradients are accumulated: accelerate keeps that once for a process."""
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices
+    accumulated = {name: copy.copy(value) for name, value in GradientState._shared_state.items()}
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices, accumulated
 
 
-def set_random_state(state: tuple[Any, ...]) -> None:
+def set_shared_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state_all(state[3])
+    GradientState._shared_state.clear()
+    GradientState._shared_state.update(state[4])
