@@ -68,9 +68,17 @@ def text_agent(factory, seconds=5.0, max_turns=None, limit=None, turn_end=None):
     return TextEnvironmentAgent(EnvironmentPool(factory, seconds, limit), max_turns, turn_end)
 
 
-def play(agent, engine, rows=({"prompt": [{"role": "user", "content": "go"}]},), group=1, room=400, seconds=20.0):
+def play(
+    agent,
+    engine,
+    rows=({"prompt": [{"role": "user", "content": "go"}]},),
+    group=1,
+    room=400,
+    seconds=20.0,
+    context=None,
+):
     """The rollouts of `group` samples of each row."""
-    codec = PromptCodec(TOKENIZER, None, None)
+    codec = PromptCodec(TOKENIZER, None, context)
     spec = RolloutSpec(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds)
     draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(group)]
     return Collector(engine, codec, 0, spec).collect(draws, SamplingParams(max_tokens=room), ("test", 0))

@@ -107,6 +107,10 @@ class ControlTokens:
         return list(found[-1][len(found[0]) if inside else 0 :])
 
 
+class PromptTooLong(ValueError):
+    """A prompt after which the model's context has no room."""
+
+
 @dataclass(eq=False, repr=False)
 class PromptCodec:
     """Encodes prompts and decodes completions with one tokenizer."""
@@ -132,7 +136,7 @@ class PromptCodec:
         """Tokens of a prompt, and its images; a conversation that ends with the assistant is to be continued."""
         chat = is_conversational(prompt)
         if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
-            raise ValueError(
+            raise PromptTooLong(
                 f"a prompt of {characters(prompt)} characters leaves no room to answer in the model's context of"
                 f" {self.max_context} tokens. Prompts are never truncated; shorten or filter such rows."
             )
@@ -151,7 +155,7 @@ class PromptCodec:
         if not encoded.ids:
             raise ValueError(f"the prompt {_shorten(prompt)} is empty: it encodes to no tokens. Remove the row.")
         if self.max_context is not None and len(encoded.ids) >= self.max_context:
-            raise ValueError(
+            raise PromptTooLong(
                 f"a prompt of {len(encoded.ids)} tokens leaves no room to answer in the model's context of"
                 f" {self.max_context}: {_shorten(prompt)}. Prompts are never truncated; shorten or filter such rows."
             )

@@ -279,6 +279,18 @@ def test_a_full_conversation_ends_with_what_there_was():
     assert rollout.finish is FinishReason.LENGTH and len(rollout.completion_ids) == 2
 
 
+def test_a_rewritten_conversation_that_is_too_long_finds_no_room():
+    """As one that goes on: clients know the code, and the rollout counts as cut off."""
+
+    async def steps(ask):
+        first = said(await ask(START))
+        return (await ask([user("x" * 80), first, user("go")]))[1]["error"]["code"]
+
+    (rollout,) = play(program(steps), says("1"), context=60)
+    assert rollout.extras["result"] == "context_length_exceeded"
+    assert rollout.finish is FinishReason.LENGTH and text_of(rollout) == "1<eos>"
+
+
 def test_a_rollout_has_a_budget_of_tokens_and_of_strands():
     """10 tokens are 5 replies of two; then requests find no room, whichever they are."""
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from covey.core.records import FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply
+from covey.rollout.prompts import PromptTooLong
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
 
@@ -149,7 +150,10 @@ class AgentSession:
         turn = self._known.get(digests[last]) if last >= 0 else None
         number = self._continued(turn, request.messages[last + 1 :]) if turn is not None else None
         if number is None:
-            episode = self.engine.begin(request.messages, tools=request.tools)
+            try:
+                episode = self.engine.begin(request.messages, tools=request.tools)
+            except PromptTooLong as error:
+                raise self._no_room(str(error)) if self.asked else error from None
             number = self._add(episode, len(episode.prompt_ids))
         episode = self._strands[number].episode
         if not self._turns and not self._prompt:
