@@ -199,6 +199,9 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
         ({"peft": {"init_lora_weights": "pissa"}}, "'pissa' changes weights of the model, which all variants share"),
         ({"learning_rat": 1}, "learning_rat"),
         ({"save_steps": 5}, "save_rounds"),
+        ({"eval_steps": 5}, "`eval_steps` is that of the study"),
+        ({"output_dir": "elsewhere"}, "each variant has a folder in it"),
+        ({"max_concurrent_completions": 2}, "share one model and engine"),
     ],
 )
 def test_settings_that_a_study_cannot_have_are_named(tmp_path, changes, message):
@@ -254,6 +257,49 @@ def test_points_of_a_grid_do_not_share_mappings():
 
     points = variants_of({"grid": {"peft": [{"lora_alpha": 4}], "peft.r": [2, 8]}}).values()
     assert [point["peft"] for point in points] == [{"lora_alpha": 4, "r": 2}, {"lora_alpha": 4, "r": 8}]
+
+
+def test_rows_to_compare_on_are_asked_for(tmp_path):
+    from covey.study.plan import Halving
+
+    with pytest.raises(ValueError, match="give `eval_dataset`"):
+        study(tmp_path, {"a": {}}, eval_steps=2)
+    with pytest.raises(ValueError, match="give `eval_steps`"):
+        study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), halving=Halving())
+
+
+def test_rewards_named_in_the_settings_of_all_are_used(tmp_path, monkeypatch):
+    monkeypatch.setitem(COMMON, "reward_funcs", ["tests.support.runs:digits"])
+    made = study(tmp_path, {"a": {}, "b": {"reward_funcs": "tests.support.runs:longer"}})
+    assert [variant.trainer.rewards.names for variant in made.variants.values()] == [["digits"], ["longer"]]
+
+
+def test_changed_settings_reach_a_loaded_optimizer():
+    from types import SimpleNamespace
+
+    from covey.study.variants import adopt_settings
+
+    weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [weight]}, {"params": [bias]}], lr=1.0, weight_decay=0.0)
+    args = SimpleNamespace(learning_rate=0.5, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3)
+    adopt_settings(args, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    names = ("lr", "weight_decay", "betas", "eps")
+    found = [tuple(group[name] for name in names) for group in optimizer.param_groups]
+    assert found == [(0.5, 0.1, (0.8, 0.9), 1e-3), (0.5, 0.0, (0.8, 0.9), 1e-3)]
+
+
+def test_equal_variants_are_seldom_called_different():
+    import random
+
+    from covey.study.report import comparison
+    from covey.study.variants import Variant
+
+    draw, wrong = random.Random(0), 0
+    for _ in range(200):
+        rewards = {name: [draw.gauss(0, 1) for _ in range(6)] for name in "abcdef"}
+        variants = {name: Variant(name, {}, evaluations={1: one}) for name, one in rewards.items()}
+        wrong += any(difference.is_real for difference in comparison(variants)[1].values())
+    assert wrong <= 20  # 0.05 * 200 = 10, and three standard deviations of 3.1
 
 
 def test_halving_stops_those_that_are_really_worse():

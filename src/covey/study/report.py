@@ -1,8 +1,12 @@
 """The report of a study: which variant is ahead, whether the difference is real, and the tree of descent."""
 
+import math
 import statistics
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from covey.core.estimates import interval_of_mean
@@ -26,7 +30,8 @@ class Difference:
 def comparison(variants: Mapping[str, Variant], step: int | None = None) -> tuple[str | None, dict[str, Difference]]:
     """The variant with the highest mean reward, and the others' differences to it, on the same prompts.
 
-    At `step`, or at each variant's last evaluation. Intervals are Bonferroni-corrected for the number of variants.
+    At `step`, or at each variant's last evaluation. Intervals are Student's, Bonferroni-corrected for all pairs of
+    variants: the best one is known from the same rewards.
     """
     rewards = {}
     for name, variant in variants.items():
@@ -36,13 +41,26 @@ def comparison(variants: Mapping[str, Variant], step: int | None = None) -> tupl
     if not rewards:
         return None, {}
     best = max(rewards, key=lambda name: _mean(rewards[name]))
-    z = statistics.NormalDist().inv_cdf(1 - 0.025 / max(len(rewards) - 1, 1))
+    share = 0.05 / max(math.comb(len(rewards), 2), 1)
     differences = {}
     for name, own in rewards.items():
         pairs = [a - b for a, b in zip(own, rewards[best], strict=True) if a == a and b == b]
         if name != best and len(pairs) > 1:
-            differences[name] = Difference(statistics.fmean(pairs), *interval_of_mean(pairs, z))
+            differences[name] = Difference(
+                statistics.fmean(pairs), *interval_of_mean(pairs, _student(share, len(pairs) - 1))
+            )
     return best, differences
+
+
+@lru_cache
+def _student(share: float, freedom: int, steps: int = 20_000) -> float:
+    """Value that Student's t with `freedom` degrees of freedom exceeds, in size, with this probability.
+
+    The angle a = atan(t / sqrt(freedom)) has a density proportional to cos(a) ** (freedom - 1), which is summed here.
+    """
+    density = [math.sin((i + 0.5) * math.pi / 2 / steps) ** (freedom - 1) for i in range(steps)]  # from t = infinity
+    place = bisect(list(accumulate(density)), share * sum(density))
+    return math.sqrt(freedom) / math.tan((place + 0.5) * math.pi / 2 / steps)
 
 
 def _mean(values: list[float]) -> float:

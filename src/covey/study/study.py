@@ -32,6 +32,7 @@ from covey.rollout.vision import is_processor
 from covey.runtime.files import locked, seal
 from covey.study import commands
 from covey.study.commands import Command
+from covey.study.plan import Halving
 from covey.study.report import write_report
 from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
 from covey.study.variants import (
@@ -88,6 +89,10 @@ class Study:
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
         self.eval_rows = [dict(row) for row in eval_dataset] if eval_dataset else []
+        if not self.eval_rows and (eval_steps or isinstance(halving, Halving)):
+            raise ValueError("`eval_steps` and `halving` need rows to compare variants on: give `eval_dataset`.")
+        if isinstance(halving, Halving) and not eval_steps:
+            raise ValueError("`halving` stops variants at evaluations: give `eval_steps`, the steps between these.")
         self.eval_steps, self.save_rounds, self.halving, self.round = eval_steps, save_rounds, halving, 0
         self.variants: dict[str, Variant] = {}
         for name, changes in variants.items():
@@ -255,8 +260,9 @@ class Study:
         except TypeError as error:
             raise ValueError(f"peft={adapter!r}: {error}. See peft.LoraConfig for what it takes.") from error
         arguments = dict(self.given)
-        if named := variant.changes.get("reward_funcs"):
-            arguments["reward_funcs"] = [resolve_reward(one) for one in named]
+        if named := variant.changes.get("reward_funcs", self.common.get("reward_funcs")):
+            named = [named] if isinstance(named, str) or callable(named) else named
+            arguments["reward_funcs"] = [resolve_reward(one) if isinstance(one, str) else one for one in named]
         follows = FollowsStudy(variant, self.folder, self.eval_rows, self.eval_steps)
         trainer = variant.trainer = TRAINERS[method](
             model=with_shared_weights(self.base),

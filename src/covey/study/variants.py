@@ -31,7 +31,8 @@ REFUSED = {  # settings that a study cannot have, and why
     "fsdp": "a study is one process",
     "resume_from_checkpoint": "`train(resume=True)` resumes all variants",
 }
-OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code")  # settings of the shared model
+# settings of the shared model and engine
+OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "max_concurrent_completions")
 OWN_FILES = (QUEUE, STATE, "study.md")
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 2, "disable_tqdm": True}
@@ -91,11 +92,17 @@ def settings_of(common: Mapping[str, Any], changes: Mapping[str, Any], folder: P
         raise ValueError(
             f"{dict(changes)!r} cannot be written to study.json: {error}. Name functions instead."
         ) from None
+    if given := [name for name in ("eval_strategy", "eval_steps") if values.get(name, "no") not in ("no", None)]:
+        raise ValueError(f"`{given[0]}` is that of the study: give it `eval_steps` and `eval_dataset`.")
+    if "output_dir" in changes:
+        raise ValueError("`output_dir` is that of the study: each variant has a folder in it, by its name.")
     if values.get("save_strategy", "no") != "no" or "save_steps" in values:
         raise ValueError("`save_strategy` and `save_steps` are those of the study: give it `save_rounds`.")
     for name in OF_ALL:
         if name in changes and changes[name] != common.get(name):
-            raise ValueError(f"{name}={changes[name]!r} for one variant: all share one model. Set it for the study.")
+            raise ValueError(
+                f"{name}={changes[name]!r} for one variant: all share one model and engine. Set it for the study."
+            )
     method = values.pop("method", "grpo")
     if method not in TRAINERS:
         raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(TRAINERS)}.")
@@ -170,10 +177,12 @@ def adopt_settings(args: Any, optimizer: Any, scheduler: Any) -> None:
     """Give a loaded optimizer and schedule the config's settings in the place of the checkpoint's."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] = args.learning_rate
-        if group.get("weight_decay"):
+        if group.get("weight_decay") or group is optimizer.param_groups[0]:  # the others are of biases and norms
             group["weight_decay"] = args.weight_decay
         if "betas" in group:
             group["betas"] = (args.adam_beta1, args.adam_beta2)
+            if "eps" in group:
+                group["eps"] = args.adam_epsilon
     if lambdas := getattr(scheduler, "lr_lambdas", None):
         scheduler.base_lrs = [args.learning_rate] * len(lambdas)
         for group, factor in zip(optimizer.param_groups, lambdas, strict=True):
