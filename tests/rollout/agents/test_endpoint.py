@@ -301,6 +301,13 @@ def test_a_rollout_has_a_budget_of_tokens_and_of_strands():
     assert rollout.extras["result"] == ([200] * 5 + [400] * 2, 400) and rollout.num_sampled == 10
     assert rollout.finish is FinishReason.LENGTH
 
+    async def cut(ask):  # replies of 7 tokens; the second has room for 3
+        return [(await ask([user(text)]))[1]["choices"][0]["finish_reason"] for text in "ab"]
+
+    (rollout,) = play(program(cut), says("123456"), room=10)
+    assert rollout.extras["result"] == ["stop", "length"] and rollout.num_sampled == 10
+    assert rollout.finish is FinishReason.LENGTH
+
     async def many(ask):
         return [(await ask(START, n=16))[0] for _ in range(MAX_STRANDS // 16 + 1)]
 

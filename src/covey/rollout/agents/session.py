@@ -115,10 +115,11 @@ class AgentSession:
         *_, digest = request.digests()
         if (undelivered := self._undelivered.pop(digest, None)) is not None:
             return undelivered
-        if sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands) >= self._most:
+        left = self._most - sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands)
+        if left <= 0:
             raise self._no_room(f"the rollout has {self._most} sampled tokens, as max_completion_length allows.")
         strands = self._begin(request)
-        replies = await asyncio.gather(*(self._sample(number, request) for number in strands))
+        replies = await asyncio.gather(*(self._sample(number, request, left) for number in strands))
         found = [reply for reply in replies if reply is not None]
         if not found:
             raise self._no_room("the conversation leaves no room for another turn.")
@@ -187,10 +188,13 @@ class AgentSession:
         self._strands.append(_Strand(episode, own))
         return len(self._strands) - 1
 
-    async def _sample(self, number: int, request: ChatRequest) -> tuple[int, Reply] | None:
+    async def _sample(self, number: int, request: ChatRequest, left: int) -> tuple[int, Reply] | None:
         episode = self._strands[number].episode
-        reply = None if episode.finish is not None else await episode.sample(request.max_tokens, request.stop)
-        return (number, reply) if reply is not None and reply.token_ids else None
+        if episode.finish is not None:
+            return None
+        reply = await episode.sample(min(left, request.max_tokens or left), request.stop)
+        self.full |= reply.finish is not FinishReason.STOP and len(reply.token_ids) >= left
+        return (number, reply) if reply.token_ids else None
 
     def _record(self, request: ChatRequest, digest: bytes, number: int, reply: Reply) -> Answer:
         episode = self._strands[number].episode
