@@ -96,7 +96,7 @@ def test_a_killed_study_resumes_bit_exactly(tmp_path):
         made = study(tmp_path / folder, max_steps=4, save_rounds=2, eval_dataset=tiny.rows(2), eval_steps=2)
 
         def watch(study):
-            if study.round == 3:
+            if study.round == 4:
                 study.clone("a", "fast", learning_rate=3e-2)
             return ["b"] if study.variants["b"].step == 2 else []
 
@@ -104,7 +104,7 @@ def test_a_killed_study_resumes_bit_exactly(tmp_path):
         return made
 
     whole = make("whole").train()
-    kill_after(make("killed"), 4)  # one round after the clone has begun
+    kill_after(make("killed"), 5)  # one round after the clone has begun
     resumed = make("killed").train(resume=True)
     names = ["a", "c", "d", "fast"]
     assert_bit_equal(weights_of(tmp_path / "whole", names), weights_of(tmp_path / "killed", names))
@@ -225,6 +225,35 @@ def test_commands_that_cannot_be_carried_out_end_nothing(tmp_path):
     assert [(one.status, one.step, one.changes) for one in (a, b)] == [("finished", 2, {})] * 2
     assert "peft=8 would change" in a.history[0] and "running already" in a.history[1]
     assert all("failed: " in line for line in b.history) and len(b.history) == 2
+
+
+def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
+    from covey.study import commands
+
+    made = study(tmp_path, {"a": {}, "b": {}}, max_steps=6, eval_dataset=tiny.rows(1), eval_steps=1)
+    asked, play, unlink = 4, made.play_round, commands.Path.unlink
+
+    def play_round():
+        if made.round == 0:  # b samples for its step while a evaluates
+            made._go_on(made.variants["a"])
+            [outcome] = made._sample().values()
+            made._go_on(made.variants["a"], outcome)
+        if made.round == asked:
+            commands.send(tmp_path, commands.Command("clone", "a"))
+        play()
+
+    def killed(path, **own):
+        if path.parent.name == commands.QUEUE:
+            raise Killed
+        unlink(path, **own)
+
+    made.play_round = play_round
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(commands.Path, "unlink", killed)
+        made.train()
+    assert made.round <= asked + 2  # each has saved a checkpoint within the two rounds of its step
+    resumed = study(tmp_path, {"a": {}, "b": {}}, max_steps=6, eval_dataset=tiny.rows(1), eval_steps=1)
+    assert list(resumed.train(resume=True)) == ["a", "b", "a-2"]
 
 
 def test_all_commands_of_a_round_are_carried_out_in_order(tmp_path):

@@ -113,6 +113,8 @@ class Study:
         self.given = {"train_dataset": train_dataset, "reward_funcs": reward_funcs, **(parts or {})}
         self.engine: AdapterEngine | None = None
         self._requested: list[Command] = []
+        self._asked: list[Command] = []  # what is carried out at the end of the step
+        self._taken: list[Path] = []  # files that it came from
         self._sampled: list[str] = []  # variants whose adapters the engine holds
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
@@ -139,11 +141,8 @@ class Study:
     def play_round(self) -> None:
         """Sample for all variants in one batch, then let each take its step; carry out what was asked for."""
         self.round += 1
-        halved = [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
-        queued, requested = commands.waiting(self.folder), list(self._requested)
-        asked = [*halved, *requested, *(command for _, command in queued)]
-        if asked or (self.save_rounds and self.round % self.save_rounds == 0):
-            self._begin_cut([one.name for one in asked if one.kind in ("stop", "change")])
+        if not self._cut:
+            self._begin_cut()
         for variant in self._live():
             if variant.turn is not None and variant.turn.pending is None:
                 self._go_on(variant)  # it begins, and samples with the others at once, as after a kill
@@ -152,11 +151,10 @@ class Study:
         if not self._cut or any(variant.must_save for variant in self._live()):
             return
         self._cut = False
-        for command in asked:
+        for command in self._asked:
             self._carry_out(command)
-        del self._requested[: len(requested)]
         self._save()
-        for path, _ in queued:
+        for path in self._taken:
             path.unlink(missing_ok=True)
 
     def stop(self, name: str) -> None:
@@ -184,9 +182,14 @@ class Study:
     def _live(self) -> list[Variant]:
         return [variant for variant in self.variants.values() if variant.live]
 
-    def _begin_cut(self, stopped: Sequence[str]) -> None:
-        self._cut = True
-        for variant in self._live():
+    def _begin_cut(self) -> None:
+        """If anything is asked for, or it is time, let all save a checkpoint when their step ends; later ones wait."""
+        halved = [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
+        queued, requested, self._requested = commands.waiting(self.folder), self._requested, []
+        self._asked, self._taken = [*halved, *requested, *(one for _, one in queued)], [path for path, _ in queued]
+        self._cut = bool(self._asked or (self.save_rounds and self.round % self.save_rounds == 0))
+        stopped = [one.name for one in self._asked if one.kind in ("stop", "change")]
+        for variant in self._live() if self._cut else ():
             variant.must_save = True
             variant.must_stop |= variant.name in stopped
 
@@ -343,7 +346,8 @@ class Study:
         """Write down where all variants are, from which a killed study goes on."""
         records = {name: variant.record() for name, variant in self.variants.items()}
         requested = [asdict(command) for command in self._requested]
-        state = {"round": self.round, "requested": requested, "variants": records}
+        taken = [path.name for path in self._taken]
+        state = {"round": self.round, "requested": requested, "taken": taken, "variants": records}
         commands.write_json(self.folder / commands.STATE, state)
         write_report(self.folder, self.round, self.variants)
 
@@ -354,6 +358,8 @@ class Study:
             return
         state = json.loads(path.read_text())
         self.round, self._requested = state["round"], [Command(**one) for one in state["requested"]]
+        for name in state.get("taken", ()):  # carried out before the kill
+            (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
         self.variants = {name: Variant.of(record) for name, record in state["variants"].items()}
         for variant in self.variants.values():
             kept = int(variant.checkpoint.rpartition("-")[2]) if variant.checkpoint else -1
