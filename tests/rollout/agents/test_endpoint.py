@@ -335,7 +335,7 @@ def test_a_key_opens_its_own_session_alone():
 
 
 def test_what_a_client_did_not_hear_is_told_it_again():
-    """A client that goes away and repeats its request gets the reply that was sampled for it: no second one."""
+    """A client that goes away and repeats its request gets the replies that were sampled for it; another does not."""
 
     class Slow(ScriptedEngine):
         async def generate(self, request):
@@ -346,12 +346,13 @@ def test_what_a_client_did_not_hear_is_told_it_again():
 
     async def steps(ask):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(START), 0.1)
+            await asyncio.wait_for(ask(START, n=2), 0.1)
         await asyncio.sleep(0.4)
-        return said(await ask(START))["content"], ask.session.refused
+        one, two = await ask(START, path="/v1/messages"), await ask(START, n=2)
+        return one[0], len(two[1]["choices"]), ask.session.refused
 
     (rollout,) = play(program(steps), slow)
-    assert rollout.extras["result"] == ("1", None) and rollout.num_sampled == 2 and not rollout.strands
+    assert rollout.extras["result"] == (200, 2, None) and rollout.num_sampled == 3 * 2  # three replies of two tokens
 
 
 def test_a_request_that_is_not_waited_for_leaves_nothing():

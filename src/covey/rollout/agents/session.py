@@ -99,7 +99,7 @@ class AgentSession:
     _prompt: list[Message] = field(default_factory=list)
     _transcript: list[Message] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)  # in the order in which they ended
-    _undelivered: dict[bytes, list[Answer]] = field(default_factory=dict)
+    _undelivered: dict[tuple[bytes, int], list[Answer]] = field(default_factory=dict)
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class AgentSession:
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """Sample the completions of a request; RequestError if it cannot be answered."""
         *_, digest = request.digests()
-        if (undelivered := self._undelivered.pop(digest, None)) is not None:
+        if (undelivered := self._undelivered.pop((digest, request.n), None)) is not None:
             return undelivered
         left = self._most - sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands)
         if left <= 0:
@@ -128,7 +128,7 @@ class AgentSession:
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
         """Keep the answers to a request whose client has gone, for the same request again."""
         *_, digest = request.digests()
-        self._undelivered[digest] = answers
+        self._undelivered[digest, request.n] = answers
 
     @property
     def _most(self) -> int:
