@@ -256,6 +256,13 @@ def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
     assert list(resumed.train(resume=True)) == ["a", "b", "a-2"]
 
 
+def test_new_variants_begin_when_a_study_goes_on(tmp_path):
+    study(tmp_path, {"a": {}}, max_steps=1).train()
+    with pytest.warns(UserWarning, match=r"'learning_rate': 1.0\} has no effect. Use `change`"):
+        ended = study(tmp_path, {"a": {"learning_rate": 1.0}, "new": {}}, max_steps=1).train(resume=True)
+    assert {name: (one.step, one.changes) for name, one in ended.items()} == {"a": (1, {}), "new": (1, {})}
+
+
 def test_all_commands_of_a_round_are_carried_out_in_order(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=2)
 

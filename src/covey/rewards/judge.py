@@ -168,7 +168,7 @@ class LLMJudge:
     async def _grade(self, session: Any, gate: asyncio.Semaphore, case: JudgeCase, counts: Counter[str]) -> list:
         """Rewards of a case's answers: None if the budget is spent, `FailedReward` without a usable reply."""
         body, (low, high), size = self._body(case), self.scale, len(case.answers)
-        key = _digest(body)
+        key = _digest([self.url, body] if self.model == "default" else body)  # a default is another one elsewhere
         counts["cached"] += key in self._scores
         try:
             if (scores := self._scores.get(key)) is None:

@@ -360,14 +360,20 @@ class Study:
         self.round, self._requested = state["round"], [Command(**one) for one in state["requested"]]
         for name in state.get("taken", ()):  # carried out before the kill
             (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
-        self.variants = {name: Variant.of(record) for name, record in state["variants"].items()}
+        given, self.variants = self.variants, {name: Variant.of(one) for name, one in state["variants"].items()}
         for variant in self.variants.values():
+            asked = given.get(variant.name, variant).changes
+            if not variant.history and json.loads(json.dumps(asked)) != variant.changes:
+                warnings.warn(
+                    f"{variant.name} goes on with {variant.changes}; {asked} has no effect. Use `change`.", stacklevel=3
+                )
             kept = int(variant.checkpoint.rpartition("-")[2]) if variant.checkpoint else -1
             for later in numbered_checkpoints(str(self.folder / variant.name)):
                 if int(later.name.rpartition("-")[2]) > kept:
                     shutil.rmtree(later)
             if variant.status == "running":
                 self._begin(variant)
+        self.variants = {**self.variants, **{name: one for name, one in given.items() if name not in self.variants}}
 
 
 class VariantEngine:
