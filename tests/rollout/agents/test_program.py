@@ -126,6 +126,10 @@ HOSTILE = {
     "takes all memory": ("ask(); held = bytearray(1 << 30); time.sleep(9)", "0.25 GiB of memory"),
     "forks without end": ("ask()\nwhile True:\n  try: os.fork()\n  except OSError: pass", "processes"),
     "gives words as a reward": ("ask(); open(os.environ['COVEY_REWARD'], 'w').write('good')", "no number"),
+    "gives a huge file as a reward": (
+        "ask(); open(os.environ['COVEY_REWARD'], 'w').truncate(1 << 36)",
+        "no number",
+    ),
     "gives nan as a reward": ("ask(); open(os.environ['COVEY_REWARD'], 'w').write('nan')", "finite number"),
     "uses another key": ("assert post('/chat/completions', {'messages': []}, key='x') == 401", "without a reply"),
 }
@@ -172,6 +176,7 @@ HARMLESS = {
         head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}"
         s.sendall((head + f"\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n" + body).encode()); s.close()
         ask()""",
+    "empties its folder": "ask(); [os.remove(one.path) for one in os.scandir(os.environ['TMPDIR'])]; time.sleep(0.1)",
     "floods": "[ask(str(i % 100)) for i in range(150)]",
 }
 

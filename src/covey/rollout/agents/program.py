@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any
+from typing import Any, BinaryIO
 
 from covey.core.records import Rollout
 from covey.rollout.agents.endpoint import Service
@@ -119,7 +119,7 @@ class AgentProgram:
         variables |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key} | self.environment
         child: ChildProcess | None = None
         try:
-            with task.open("rb") as stdin, log.open("wb") as stderr:
+            with task.open("rb") as stdin, log.open("w+b") as stderr:  # the program may delete it
                 child = ChildProcess(
                     [part.replace("{row}", str(task)) for part in self.command],
                     limits=self.limits,
@@ -129,20 +129,21 @@ class AgentProgram:
                     cwd=self.directory,
                     env=variables,
                 )
-            while (status := child.poll()) is None:
-                if log.stat().st_size > MAX_OUTPUT:
-                    raise EnvironmentFailed(f"the agent wrote more than {MAX_OUTPUT >> 20} MiB to its standard error")
-                await asyncio.sleep(POLL)
-            if status and not session.full:
-                raise EnvironmentFailed(self._failure(status, log))
+                while (status := child.poll()) is None:
+                    if os.fstat(stderr.fileno()).st_size > MAX_OUTPUT:
+                        raise EnvironmentFailed(
+                            f"the agent wrote more than {MAX_OUTPUT >> 20} MiB to its standard error"
+                        )
+                    await asyncio.sleep(POLL)
+                if status and not session.full:
+                    raise EnvironmentFailed(self._failure(status, stderr))
             return _read_reward(reward)
         finally:
             await asyncio.shield(asyncio.to_thread(_clear, child, folder))
 
-    def _failure(self, status: int, log: Path) -> str:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - SHOWN))
-            end = printable(file.read().decode(errors="replace")).strip()
+    def _failure(self, status: int, log: BinaryIO) -> str:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - SHOWN))
+        end = printable(log.read(SHOWN).decode(errors="replace")).strip()
         limit = OVER_LIMITS.get(status, f"it ended with status {status}").format(*self.limits)
         return f"the agent failed: {limit}{f'. Its last output: {end}' if end else ''}"
 
@@ -155,7 +156,10 @@ def _clear(child: ChildProcess | None, folder: Path) -> None:
 
 def _read_reward(path: Path) -> float | None:
     try:
-        text = path.read_bytes()[:100].decode().strip() if path.is_file() else ""
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            text = file.read(100).decode().strip()
         return float(text) if text else None
     except ValueError as error:
         raise EnvironmentFailed("the agent wrote a reward that is no number into the file COVEY_REWARD") from error
