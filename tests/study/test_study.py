@@ -302,6 +302,9 @@ def test_rows_to_compare_on_are_asked_for(tmp_path):
         study(tmp_path, {"a": {}}, eval_steps=2)
     with pytest.raises(ValueError, match="give `eval_steps`"):
         study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), halving=Halving())
+    with pytest.raises(ValueError, match="by different rewards"):
+        own = {"a": {}, "b": {"reward_weights": [2.0]}}
+        study(tmp_path, own, eval_dataset=tiny.rows(2), eval_steps=1, halving=Halving())
 
 
 def test_rewards_named_in_the_settings_of_all_are_used(tmp_path, monkeypatch):

@@ -93,6 +93,12 @@ class Study:
             raise ValueError("`eval_steps` and `halving` need rows to compare variants on: give `eval_dataset`.")
         if isinstance(halving, Halving) and not eval_steps:
             raise ValueError("`halving` stops variants at evaluations: give `eval_steps`, the steps between these.")
+        if isinstance(halving, Halving) and any(
+            {"reward_funcs", "reward_weights"} & {*one} for one in variants.values()
+        ):
+            raise ValueError(
+                "`halving` cannot compare variants by different rewards: give all the same, or leave it out."
+            )
         self.eval_steps, self.save_rounds, self.halving, self.round = eval_steps, save_rounds, halving, 0
         self.variants: dict[str, Variant] = {}
         for name, changes in variants.items():
