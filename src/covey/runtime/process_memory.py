@@ -12,7 +12,7 @@ import torch
 OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 """In messages of allocators and libraries that raise a plain RuntimeError; the last is cuBLAS's and cuDNN's status."""
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 HEAP_BLOCK_BYTES = (1 << 30, 1 << 25)  # larger blocks do not come from the heap; some versions accept only the second
 HEAP_BYTES = (1 << 31) - 1
 
@@ -53,10 +53,22 @@ def reuse_freed_memory() -> bool:
 
     It saves hundreds of thousands of page faults per step on a CPU, and costs memory (docs/scale.md).
     """
+    return _with_mallopt(_configure)
+
+
+def share_one_heap() -> bool:
+    """Make threads that start from now on use one heap of glibc's, so that what one frees another can have.
+
+    False with another C library. Threads that take turns would otherwise keep freed memory of their own each.
+    """
+    return _with_mallopt(lambda mallopt: bool(mallopt(M_ARENA_MAX, 1)))
+
+
+def _with_mallopt(configure: Callable[[Callable[[int, int], int]], bool]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        return _configure(ctypes.CDLL("libc.so.6").mallopt)
+        return configure(ctypes.CDLL("libc.so.6").mallopt)
     except (OSError, AttributeError):
         return False
 

@@ -30,6 +30,7 @@ from covey.rewards import resolve_reward
 from covey.rollout.collector import run_async
 from covey.rollout.vision import is_processor
 from covey.runtime.files import locked, seal
+from covey.runtime.process_memory import share_one_heap
 from covey.study import commands
 from covey.study.commands import Command
 from covey.study.plan import Halving
@@ -86,6 +87,7 @@ class Study:
     ):
         if not variants:
             raise ValueError("`variants` is empty: give at least one, such as {'base': {}}.")
+        share_one_heap()
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
         self.eval_rows = [dict(row) for row in eval_dataset] if eval_dataset else []

@@ -89,8 +89,9 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
 def _can_be_made(folder: str) -> bool:
     try:
         while not os.path.lexists(folder):  # it is made below one that is there
-            too_long = len(os.fsencode(os.path.basename(folder))) > os.pathconf("/", "PC_NAME_MAX")
-            folder = "" if too_long or not folder.isprintable() else os.path.dirname(folder)
+            if not folder.isprintable() or len(os.fsencode(os.path.basename(folder))) > os.pathconf("/", "PC_NAME_MAX"):
+                return False
+            folder = os.path.dirname(folder)
     except (OSError, ValueError):  # a null byte
         return False
     return os.path.isdir(folder) and os.access(folder, os.W_OK)
