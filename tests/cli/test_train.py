@@ -117,7 +117,6 @@ def test_rloo_takes_the_same_file(run_file):
         (["--peft", "{rank: 4}"], "rank"),
         (["--quantization", "{load_in_4bits: true}"], "load_in_4bits, which transformers.BitsAndBytesConfig does not"),
         (["--quantization", "{load_in_4bit: true}"], "`quantization_config` without `peft_config`"),
-        (["--load_in_4bit", "true"], "`quantization: {load_in_4bit: ...}` in a run file"),
         (["--num_generations", "3"], "num_generations"),
         (["--config"], "--config: expected one argument"),
     ],

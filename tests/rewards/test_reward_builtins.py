@@ -295,6 +295,9 @@ class Scripted:
     def __init__(self):
         self.asked = []
 
+    def start(self):
+        """Do nothing: a call needs no preparation."""
+
     def call(self, request, seconds):
         self.asked.append((request["answer"], seconds))
         if "hard" in request["answer"]:

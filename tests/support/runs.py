@@ -1,13 +1,14 @@
 """Trainers on tiny models, for the tests in this folder."""
 
 from typing import Any
+from unittest import mock
 
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from covey.trainer.integrations.report import RunReport
 from tests.support import known_attributes, tiny
 
 write_page = RunReport.write
-RunReport.write = lambda self, **own: None  # type: ignore[method-assign]  # a second each; tests marked `pages` do
+mock.patch.object(RunReport, "write", lambda self, **own: None).start()  # a second each; tests marked `pages` do
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,

@@ -11,7 +11,7 @@ from covey.config.messages import ignored, is_set, warn
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
 
-SECONDS: dict[str, Any] = {"gt": 0, "le": 1e9, "advice": "It is in seconds."}
+SECONDS: dict[str, Any] = {"gt": 0, "le": 10**9, "advice": "It is in seconds."}
 REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}
 
 

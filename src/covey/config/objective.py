@@ -20,7 +20,7 @@ class RewardFields:
 
     reward_weights: list[float] | None = None
     """Weight of each reward function, in their order. Unset: all 1."""
-    reward_timeout: float = limited(300.0, gt=0, le=1e9, advice="It is in seconds; 300 is the default.")
+    reward_timeout: float = limited(300.0, gt=0, le=10**9, advice="It is in seconds; 300 is the default.")
     """Seconds after which a reward function that has not answered counts as failed."""
     reward_isolation: str = limited("thread", choices=("thread", "process"))
     """Where reward functions run: `thread`, in the trainer's process; `process`, each in a process of its own, which is

@@ -74,12 +74,12 @@ class AgentFields:
         None, ge=0, advice="Leave it unset for as many as the model asks for."
     )
     """Most rounds of tool calls in one rollout; unset: until the model stops calling."""
-    tool_timeout: float = limited(60.0, gt=0, le=1e9, advice="It is in seconds.")
+    tool_timeout: float = limited(60.0, gt=0, le=10**9, advice="It is in seconds.")
     """Seconds that one call of a tool or of an environment may take. A late call fails; its rollout goes on."""
     tool_parser: str | None = None
     """Notation of the model's calls, such as `hermes`, `llama3` or `json`. Unset: by what its chat template
     mentions."""
-    rollout_timeout: float = limited(3600.0, gt=0, le=1e9, advice="It is in seconds.")
+    rollout_timeout: float = limited(3600.0, gt=0, le=10**9, advice="It is in seconds.")
     """Seconds that one rollout with tools, an environment or a function of your own may take; a late one fails. For a
     `rollout_func(prompts, trainer)`, of all its rollouts together."""
     unstable_chat_template: str = limited("raise", choices=("raise", "keep"))

@@ -328,7 +328,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Misspelt a field": "",
         "Used a field's old name": "Nothing; use the new name next time.",
         "Wrote JSON that is not JSON": "Keys and texts in double quotes, `true` and `null` in lower case.",
-        "Put a field into generation_kwargs": "",
+        "Gave a field another value in generation_kwargs": "",
         "Put something into generation_kwargs that the engine does not know": "",
         "Used sync_ref_model without a KL penalty": "",
         "Used dr_grpo without a maximal length": "",

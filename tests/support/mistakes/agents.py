@@ -173,7 +173,7 @@ AGENTS = [
         Mistake(
             "Gave tools or rollouts no time, or endless time",
             lambda b, name=name, value=value: b.config(**{name: value}),
-            (f"{name}={value!r}", "above 0, and finite"),
+            (f"{name}={value!r}", "above 0 and at most 1000000000"),
             when=CONFIG,
         )
         for name, value in {"tool_timeout": 0, "rollout_timeout": float("inf")}.items()

@@ -82,7 +82,7 @@ SETTINGS = [
     setting(
         "Misspelt a loss type or another word",
         {"loss_type": "dr-grpo"},
-        "loss_type='dr-grpo' is not known; choose one of: bnpo, cispo, dapo",
+        "loss_type='dr-grpo' is not known; choose one of: bnpo, cispo, clip_cov",
         "Did you mean 'dr_grpo'",
     ),
     setting(
@@ -117,10 +117,10 @@ SETTINGS = [
         "write it like '{\"key\": 1}'",
     ),
     setting(
-        "Put a field into generation_kwargs",
-        {"generation_kwargs": {"top_p": 0.9}},
-        "generation_kwargs may not hold 'top_p'",
-        "set the field `top_p` instead",
+        "Gave a field another value in generation_kwargs",
+        {"generation_kwargs": {"top_p": 0.9}, "top_p": 0.8},
+        r"generation_kwargs\['top_p'\]=0.9 and top_p=0.8 differ",
+        "leave one out",
     ),
     Mistake(
         "Put something into generation_kwargs that the engine does not know",
