@@ -39,7 +39,8 @@ class _IsolatedFunction:
 
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
         """`check` of the function's result; on that loop too, since the result's own code may hang."""
-        engine.send = self._generate_on(asyncio.get_running_loop(), engine.send)
+        pending: set[Future[list[Completion]]] = set()
+        engine.send = self._generate_on(asyncio.get_running_loop(), engine, pending)
 
         async def play() -> T:
             return check(await self._function(*arguments))
@@ -50,12 +51,23 @@ class _IsolatedFunction:
             if isinstance(raised.error, RolloutError):
                 raise raised.error from None
             raise
+        finally:
+            engine.closed = True  # first: a request that begins now is in `pending`, or sees it
+            for future in list(pending):  # the loop here may end before it has answered
+                future.cancel()
 
-    def _generate_on(self, home: asyncio.AbstractEventLoop, generate: Generate) -> Generate:
-        """`generate` for code on another loop. Requests of one turn there are submitted in one turn here."""
+    def _generate_on(
+        self, home: asyncio.AbstractEventLoop, engine: EpisodeEngine, pending: "set[Future[list[Completion]]]"
+    ) -> Generate:
+        """The engine's `send` for code on another loop. Requests of one turn there are submitted in one turn here."""
+        generate = engine.send
 
         async def submit(request: SampleRequest) -> list[Completion]:
             future: Future[list[Completion]] = Future()
+            pending.add(future)
+            future.add_done_callback(pending.discard)
+            if engine.closed:
+                future.cancel()
             self._relay.send(home, lambda: _run_into(generate(request), future))
             return await asyncio.wrap_future(future)
 
