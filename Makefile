@@ -49,9 +49,9 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three workers for two cores, as tests also wait; one thread each, because tiny models run fastest so and threads that
+# Four workers for two cores, as tests also wait; one thread each, because tiny models run fastest so and threads that
 # spin disturb.
-test: WORKERS = 3
+test: WORKERS = 4
 # Compiled modules are kept even where this variable is set: each worker would compile 350 test modules for itself.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.done

@@ -16,6 +16,8 @@ _seen: set[str] = set()
 
 def guard() -> None:
     """Refuse unknown attributes from now on, in every module of Covey that is new since the last call."""
+    if len(sys.modules) == len(_seen):
+        return
     new = sys.modules.keys() - _seen
     _seen.update(new)
     for name in (name for name in new if name.partition(".")[0] == "covey"):

@@ -5,10 +5,11 @@ from unittest import mock
 
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from covey.trainer.integrations.report import RunReport
-from tests.support import known_attributes, tiny
+from tests.support import known_attributes, tiny, trials
 
 write_page = RunReport.write
 mock.patch.object(RunReport, "write", lambda self, **own: None).start()  # a second each; tests marked `pages` do
+trials.remember()
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,

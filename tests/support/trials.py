@@ -1,0 +1,55 @@
+"""Trials of a model (its layout, its shared prompts), made once for each tiny model instead of for every trainer.
+
+A trial depends on the model's weights and on plain settings of the object that makes it. Both are compared, and trials
+that end in a warning are made every time.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from covey.engines.native.engine import NativeEngine
+from covey.policy.scoring import TokenScorer
+
+_known: dict[Any, Any] = {}
+
+
+def remember() -> None:
+    """Remember trials from now on in this process."""
+    _patch(TokenScorer, "_try_layouts", lambda scorer, model, device: model, ["shared_prefix", "packed"])
+    _patch(NativeEngine, "_objection_to_sharing", lambda engine, dtype, softcap: engine._model(), [None])
+
+
+def _patch(owner: type, name: str, model_of: Any, silent: list[Any]) -> None:
+    trial = getattr(owner, name)
+
+    @functools.wraps(trial)
+    def remembered(self: Any, *arguments: Any) -> Any:
+        model = model_of(self, *arguments)
+        if not _is_plain(model):
+            return trial(self, *arguments)
+        settings = [
+            (field, value) for field, value in vars(self).items() if isinstance(value, bool | int | float | str)
+        ]
+        key = (name, *settings, *(argument for argument in arguments if argument is not model), *_digest(model))
+        if key in _known:
+            return _known[key]
+        result = trial(self, *arguments)
+        if result in silent:
+            _known[key] = result
+        return result
+
+    setattr(owner, name, remembered)
+
+
+def _is_plain(model: torch.nn.Module) -> bool:
+    """True where weights and classes say all about a model: no hook, no forward pass of its own, no shards."""
+    own = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+    return not torch.distributed.is_initialized() and not any(own)
+
+
+def _digest(model: torch.nn.Module) -> list[Any]:
+    kinds = [type(module) for module in model.modules()]
+    weights = [(name, w.dtype, w.shape, w.double().sum().item()) for name, w in model.named_parameters()]
+    return [*kinds, model.training, model.config._attn_implementation, model.config.to_json_string(), *weights]
