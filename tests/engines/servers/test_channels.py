@@ -83,7 +83,7 @@ def test_a_killed_server_is_noticed_before_the_deadline(servers):
     assert results.get() == [1, 1000]
     processes[0].kill()
     begun = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"closed|reset|peer"):
+    with pytest.raises(RuntimeError, match=r"closed|reset|peer|timed out"):
         for _ in range(100):  # what is small may still fit into the connection's own buffers
             channel.send(torch.zeros(2**20, dtype=torch.uint8), 60.0)
     assert time.monotonic() - begun < 30.0

@@ -114,6 +114,19 @@ CASES = {
 }
 
 
+SLOW = (
+    "steps of a group over both processes, with refills",
+    "two generations a step",
+    "checkpointed layers",
+    "dynamic sampling",
+    "an engine that is corrected, a process without signal",
+    "rollout functions, a group over both processes",
+    "sampling ahead",
+    "tokens chosen by covariance",
+    "an entropy quantile and bonus",
+)
+"""Cases that have most in common with another."""
+QUICK = [case for case in CASES if case not in SLOW]
 PADDED = "a layout that suits the last process alone"
 MICRO = {"gradient_accumulation_steps": 1, "max_steps": 3, "optim": "sgd"}
 
@@ -134,26 +147,39 @@ def one(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """All cases by two processes, in one launch by torchrun."""
-    cases = {**CASES, PADDED: {"method": "grpo", "pads_at_the_last": True}}
+def train_two(cases, folder):
+    """Cases by two processes, in one launch by torchrun."""
     settings = {case: {**MICRO, "per_device_train_batch_size": 4, **more} for case, more in cases.items()}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-
-    def train_all(folder):
-        launch([*launcher, str(HERE / "two_processes.py"), str(folder), json.dumps(settings)], 900)
-
-    return torch.load(once(tmp_path_factory, "two_processes", train_all) / "result.pt", weights_only=True)
+    launch([*launcher, str(HERE / "two_processes.py"), str(folder), json.dumps(settings)], 900)
+    return torch.load(folder / "result.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_equal_one(one, two, case):
-    for name, values in one(case)["history"].items():
-        assert two[case]["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
-    for a, b in zip(one(case)["weights"], two[case]["weights"], strict=True):
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    cases = {case: CASES[case] for case in QUICK} | {PADDED: {"method": "grpo", "pads_at_the_last": True}}
+    folder = once(tmp_path_factory, "two_processes", lambda folder: train_two(cases, folder))
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+def assert_equal(one, two):
+    for name, values in one["history"].items():
+        assert two["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+    for a, b in zip(one["weights"], two["weights"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_two_processes_equal_one(one, two, case):
+    assert_equal(one(case), two[case])
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_in_other_cases_too(one, tmp_path):
+    found = train_two({case: CASES[case] for case in SLOW}, tmp_path)
+    for case in SLOW:
+        assert_equal(one(case), found[case])
 
 
 def test_processes_take_the_layout_that_suits_all_of_them(two, tmp_path):

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -136,9 +137,13 @@ def refused(case, scene):
 
 
 def each(cases):
-    """Every case; those that a test of a lower layer shows are slow."""
-    slow = [[pytest.mark.slow] if case.shown_by else [] for case in cases]
-    marked = [pytest.param(case, id=named(case), marks=marks) for case, marks in zip(cases, slow, strict=True)]
+    """Every case. Slow are those that a test of a lower layer shows, and all but three that come to the same."""
+    alike, marked = Counter(), []
+    for case in cases:
+        kind = case.outcome, case.counted, case.kind, bool(case.settings), case.delays, case.harmless
+        alike[kind] += not case.shown_by
+        slow = case.shown_by or alike[kind] > 3
+        marked.append(pytest.param(case, id=named(case), marks=[pytest.mark.slow] if slow else []))
     return pytest.mark.parametrize("case", marked)
 
 
