@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from covey.runtime.files import MANIFEST, seal
+from covey.trainer import checkpoint
 from tests.support import runs
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -103,12 +104,22 @@ def test_a_checkpoint_of_before_manifests_resumes(run, saved):
     assert same(runs.weights(resume(run, True)), saved[1])
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_without_a_manifest_a_lost_file_is_named(run, name):
     for lost in (MANIFEST, name):
         (run / "checkpoint-2" / lost).unlink()
     with pytest.raises(ValueError, match=rf"checkpoint-2' is damaged: {name} is missing"):
         resume(run, True)
+
+
+@pytest.mark.parametrize("name", ["covey_state_1.pt", "rng_state_0.pth"])
+def test_a_lost_file_of_one_process_is_named(tmp_path, name):
+    of_each = "covey_state_0.pt covey_state_1.pt rng_state_0.pth rng_state_1.pth"
+    for file in ("optimizer.pt", "scheduler.pt", *of_each.split()):
+        (tmp_path / file).touch()
+    assert checkpoint._missing(tmp_path) is None
+    (tmp_path / name).unlink()
+    assert checkpoint._missing(tmp_path) == f"{name} is missing"
 
 
 @pytest.mark.parametrize("name", ["covey_state_0.pt", "optimizer.pt"])

@@ -369,12 +369,20 @@ def is_checkpoint(folder: Path) -> bool:
 
 def _missing(checkpoint: Path) -> str | None:
     """Sentence on a file that a checkpoint with the method's state lacks, where no manifest tells; None if none."""
-    there = {path.name.partition(".")[0].rstrip("_0123456789") for path in checkpoint.iterdir()}
-    if (checkpoint / MANIFEST).exists() or "covey_state" not in there:
+    names = {path.name for path in checkpoint.iterdir()}
+    there = {name.partition(".")[0].rstrip("_0123456789") for name in names}
+    if MANIFEST in names or "covey_state" not in there:
         return None
     if not there & {"optimizer", "global_step"}:  # DeepSpeed's is in the latter
         return "optimizer.pt is missing"
-    return "scheduler.pt is missing" if "optimizer" in there and "scheduler" not in there else None
+    if "optimizer" in there and "scheduler" not in there:
+        return "scheduler.pt is missing"
+    if "rng_state.pth" in names:  # of one process; several have a file each
+        return None
+    if "rng_state" not in there:
+        return "rng_state.pth is missing, without which other random numbers are drawn"
+    pairs = [(f"covey_state_{rank}.pt", f"rng_state_{rank}.pth") for rank in range(len(names))]
+    return next((f"{(set(pair) - names).pop()} is missing" for pair in pairs if len(names & {*pair}) == 1), None)
 
 
 def _check_kind(checkpoint: str, adapter: bool) -> None:

@@ -280,6 +280,26 @@ def test_requests_of_a_frozen_server_go_elsewhere(servers, engines, monkeypatch)
     assert [len(completions) for completions in answers] == [2] * 6
 
 
+def test_requests_at_a_silent_server_already_left_out_move(servers, engines, monkeypatch):
+    monkeypatch.setattr(fleet_module, "WATCH_EVERY", 0.05)
+    monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 0.1)
+    one, other = servers(), servers()
+    engine = engines(one, other)  # a request may take 800 s
+    one.misbehave("/v1/completions", fake_vllm.hang(), times=9)
+    one.misbehave("/health", fake_vllm.hang(), times=99)
+    member = engine._pool.members[0]
+
+    async def left_out_first():
+        task = asyncio.get_running_loop().create_task(engine._generate(request()))
+        while not member.calls:
+            await asyncio.sleep(0.01)
+        engine._pool.leave_out(member, "it missed another request's deadline")
+        return await task
+
+    assert len(engine._thread.run(left_out_first(), 30.0)) == 2
+    assert not member.calls and member.last_error and len(other.asked("/v1/completions")) == 1 + 1
+
+
 def test_when_all_are_gone_the_error_names_each_last_error(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other, timeout=2.0)

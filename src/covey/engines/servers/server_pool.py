@@ -19,7 +19,7 @@ QUICK_SECONDS = 15.0  # deadline of health checks and pauses: a server may be bu
 PROBE_SECONDS = 30.0  # for a server to report its properties
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds until a server that failed is checked again, doubled every time
 WATCH_EVERY = 10.0  # seconds between health checks during requests: a server that froze does not break its connections
-MISSES = 2  # health checks in a row that must fail before a server with requests in flight is left out
+MISSES = 2  # health checks in a row that must fail before a server loses its requests in flight
 
 
 @dataclass(eq=False)
@@ -176,7 +176,7 @@ class ServerPool:
     async def _watch_requests(self) -> None:
         while any(member.calls for member in self.members) or self._revivals:
             await asyncio.sleep(WATCH_EVERY)
-            await asyncio.gather(*(self._check(member) for member in self.up if member.calls))
+            await asyncio.gather(*(self._check(member) for member in self.members if member.calls))
 
     async def _check(self, member: PoolMember) -> None:
         try:
@@ -184,7 +184,7 @@ class ServerPool:
             member.misses = 0
         except ServerError as error:
             member.misses += 1
-            if member.misses >= MISSES and member.up:
+            if member.misses >= MISSES and (member.up or member.calls):  # requests outlast being left out
                 self.leave_out(member, error)
                 self.recall([member])
 
