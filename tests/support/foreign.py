@@ -40,7 +40,9 @@ def sample_from(trainer, **engine):
     context, params = trainer.context, trainer.rollouts.params
     fresh = trainer.make_algorithm(trainer.args)
     context.algorithm = corrected(fresh, trainer.args, trainer.collector.engine.traits, params)
-    trainer.behaviour.engine_check = build_engine_check(context, trainer.collector, params, trainer.behaviour.rescore)
+    trainer.behaviour.engine_check = build_engine_check(
+        context, trainer.collector, params, trainer.collector.engine.traits, trainer.behaviour.rescore
+    )
     return trainer
 
 

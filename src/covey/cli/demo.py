@@ -100,7 +100,7 @@ def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any
         save_strategy="no",
         report_to="none",
         seed=seed,
-        **further,
+        **{"record": "tokens", **further},
     )
 
 
@@ -198,6 +198,7 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
         "summary.html": "curves, samples before and after, metrics and settings on one page",
         "summary.json": "the figures above",
         "completions": "every completion of the run",
+        "record": "every token, for replay_from and covey diff",
     }
     for name, what in results.items():
         rich.print(f"  {output_dir / name}: {what}")

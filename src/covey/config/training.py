@@ -95,7 +95,7 @@ class BatchFields:
 
 @dataclass
 class LoggingFields:
-    """Completions on the console and in trackers; the parquet files are always written."""
+    """Completions on the console, in trackers and in the output folder."""
 
     log_completions: bool = False
     """Show sampled prompts and completions at every log, on the console and in the trackers."""
@@ -110,6 +110,14 @@ class LoggingFields:
     """With `log_completions`: one completion of each prompt only."""
     log_completions_total_limit: int | None = limited(None, ge=1)
     """Number of parquet files of completions to keep, those of the latest logs; unset keeps all."""
+    record: str = limited("rollouts", choices=("rollouts", "tokens", "off"))
+    """What is kept of completions in the output folder: `rollouts` (the parquet files of logged steps), `tokens` (in
+    addition every token of every step, in `record/`, which `replay_from` and `covey diff` read) or `off`."""
+    record_max_gb: float = limited(20.0, gt=0)
+    """Size of `record/` in gigabytes, for each process, at which nothing more is recorded."""
+    replay_from: str | None = None
+    """Folder of a run with `record="tokens"`: train on its completions and rewards instead of sampling. The same
+    settings give the same weights, bit by bit; others show what they would have learned from the same samples."""
     log_completions_hub_repo: str | None = None
     """Hub data set to which the parquet files of completions are pushed while training, such as me/completions."""
 

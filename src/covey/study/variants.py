@@ -29,6 +29,7 @@ REFUSED = {  # settings that a study cannot have, and why
     "push_to_hub": "each variant's adapter is in its folder, to be uploaded by hand",
     "deepspeed": "a study is one process",
     "fsdp": "a study is one process",
+    "replay_from": "variants are sampled together",
     "resume_from_checkpoint": "`train(resume=True)` resumes all variants",
 }
 # settings of the shared model and engine

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -17,7 +19,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.credit import UnreadSettings, signal
 from covey.config.base import OnlineConfig
 from covey.config.messages import is_set
-from covey.core.engine import SamplingParams, traits_of
+from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
 from covey.data.difficulty import PromptHistory
@@ -28,6 +30,7 @@ from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
+from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.replicas import Reference, starts_as_identity
@@ -49,9 +52,12 @@ from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
+from covey.trainer.integrations.replay import ReplayPhase
 from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.loss_terms import EntropyController
+from covey.trainer.rollout_phase import RolloutPhase
+from covey.trainer.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -210,7 +216,8 @@ def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
             " Leave the other out."
         )
     built_in = engine is None and not (args.use_vllm or args.use_sglang)
-    if args.max_staleness and (built_in or (engine is not None and traits_of(engine).shares_policy)):
+    shares_policy = built_in or (engine is not None and traits_of(engine).shares_policy)
+    if args.max_staleness and args.replay_from is None and shares_policy:
         name = "the built-in engine" if built_in else type(engine).__name__
         raise ValueError(
             f"max_staleness={args.max_staleness} with {name}, which samples with the very weights that are trained:"
@@ -363,8 +370,55 @@ def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
         num_to_print=args.num_completions_to_print,
         unique_prompts=args.log_unique_prompts,
         report_to=args.report_to or (),
-        enabled=main_process,
+        enabled=main_process and (args.record != "off" or args.log_completions),
     )
+
+
+def build_recorder(
+    context: RunContext, collector: Collector, rewards: RewardSuite, described: Callable[[], Any]
+) -> Recorder | None:
+    """Record of every token, where the config asks for it."""
+    args, collectives = context.args, context.collectives
+
+    def describe() -> dict[str, Any]:
+        template = str(getattr(collector.codec.tokenizer, "chat_template", None))
+        traits = traits_of(collector.engine)
+        return {
+            **described(),
+            "chat_template": sha256(template.encode("utf-8", "replace")).hexdigest(),
+            "model": {"path": str(context.loop.policy.config._name_or_path)},
+            "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
+        }
+
+    if args.record != "tokens":
+        return None
+    folder = Path(args.output_dir or ".", FOLDER)
+    limit = args.record_max_gb * GIGABYTE
+    return Recorder(folder, rewards.names, describe, collectives.rank, collectives.size, limit)
+
+
+def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
+    """Rollouts of an earlier run, where the config asks for them, and the traits of the engine that samples."""
+    args, collectives = context.args, context.collectives
+    if args.replay_from is None:
+        return None, traits_of(collector.engine)
+    replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size)
+    return replay, replay.traits
+
+
+def build_rollouts(
+    context: RunContext,
+    collector: Collector,
+    sampling: SamplingParams,
+    rewards: RewardSuite,
+    sync: WeightSync,
+    dataset: Any,
+    replay: Replay | None,
+) -> RolloutPhase:
+    """Sampling of generations, or reading them from a record."""
+    speculation, chooser = build_speculation(context.args, dataset), build_chooser(context, dataset, rewards.weights)
+    parts = context, collector, sampling, rewards, sync, speculation, chooser
+    return RolloutPhase(*parts) if replay is None else ReplayPhase(*parts, replay)
 
 
 def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptChooser | None:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.engine import RolloutEngine, SamplingParams, traits_of
+from covey.core.engine import RolloutEngine, SamplingParams
 from covey.core.records import MicroStep
 from covey.core.stats import Max
 from covey.data.sampler import train_loader
@@ -42,7 +42,6 @@ from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import attribute
 from covey.trainer.loss_terms import ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.update_phase import UpdatePhase
 from covey.trainer.weight_sync import WeightSync
 
@@ -164,18 +163,18 @@ class OnlineTrainer(Trainer):
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
         """The parts of a step, each with what it needs of the others."""
         args, context, engine = self.args, self.context, self.collector.engine
+        replay, traits = build.build_replay(context, self.collector, self.rewards)
         entropy = build.entropy_controller(args)
-        context.algorithm = corrected(context.algorithm, args, traits_of(engine), sampling)
+        context.algorithm = corrected(context.algorithm, args, traits, sampling)
         runner = MicroBatchRunner.of(context, self.scorer)
-        self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
-        self.behaviour.engine_check = build_engine_check(context, self.collector, sampling, self.behaviour.rescore)
+        behaviour = self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
+        behaviour.engine_check = build_engine_check(context, self.collector, sampling, traits, behaviour.rescore)
         energies = functools.partial(token_energies, self.behaviour) if context.algorithm.token_baseline else None
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
-        speculation = build.build_speculation(args, self.train_dataset)
-        chooser = build.build_chooser(context, self.train_dataset, self.rewards.weights)
-        self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, speculation, chooser)
+        rows = self.train_dataset
+        self.rollouts = build.build_rollouts(context, self.collector, sampling, self.rewards, sync, rows, replay)
         self.finite = FiniteCheck(context, self.credit.describe_rewards)
         self.updates = UpdatePhase(
             context,
@@ -198,6 +197,7 @@ class OnlineTrainer(Trainer):
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
         parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
         described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
+        self.recorder = build.build_recorder(context, self.collector, self.rewards, described)
         self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described)
         self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
 
@@ -224,7 +224,10 @@ class OnlineTrainer(Trainer):
         rollouts = self.rollouts.next(step)
         batch, kl = self.behaviour.score(rollouts.scored.rollouts)
         log = self.completions if self.context.training else self.evaluation.completions
-        return self.credit.assign(batch, rollouts, kl, log)
+        self.credit.assign(batch, rollouts, kl, log)
+        if self.recorder is not None and self.context.training:
+            self.recorder.add(self.context.step, int(rollouts.key[1]), rollouts.scored, batch)
+        return batch
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -199,13 +199,10 @@ class UpdatePhase:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.runner.plan(mine, rows, at_least=most)
         self._planned_passes += len(planned)
-        tokens = [pass_tokens(one, range(len(one)), self.scorer.layout) for one in planned]
+        tokens = sum(pass_tokens(one, range(len(one)), self.scorer.layout) for one in planned)
         run, skipped = sum(map(len, planned)), mine.skipped_rows
-        stats: dict[str, Stat] = {
-            "passes/tokens": Mean(float(sum(tokens)), float(len(planned))),
-            "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
-        }
-        context.metrics.add(stats, "train")
+        sizes, skips = Mean(float(tokens), float(len(planned))), Mean(float(skipped), float(run + skipped))
+        context.metrics.add({"passes/tokens": sizes, "passes/skipped_rollouts": skips}, "train")
         if context.sharding.gradients:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.engine import EngineTraits, SamplingParams, traits_of
+from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.mismatch import mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
@@ -69,15 +69,17 @@ def build_engine_check(
     context: RunContext,
     collector: Collector,
     params: SamplingParams,
+    traits: EngineTraits,
     rescore: Callable[[TrainBatch, float], Tensor],
 ) -> EngineCheck:
     """The comparison of the engine's first samples with the trainer's log-probs."""
-    args, traits = context.args, traits_of(collector.engine)
+    args = context.args
     model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
     comparable = not (traits.reports_after_cut and reshapes(args, params))
-    looks = comparable and args.engine_parity != "off" and not traits.shares_policy
+    action = "off" if args.replay_from else args.engine_parity  # another run's engine is not there to be asked
+    looks = comparable and action != "off" and not traits.shares_policy
     return EngineCheck(
-        action=args.engine_parity,
+        action=action,
         traits=traits,
         rescore=rescore,
         gather=context.collectives.named("compare engine and trainer"),

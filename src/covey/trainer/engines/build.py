@@ -28,16 +28,17 @@ def build_engine(
     collectives: Collectives,
     vision: Vision | None = None,
 ) -> RolloutEngine:
-    """Engine that samples from the policy; backends are imported only when used."""
-    if args.use_sglang:
+    """Engine that samples from the policy; backends are imported only when used, and a replay has none."""
+    replays = args.replay_from is not None
+    if args.use_sglang and not replays:
         from covey.trainer.engines.servers import sglang_servers
 
         return sglang_servers(args, model, tokenizer, accelerator, context)
-    if args.use_vllm and args.vllm_mode == "server":
+    if args.use_vllm and args.vllm_mode == "server" and not replays:
         from covey.trainer.engines.servers import vllm_servers
 
         return vllm_servers(args, model, tokenizer, accelerator, context)
-    if args.use_vllm:
+    if args.use_vllm and not replays:
         from covey.trainer.engines.colocated import build_colocated
 
         return build_colocated(args, model, tokenizer, accelerator, policy, vision)

@@ -1,0 +1,231 @@
+"""Find the first difference between two runs, and what explains it: `covey diff RUN RUN`.
+
+Both were trained with record="tokens". Prompts, tokens, log-probs, rewards and advantages are compared generation by
+generation; the settings, versions, rewards and template of the runs are named that can have caused the difference.
+The exit status is 1 if the runs differ.
+"""
+
+import argparse
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from covey.config import engines, objective, sampling, training
+from covey.observability.record import FOLDER, REWARD, files, number_of, read_rows, read_run
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a step: what it makes, and what makes it differ."""
+
+    columns: tuple[str, ...]  # compared in this order; a name with a slash at its end is a prefix
+    what: str
+    causes: tuple[str, ...]  # parts of run.json that act here
+    fields: tuple[type, ...] = ()  # groups of settings that act here
+    names: tuple[str, ...] = ()  # further settings
+
+
+STAGES = (
+    Stage(
+        ("row", "data"),
+        "the prompts are other rows of the dataset",
+        ("dataset",),
+        (sampling.PromptFields, training.BatchFields),
+        ("seed", "data_seed"),
+    ),
+    Stage(
+        ("prompt_ids",),
+        "the same row became other tokens",
+        ("chat_template", "versions"),
+        names=("chat_template_kwargs", "max_prompt_length"),
+    ),
+    Stage(
+        ("logprobs",),
+        "the same tokens have other log-probs, so the weights or the arithmetic differ",
+        ("versions", "model", "engine"),
+        (training.ModelFields, engines.VllmFields, engines.SglangFields),
+        ("bf16", "fp16", "model_init_kwargs", "temperature", "repetition_penalty"),
+    ),
+    Stage(
+        ("token_ids", "finish"),
+        "other tokens were sampled, with equal log-probs up to there",
+        ("versions",),
+        (sampling.GenerationFields, sampling.SpeculationFields, sampling.AgentFields),
+        ("seed",),
+    ),
+    Stage((REWARD, "steps"), "the same completion has another reward", ("rewards",), (objective.RewardFields,)),
+    Stage(
+        ("advantages", "weights", "entropy_weights", "mismatch_weights", "old_logprobs", "ref_logprobs"),
+        "the same rewards became other advantages or weights",
+        (),
+        (objective.RewardFields, objective.LossFields, objective.KLFields, engines.MismatchFields),
+        ("num_iterations",),
+    ),
+)
+"""In the order of a step. Log-probs are compared up to the first token that differs."""
+
+UPDATE = Stage(
+    (),
+    "everything was equal until then, so the updates before it differ",
+    ("versions",),
+    (objective.LossFields, objective.KLFields, objective.EntropyFields, training.BatchFields),
+    (
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"),
+        *("num_train_epochs", "gradient_accumulation_steps", "optim", "optim_args", "weight_decay", "max_grad_norm"),
+        *("adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed"),
+    ),
+)
+OTHERS = ("output_dir", "logging_dir", "run_name", "record", "record_max_gb", "replay_from")
+"""Settings without an effect on what is trained."""
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first value that differs."""
+
+    stage: Stage
+    column: str
+    step: int
+    generation: int
+    rollout: int  # index in the generation's file
+    token: int | None  # index in the completion or prompt
+    values: tuple[Any, Any]
+
+    def __str__(self) -> str:
+        at = f"step {self.step}, generation {self.generation}, rollout {self.rollout}"
+        token = f", token {self.token}" if self.token is not None else ""
+        first, second = (_shown(value) for value in self.values)
+        return f"First difference: {self.column} at {at}{token}: {first} and {second} ({self.stage.what})."
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="covey diff", description=__doc__)
+    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="output_dir of a run")
+    first, second = parser.parse_args(list(argv)).runs
+    described = read_run(first), read_run(second)
+    changes = [*changed(*described)]
+    difference = first_difference(first / FOLDER, second / FOLDER)
+    if difference is None:
+        print("No difference: the runs recorded the same generations." if not changes else "No difference so far.")
+        _list("Differs, without an effect up to here:", changes)
+        return 0
+    print(difference)
+    stages = [difference.stage]
+    if difference.generation and difference.stage.columns[0] == "logprobs":
+        print(f"It is generation {difference.generation}: {UPDATE.what}.")
+        stages = [UPDATE, *stages]
+    likely = [change for change in changes if any(acts(change, stage) for stage in stages)]
+    _list("What differs and acts there:", likely)
+    _list("Differs as well:", [change for change in changes if change not in likely])
+    if not changes:
+        print("Nothing that is recorded differs: look at the code of the run, at its model and at the machine.")
+    return 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """A part of run.json that differs."""
+
+    part: str  # settings, versions, dataset, rewards, chat_template, engine or processes
+    name: str
+    values: tuple[Any, Any]
+
+    def __str__(self) -> str:
+        if self.part == "settings":
+            return f"{self.name}: {self.values[0]} and {self.values[1]}"
+        if self.part == "versions":
+            return f"version of {self.name}: {self.values[0]} and {self.values[1]}"
+        return {
+            "rewards": f"code of the reward {self.name}",
+            "dataset": f"dataset ({self.name})",
+            "chat_template": "chat template",
+        }.get(self.part, f"{' '.join(filter(None, (self.part, self.name)))}: {self.values[0]} and {self.values[1]}")
+
+
+def changed(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
+    """Differences of two runs as run.json describes them."""
+    for part in dict.fromkeys([*first, *second]):
+        one, two = first.get(part), second.get(part)
+        if not isinstance(one, dict) or not isinstance(two, dict):
+            one, two = {"": one}, {"": two}
+        for name in dict.fromkeys([*one, *two]):
+            if one.get(name) != two.get(name) and not (part == "settings" and name in OTHERS):
+                yield Change(part, name, (one.get(name), two.get(name)))
+
+
+def acts(change: Change, stage: Stage) -> bool:
+    """True if a change can make a stage give other results."""
+    if change.part != "settings":
+        return change.part in stage.causes
+    return change.name in stage.names or any(change.name in kind.__annotations__ for kind in stage.fields)
+
+
+def first_difference(first: Path, second: Path) -> FirstDifference | None:
+    """The earliest generation's first stage at which two records differ; None if one only goes on longer."""
+    ranks = len({path.stem.partition("_rank")[2] for path in first.glob("generation_*.parquet")})
+    for generation in sorted({number_of(path) for path in files(first)} & {number_of(path) for path in files(second)}):
+        found = []
+        for rank in range(ranks):
+            here, there = (_of_generation(folder, generation, rank) for folder in (first, second))
+            found += [*_differences(read_rows(here), read_rows(there), generation)] if here and there else []
+        if found:
+            return min(found, key=lambda one: STAGES.index(one.stage))
+    return None
+
+
+def _of_generation(folder: Path, generation: int, rank: int) -> Path | None:
+    return next((path for path in files(folder, rank) if number_of(path) == generation), None)
+
+
+def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator[FirstDifference]:
+    """The first difference of each stage and rollout."""
+    one: Row
+    two: Row
+    for number, (one, two) in enumerate(zip_longest(here, there, fillvalue={})):
+        same = next(_unequal(one.get("token_ids"), two.get("token_ids")), None)
+        limit = same[0] if same is not None and same[0] is not None else None
+        for stage in STAGES:
+            for column in _columns(stage, one, two):
+                mine, other = one.get(column), two.get(column)
+                if column == "logprobs" and mine and other:  # of the tokens that both have
+                    mine, other = mine[:limit], other[:limit]
+                if (found := next(_unequal(mine, other), None)) is not None:
+                    yield FirstDifference(stage, column, (one or two)["step"], generation, number, *found)
+                    break
+
+
+def _columns(stage: Stage, one: Row, two: Row) -> Iterator[str]:
+    for name in stage.columns:
+        yield from [c for c in dict.fromkeys([*one, *two]) if c.startswith(name)] if name == REWARD else [name]
+
+
+def _unequal(one: Any, two: Any) -> Iterator[tuple[int | None, tuple[Any, Any]]]:
+    """Index and values of the first unequal elements; index None for values that are no lists."""
+    if not (isinstance(one, list) and isinstance(two, list)):
+        if not _equal(one, two):
+            yield None, (one, two)
+        return
+    for index, pair in enumerate(zip_longest(one, two)):
+        if not _equal(*pair):
+            yield index, pair
+
+
+def _equal(one: Any, two: Any) -> bool:
+    both_nan = isinstance(one, float) and isinstance(two, float) and math.isnan(one) and math.isnan(two)
+    return bool(one == two) or both_nan
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _list(title: str, entries: Iterable[Change]) -> None:
+    lines = [f"  {entry}" for entry in entries]
+    if lines:
+        print("\n".join([title, *lines]))

@@ -1,0 +1,149 @@
+"""A run that is trained again from its record, without an engine."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from covey.observability.record import Recorder, Replay, files, read_rows, read_run
+from tests.support import runs, tiny
+from tests.support.engines import CopyEngine
+from tests.support.players import PLAYERS
+
+KEPT = ("loss", "grad_norm", "reward", "kl", "completions/mean_length", "learning_rate", "entropy")
+"""Metrics of a replay that are the recorded run's; nothing is known of what was sampled and not selected."""
+
+
+class Silent:
+    """Fails where a run samples."""
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("a replay samples nothing")
+
+
+def recorded(folder, **changes):
+    trained = runs.trainer(folder, record="tokens", **changes)
+    trained.train()
+    return trained
+
+
+def replayed(folder, source, **changes):
+    trained = runs.trainer(folder, replay_from=str(source), **changes)
+    trained.collector.collect = Silent()
+    trained.train()
+    return trained
+
+
+CASES = {
+    "grpo with a reference": {"beta": 0.05},
+    "rloo, two passes": {"method": "rloo", "num_iterations": 2, "max_steps": 4},
+    "dynamic sampling": {"dynamic_sample": True, "max_steps": 3},
+    "sampling masks": {"keep_sampling_mask": True, "top_p": 0.8, "mask_truncated_completions": True},
+    "several turns, sampled ahead": {
+        "parts": {"rollout_func": PLAYERS["a group"]},
+        "engine": True,
+        "max_staleness": 1,
+        "max_steps": 3,
+        "max_completion_length": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_replay_ends_with_the_same_weights(case, tmp_path):
+    changes = {"max_steps": 3, **CASES[case]}
+    engine = {"engine": CopyEngine(tiny.model())} if changes.pop("engine", False) else {}
+    first = recorded(tmp_path / "first", **{**changes, "parts": {**changes.get("parts", {}), **engine}})
+    second = replayed(tmp_path / "second", tmp_path / "first", **changes)
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(first), runs.weights(second), strict=True))
+    for name in KEPT:
+        assert runs.history(first, name) == runs.history(second, name), name
+
+
+def test_another_learning_rate_is_tried_on_the_same_samples(tmp_path):
+    first = recorded(tmp_path / "first", max_steps=2)
+    second = replayed(tmp_path / "second", tmp_path / "first", max_steps=2, learning_rate=1e-3)
+    assert runs.history(first, "reward") == runs.history(second, "reward")
+    assert runs.history(first, "grad_norm")[0] == runs.history(second, "grad_norm")[0]
+    assert runs.history(first, "grad_norm")[1] != runs.history(second, "grad_norm")[1]
+
+
+def test_a_row_has_every_token(tmp_path):
+    trained = recorded(tmp_path, beta=0.05, max_steps=1)
+    path = files(tmp_path / "record")[0]
+    rows = read_rows(path)
+    assert path.name == "generation_00000.parquet" and len(rows) == 8
+    for row in rows:
+        tokens = len(row["token_ids"])
+        of_tokens = ("sampled", "logprobs", "entropies", "advantages", "weights", "ref_logprobs")
+        assert tokens and all(len(row[name]) == tokens for name in of_tokens)
+        assert row["completion"] == trained.processing_class.decode(row["token_ids"], skip_special_tokens=True)
+        assert row["data"] == tiny.rows()[row["row"]] and row["step"] == 0
+        assert row["reward/longer"] == pytest.approx(runs.longer([row["token_ids"]])[0])
+        assert row["fate"] in ("trained", "no signal")
+    described = read_run(tmp_path)
+    assert described["settings"]["beta"] == "0.05" and described["processes"] == 1
+    assert list(described["rewards"]) == ["longer"] and "torch" in described["versions"]
+
+
+def test_nothing_more_is_recorded_beyond_the_limit(tmp_path):
+    with pytest.warns(UserWarning, match="record_max_gb=1e-06"):
+        recorded(tmp_path, max_steps=3, record_max_gb=1e-6)
+    assert len(files(tmp_path / "record")) == 1
+
+
+def test_a_new_run_removes_what_an_earlier_one_recorded(tmp_path):
+    recorded(tmp_path, max_steps=3)
+    recorded(tmp_path, max_steps=1)
+    assert [path.name for path in files(tmp_path / "record")] == ["generation_00000.parquet"]
+
+
+def test_a_full_disk_costs_the_record_and_not_the_run(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Recorder, "_write", full)
+    with pytest.warns(UserWarning, match="The run goes on without it"):
+        assert recorded(tmp_path, max_steps=1).state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_steps": 3}, "has no generation 1: it is a record of 1, the last of which is 0"),
+        ({"parts": {"reward_funcs": runs.digits}}, "has the rewards longer, and this run has digits"),
+    ],
+)
+def test_what_a_record_cannot_do_is_an_error(change, message, tmp_path):
+    recorded(tmp_path / "first", max_steps=1)
+    with pytest.raises(ValueError, match=message):
+        replayed(tmp_path / "second", tmp_path / "first", **change)
+
+
+def test_a_folder_without_a_record_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match='trained with record="tokens"'):
+        runs.trainer(tmp_path, replay_from=str(tmp_path))
+
+
+def test_as_many_processes_are_needed(tmp_path):
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / "run.json").write_text(json.dumps({"processes": 2, "engine": {}}))
+    with pytest.raises(ValueError, match="recorded by 2 processes, and 1 are"):
+        Replay(tmp_path, ["longer"])
+
+
+def test_nothing_is_written_without_a_record(tmp_path):
+    runs.trainer(tmp_path, max_steps=1, record="off").train()
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_token_takes_at_most_48_bytes(tmp_path):
+    recorded(tmp_path, beta=0.05, num_iterations=2, max_steps=1, max_completion_length=64)
+    [path] = files(tmp_path / "record")
+    of_tokens = {"token_ids", "sampled", "versions", "logprobs", "entropies", "old_logprobs", "ref_logprobs"}
+    of_tokens |= {"advantages", "weights"}
+    table = pq.ParquetFile(path).metadata
+    groups = [table.row_group(0).column(number) for number in range(table.num_columns)]
+    stored = sum(column.total_compressed_size for column in groups if column.path_in_schema.split(".")[0] in of_tokens)
+    assert stored <= 48 * sum(len(row["token_ids"]) for row in read_rows(path))
