@@ -421,10 +421,13 @@ def _stopped(completion: Completion, stop: Sequence[str], tokenizer: Any) -> Com
 
     size = len(completion.token_ids)
     end = bisect_left(range(size + 1), True, key=found)
-    if end > size:
-        return completion
+    return completion if end > size else first_tokens(completion, end, FinishReason.STOP)
+
+
+def first_tokens(completion: Completion, end: int, finish: FinishReason) -> Completion:
+    """The completion cut off before its token `end`."""
     cut: dict[str, Any] = {
         name: None if (values := getattr(completion, name)) is None else values[:end]
         for name in ("token_ids", "logprobs", "entropies", "versions", "sampling_mask")
     }
-    return replace(completion, **cut, finish=FinishReason.STOP, reused=min(completion.reused, end))
+    return replace(completion, **cut, finish=finish, reused=min(completion.reused, end))

@@ -23,7 +23,8 @@ from covey.rollout.environments.agent import (
 )
 from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool
-from covey.rollout.prompts import PromptCodec
+from covey.rollout.images import has_images
+from covey.rollout.prompts import PromptCodec, row_images
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
@@ -118,7 +119,7 @@ def plays_functions(spec: RolloutSpec | None) -> bool:
 
 
 def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
-    """Refuse strings as prompts, where tools and environments need conversations, and unknown environments."""
+    """Refuse strings where tools and environments need conversations, images for programs, unknown environments."""
     play = None if spec is None else spec.play
     for number, row in enumerate(rows):
         player: Any = play
@@ -127,6 +128,12 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
                 player = play.agents[play.checked_name(row)]
             except EnvironmentFailed as unknown:
                 raise ValueError(f"row {number} of `{role}`: {unknown}.") from None
+        if getattr(player, "text_only", False) and (row_images(row) or has_images(row.get("prompt"))):
+            raise ValueError(
+                f"row {number} of `{role}` has images, and `agent` is a program that gets its row as JSON and asks the"
+                " policy in text. Play the rollouts with `rollout_func`, or remove the images, as by"
+                " `dataset.remove_columns('image')`."
+            )
         if isinstance(player, ToolAgent | EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
             needs = "tools need" if isinstance(player, ToolAgent) else "an environment needs"
             raise ValueError(

@@ -88,8 +88,8 @@ def _check_optimizer(optimizer: Any, policy: Any) -> None:
 def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> None:
     spec = collector.spec
     player = None if spec is None else spec.play
-    columns = check_prompts(dataset, role, collector.codec)
     check_rows(spec, first_rows(dataset), role)
+    columns = check_prompts(dataset, role, collector.codec)
     check_columns(player, columns, role)
     if not plays_functions(spec):  # what these give to reward functions is known when they have
         rewards.check_columns(columns | given_by(player))

@@ -315,6 +315,57 @@ def test_a_rollout_has_a_budget_of_tokens_and_of_strands():
     assert rollout.extras["result"] == [200] * (MAX_STRANDS // 16) + [400]
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_budget_is_exact_for_requests_at_once(n):
+    """Four requests are sampled together, each choice with the 10 tokens that were left when they began."""
+
+    class Together(ScriptedEngine):
+        async def generate(self, request):
+            arrived.extend(request.seeds)
+            if len(arrived) == 4 * n:
+                everyone.set()
+            await everyone.wait()
+            return await super().generate(request)
+
+    arrived, everyone = [], asyncio.Event()
+    engine = Together(lambda ids, seed: [*TOKENIZER("123456")["input_ids"], TOKENIZER.eos_token_id])
+
+    async def steps(ask):
+        answers = await asyncio.gather(*(ask([user(str(i))], n=n) for i in range(4)))
+        full = [body["error"]["code"] == "context_length_exceeded" for status, body in answers if status == 400]
+        return sum(len(body["choices"]) for status, body in answers if status == 200), full
+
+    (rollout,) = play(program(steps), engine, room=10)
+    assert rollout.num_sampled == 10 and rollout.finish is FinishReason.LENGTH
+    choices, full = rollout.extras["result"]  # one of 7 tokens and one of 3; the others find no room
+    assert choices == len(rollout.turn_ends) == 2 and len(full) >= 2 and all(full)
+
+
+def test_seeds_do_not_depend_on_the_order_of_arrival():
+    """Two conversations of two turns, the first one asked twice: its second reply has another seed."""
+
+    class Noting(ScriptedEngine):
+        async def generate(self, request):
+            noted.setdefault(TOKENIZER.decode(request.prompt_ids), []).extend(request.seeds)
+            return await super().generate(request)
+
+    def steps(order):
+        async def steps(ask):
+            for added in ([], [{"role": "assistant", "content": "1"}, user("on")]):
+                for text in order:
+                    said(await ask([user(text), *added]))
+
+        return steps
+
+    found = []
+    for order in ("aab", "baa"):
+        noted = {}
+        play(program(steps(order)), Noting(lambda ids, seed: [*TOKENIZER("1")["input_ids"], TOKENIZER.eos_token_id]))
+        found.append(noted)
+    assert found[0] == found[1] and sorted(map(len, found[0].values())) == [1, 1, 2, 2]
+    assert len({seed for seeds in found[0].values() for seed in seeds}) == 6
+
+
 def test_a_key_opens_its_own_session_alone():
     async def rollout(row, engine):
         mine, other = AgentSession(engine), AgentSession(engine)

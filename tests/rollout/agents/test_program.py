@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from covey.core.records import FinishReason
-from covey.rollout.agents import AgentProgram, with_agent
+from covey.rollout.agents import AgentProgram, RemoteAgents, with_agent
 from covey.rollout.environments.agent import REWARD, PlayedEnvironment
+from covey.rollout.runner import RolloutSpec
 from covey.rollout.user_functions import RolloutValidator
+from covey.trainer.build_rollouts import check_rows
 from tests.support.playing import TOKENIZER, play, says
 
 ASK = """
@@ -233,6 +235,24 @@ def test_what_is_no_agent_is_refused():
         AgentProgram(lambda row, base_url, api_key: None)
     with pytest.raises(ValueError, match="`tools` would not be used"):
         with_agent("python", None, tools=[print])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": None, "image": "x.png"},
+        {"prompt": "?", "images": ["x.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
+    ],
+)
+def test_images_are_refused_for_programs(row):
+    """Programs get their row as JSON and ask in text: the policy would not see them."""
+    validator = RolloutValidator(len(TOKENIZER), None)
+    for agent in (AgentProgram(sys.executable), RemoteAgents(0, key="x" * 16)):
+        spec = RolloutSpec(PlayedEnvironment(agent, 20.0, validator), None, 20.0)
+        check_rows(spec, [{"prompt": None, "image": None, "images": []}], "train_dataset")
+        with pytest.raises(ValueError, match="row 1 of `eval_dataset` has images, and `agent` is a program"):
+            check_rows(spec, [{"prompt": "?"}, row], "eval_dataset")
 
 
 @pytest.mark.slow

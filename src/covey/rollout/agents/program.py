@@ -51,6 +51,7 @@ class AgentProgram:
     """
 
     optional_reward = True  # reward functions, where there are any, come in the place of its own reward
+    text_only = True
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class RemoteAgents:
     """
 
     optional_reward = True
+    text_only = True
 
     def __init__(self, port: int, *, host: str = "127.0.0.1", key: str | None = None):
         self._address, self._key = (host, port), key or os.environ.get(KEY_VARIABLE, "")

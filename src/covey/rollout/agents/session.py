@@ -7,6 +7,7 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from covey.core.records import FinishReason, Message, Rollout
-from covey.rollout.episode import Episode, EpisodeEngine, Reply
-from covey.rollout.prompts import PromptTooLong
+from covey.core.engine import SampleRequest
+from covey.core.records import Completion, FinishReason, Message, Rollout
+from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
+from covey.rollout.prompts import PromptTooLong, sample_seed
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
 
@@ -87,7 +89,7 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 @dataclass(eq=False, repr=False)
 class AgentSession:
-    """Requests of one rollout's program."""
+    """Requests of one rollout's program. What its engine samples from now on counts towards the rollout's budget."""
 
     engine: EpisodeEngine
     parser: ToolParser | None = None
@@ -101,8 +103,10 @@ class AgentSession:
     _turns: list[_Turn] = field(default_factory=list)  # in the order in which they ended
     _undelivered: dict[tuple[bytes, int], list[Answer]] = field(default_factory=dict)
     _calls: int = 0
+    _sent: Counter[str] = field(default_factory=Counter)  # requests of the engine by the digest of their tokens
 
     def __post_init__(self) -> None:
+        self._generate, self.engine.send = self.engine.send, self._send
         if self.parser is None:
             self.parser = TOOL_PARSERS[parser_for(self.engine.tokenizer.chat_template)]
 
@@ -115,11 +119,10 @@ class AgentSession:
         *_, digest = request.digests()
         if (undelivered := self._undelivered.pop((digest, request.n), None)) is not None:
             return undelivered
-        left = self._most - sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands)
-        if left <= 0:
+        if self._left <= 0:
             raise self._no_room(f"the rollout has {self._most} sampled tokens, as max_completion_length allows.")
         strands = self._begin(request)
-        replies = await asyncio.gather(*(self._sample(number, request, left) for number in strands))
+        replies = await asyncio.gather(*(self._sample(number, request) for number in strands))
         found = [reply for reply in replies if reply is not None]
         if not found:
             raise self._no_room("the conversation leaves no room for another turn.")
@@ -133,6 +136,26 @@ class AgentSession:
     @property
     def _most(self) -> int:
         return self.engine.params.max_tokens
+
+    @property
+    def _left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self._most - sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands)
+
+    async def _send(self, request: SampleRequest) -> list[Completion]:
+        """Completions with seeds that do not depend on the order in which requests arrive, cut to what is left.
+
+        Requests at once are each sampled with all that is left, as nobody knows which will need it; the budget is
+        settled when a completion arrives, and the caller takes it before any other does.
+        """
+        digest = blake2b(np.array(request.prompt_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+        number, self._sent[digest] = self._sent[digest], self._sent[digest] + 1
+        (completion,) = await self._generate(
+            replace(request, seeds=[sample_seed(*self.engine.seed_key, "prefix", digest, number)])
+        )
+        if len(completion.token_ids) > (left := max(0, self._left)):
+            completion = first_tokens(completion, left, FinishReason.LENGTH)
+        return [completion]
 
     def _no_room(self, message: str) -> RequestError:
         self.full = True
@@ -188,12 +211,12 @@ class AgentSession:
         self._strands.append(_Strand(episode, own))
         return len(self._strands) - 1
 
-    async def _sample(self, number: int, request: ChatRequest, left: int) -> tuple[int, Reply] | None:
+    async def _sample(self, number: int, request: ChatRequest) -> tuple[int, Reply] | None:
         episode = self._strands[number].episode
-        if episode.finish is not None:
+        if episode.finish is not None or self._left <= 0:
             return None
-        reply = await episode.sample(min(left, request.max_tokens or left), request.stop)
-        self.full |= reply.finish is not FinishReason.STOP and len(reply.token_ids) >= left
+        reply = await episode.sample(min(self._left, request.max_tokens or self._most), request.stop)
+        self.full |= reply.finish is not FinishReason.STOP and self._left <= 0
         return (number, reply) if reply.token_ids else None
 
     def _record(self, request: ChatRequest, digest: bytes, number: int, reply: Reply) -> Answer:

@@ -168,6 +168,7 @@ class PlayedEnvironment(RolloutFunction):
     def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
         super().__init__(environment.play, timeout, limits)
         self.optional_reward = getattr(environment, "optional_reward", False)
+        self.text_only = getattr(environment, "text_only", False)  # it would not see a row's images
         self._environment = environment
         self._at_end = weakref.finalize(self, _close, environment)
 
