@@ -237,21 +237,31 @@ def test_requests_at_once_are_strands():
 @pytest.mark.parametrize(
     ("path", "body", "status", "reason"),
     [
-        ("/v1/chat/completions", {"messages": []}, 400, "there are no messages"),
-        ("/v1/chat/completions", {"messages": "hi"}, 400, "must be a list of messages"),
+        ("/v1/chat/completions", {"messages": []}, 400, "`messages` is []; it must be a list with messages"),
+        ("/v1/chat/completions", {"messages": "hi"}, 400, '`messages` is "hi"; it must be a list'),
         ("/v1/chat/completions", {"messages": [{"role": "emperor", "content": "x"}]}, 400, "emperor"),
-        ("/v1/chat/completions", {"messages": [user([{"type": "image_url"}])]}, 400, "text alone, not 'image_url'"),
+        (
+            "/v1/chat/completions",
+            {"messages": [user([{"type": "image_url"}])]},
+            400,
+            'content[0].type` is "image_url"; it must be "text"',
+        ),
         ("/v1/chat/completions", {"messages": START, "n": 10**9}, 400, "must be 1 to 16"),
         ("/v1/chat/completions", {"messages": START, "max_tokens": -1}, 400, "at least 1"),
-        ("/v1/chat/completions", {"messages": START, "response_format": {"type": "json_object"}}, 400, "not supported"),
+        (
+            "/v1/chat/completions",
+            {"messages": START, "response_format": {"type": "json_object"}},
+            400,
+            'must be "text"',
+        ),
         ("/v1/chat/completions", {"data": "{"}, 400, "not JSON"),
         ("/v1/chat/completions", {"data": "[" * 100_000}, 400, "not JSON"),
         ("/v1/chat/completions", {"data": b"\xff\xfe\x00"}, 400, "not JSON"),
-        ("/v1/chat/completions", {"data": "7"}, 400, "must be a JSON object"),
+        ("/v1/chat/completions", {"data": "7"}, 400, "`body` is 7; it must be an object"),
         ("/v1/chat/completions", {"messages": START, "key": "other"}, 401, "this key has no session"),
         ("/v1/chat/completions", {"data": b"x" * (module.MAX_BODY + 1)}, 413, "at most"),
-        ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "not 'computer_call'"),
-        ("/v1/messages", {"messages": [user([{"type": "image"}])]}, 400, "text alone, not 'image'"),
+        ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, '`input[0].type` is "computer_call"'),
+        ("/v1/messages", {"messages": [user([{"type": "image"}])]}, 400, 'is "image"; it must be "text"'),
         ("/v1/messages", {"messages": START, "key": ""}, 401, "this key has no session"),
     ],
 )
@@ -264,6 +274,7 @@ def test_requests_that_cannot_be_answered_say_why(path, body, status, reason):
     (rollout,) = play(program(steps), says("1"))
     given, answer = rollout.extras["result"]
     assert given == status and reason in answer["error"]["message"]
+    assert answer["error"].get("param") is None or f"`{answer['error']['param']}`" in answer["error"]["message"]
     assert (answer.get("type") == "error") is (path == "/v1/messages")
     assert text_of(rollout) == "1<eos>"
 

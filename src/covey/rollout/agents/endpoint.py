@@ -75,15 +75,15 @@ class AgentEndpoint:
     async def _models(self, request: web.Request) -> web.Response:
         if self._key(request) is None:
             return web.json_response(
-                _refused(request).error("this key has no session.", "invalid_api_key", 401), status=401
+                _refused(request).error("this key has no session.", "invalid_api_key", 401, None), status=401
             )
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "covey"}]})
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         api, key = _refused(request), self._key(request)
 
-        def refuse(message: str, code: str, status: int) -> web.Response:
-            return web.json_response(api.error(message, code, status), status=status)
+        def refuse(message: str, code: str, status: int, param: str | None = None) -> web.Response:
+            return web.json_response(api.error(message, code, status, param), status=status)
 
         if key is None:
             return refuse("this key has no session.", "invalid_api_key", 401)
@@ -98,7 +98,7 @@ class AgentEndpoint:
         except RequestError as error:
             if error.code != FULL:
                 session.refused = session.refused or str(error)
-            return refuse(str(error), error.code, error.status)
+            return refuse(str(error), error.code, error.status, error.param)
         except web.HTTPRequestEntityTooLarge:
             return refuse(f"a request has at most {MAX_BODY} bytes.", "request_too_large", 413)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, LookupError):

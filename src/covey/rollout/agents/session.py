@@ -27,11 +27,11 @@ FULL = "context_length_exceeded"  # code of a request that there is no room to a
 
 
 class RequestError(Exception):
-    """A request that cannot be answered; message and code go back to the program."""
+    """A request that cannot be answered; message, code and the field's name go back to the program."""
 
-    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400):
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400, param: str | None = None):
         super().__init__(message)
-        self.code, self.status = code, status
+        self.code, self.status, self.param = code, status, param
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ To add one, write an `Api` and add it to `APIS`.
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,62 +25,115 @@ MAX_CHOICES = 16
 class Api:
     """One API."""
 
-    read: Callable[[Body], ChatRequest]
+    read: Callable[["_Fields"], ChatRequest]
     response: Callable[[Body, list[Answer]], Body]
     events: Callable[[Body, Body], Iterable[Event]]  # of (request, response), for a stream
-    error: Callable[[str, str, int], Body]  # of (message, code, status)
+    error: Callable[[str, str, int, str | None], Body]  # of (message, code, status, field of the request)
 
 
 def read_request(api: Api, body: Any) -> ChatRequest:
-    """The request; RequestError where it is none, whatever it holds."""
+    """The request; RequestError, with the name of the field, where it cannot be read."""
     try:
-        if not isinstance(body, dict):
-            raise TypeError("it must be a JSON object")
-        request = api.read(body)
-        if not request.messages:
-            raise ValueError("there are no messages")
-        return request
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-        raise RequestError(f"the request cannot be read: {type(error).__name__}: {str(error)[:200]}.") from error
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request's body cannot be written as UTF-8: {str(error)[:200]}.") from error
+    fields = _Fields(body, "")
+    fields.get("stream", bool), fields.get("model", str)
+    request = api.read(fields)
+    if not request.messages:
+        raise fields.wrong("input" if api.read is _read_response else "messages", "a list with messages")
+    return request
 
 
 # ---- parts of all ----------------------------------------------------------------------------------------------------
 
 
-def _text(content: Any) -> str:
+TYPES = {str: "a string", bool: "true or false", int: "a whole number", list: "a list", dict: "an object"}
+
+
+def _wrong(path: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"`{path}` is {json.dumps(value)[:100]}; it must be {allowed}.", param=path)
+
+
+class _Fields:
+    """An object of the request, and its path; fields that are null count as missing."""
+
+    def __init__(self, given: Any, path: str):
+        if not isinstance(given, dict):
+            raise _wrong(path or "body", given, TYPES[dict])
+        self.given, self._prefix = given, f"{path}." if path else ""
+
+    def get(self, name: str, *types: type, needed: bool = False) -> Any:
+        value = self.given.get(name)
+        if type(value) in types or (value is None and not needed):  # true is no number
+            return value
+        raise self.wrong(name, " or ".join(TYPES[one] for one in types))
+
+    def wrong(self, name: str, allowed: str) -> RequestError:
+        return _wrong(self._prefix + name, self.given.get(name), allowed)
+
+    def inner(self, name: str, needed: bool = False) -> "_Fields":
+        return _Fields(self.get(name, dict, needed=needed) or {}, self._prefix + name)
+
+    def objects(self, name: str, needed: bool = False) -> list["_Fields"]:
+        values = self.get(name, list, needed=needed) or []
+        return [_Fields(one, f"{self._prefix}{name}[{i}]") for i, one in enumerate(values)]
+
+    def choice(self, name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
+        value: str = self.get(name, str, needed=otherwise is None) or otherwise or ""
+        if value not in allowed:
+            raise self.wrong(name, " or ".join(map(json.dumps, allowed)))
+        return value
+
+    def refuse(self, *names: str, instead: str) -> None:
+        for name in names:
+            if self.given.get(name):
+                raise self.wrong(name, f"left out, as it is not supported: {instead}")
+
+
+def _text(given: _Fields, name: str) -> str:
     """The text of a message's content; thinking that comes back is left out."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        kind = part.get("type", "text")
-        if kind in ("text", "input_text", "output_text"):
-            texts.append(str(part["text"]))
-        elif kind not in ("thinking", "redacted_thinking", "reasoning"):
-            raise ValueError(f"messages hold text alone, not {kind!r}")
-    return "\n".join(texts)
+    content = given.get(name, str, list)
+    return _joined(given.objects(name)) if isinstance(content, list) else content or ""
 
 
-def _call(name: Any, arguments: Any) -> Body:
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else {}
-    return {"type": "function", "function": {"name": str(name), "arguments": arguments}}
+def _joined(parts: Sequence[_Fields]) -> str:
+    kinds = ("text", "input_text", "output_text", "thinking", "redacted_thinking", "reasoning")
+    texts = [part for part in parts if part.choice("type", kinds, "text").endswith("text")]
+    return "\n".join(part.get("text", str, needed=True) for part in texts)
 
 
-def _limit(*values: Any) -> int | None:
-    given = next((value for value in values if value is not None), None)
-    if given is not None and (not isinstance(given, int) or given < 1):
-        raise ValueError(f"the limit of tokens is {given!r}; it must be at least 1")
-    return given
+def _call(given: _Fields, arguments: str) -> Body:
+    """A call of a function, whose arguments are an object or its JSON."""
+    value = given.get(arguments, str, dict) or {}
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise given.wrong(arguments, "an object, or the JSON of one")
+    return {"type": "function", "function": {"name": given.get("name", str, needed=True), "arguments": value}}
 
 
-def _stops(value: Any) -> tuple[str, ...]:
-    return tuple(one for one in ([value] if isinstance(value, str) else value or ()) if isinstance(one, str) and one)
+def _limit(given: _Fields, name: str) -> int | None:
+    if (limit := given.get(name, int)) is not None and limit < 1:
+        raise given.wrong(name, "at least 1")
+    return limit
 
 
-def _function(tool: Body, parameters: str) -> Body:
-    schema = tool.get(parameters) or {"type": "object", "properties": {}}
-    function = {"name": str(tool["name"]), "description": str(tool.get("description") or ""), "parameters": schema}
+def _stops(given: _Fields, name: str) -> tuple[str, ...]:
+    value = given.get(name, str, list) or []
+    stops = [value] if isinstance(value, str) else value
+    if not all(isinstance(one, str) for one in stops):
+        raise given.wrong(name, "a list of strings")
+    return tuple(filter(None, stops))
+
+
+def _function(tool: _Fields, schema: str, kind: str = "function") -> Body:
+    tool.choice("type", (kind,), kind)
+    parameters, description = tool.inner(schema), tool.get("description", str) or ""
+    for name in (properties := parameters.inner("properties")).given:
+        properties.inner(name)
+    shown = parameters.given or {"type": "object", "properties": {}}
+    function = {"name": tool.get("name", str, needed=True), "description": description, "parameters": shown}
     return {"type": "function", "function": function}
 
 
@@ -87,46 +141,47 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def _openai_error(message: str, code: str, status: int) -> Body:
-    return {"error": {"message": message, "type": code, "param": None, "code": code}}
+def _openai_error(message: str, code: str, status: int, param: str | None = None) -> Body:
+    return {"error": {"message": message, "type": code, "param": param, "code": code}}
 
 
 # ---- OpenAI chat completions -----------------------------------------------------------------------------------------
 
 
-def _read_chat(body: Body) -> ChatRequest:
-    if not isinstance(body.get("messages"), list):
-        raise TypeError("`messages` must be a list of messages")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise ValueError("response_format is not supported: the policy is sampled as it is")
-    n = body.get("n") or 1
-    if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
-        raise ValueError(f"n={n!r} must be 1 to {MAX_CHOICES}")
-    messages = [_chat_message(message) for message in body["messages"]]
-    limit = _limit(body.get("max_completion_tokens"), body.get("max_tokens"))
-    return ChatRequest(
-        messages, [_chat_tool(one) for one in body.get("tools") or ()], n, _stops(body.get("stop")), limit
-    )
+def _read_chat(body: _Fields) -> ChatRequest:
+    body.inner("response_format").choice("type", ("text",), "text")
+    body.inner("stream_options").get("include_usage", bool)
+    body.get("logprobs", bool)
+    body.refuse("top_logprobs", instead="`logprobs` has the log-probability of each token alone")
+    body.refuse("functions", instead="give `tools`")
+    n = body.get("n", int)
+    if n is not None and not 1 <= n <= MAX_CHOICES:
+        raise body.wrong("n", f"1 to {MAX_CHOICES}")
+    messages = [_chat_message(message) for message in body.objects("messages", needed=True)]
+    tools, stops = [_chat_tool(one) for one in body.objects("tools")], _stops(body, "stop")
+    limits = [_limit(body, name) for name in ("max_completion_tokens", "max_tokens")]
+    return ChatRequest(messages, tools, n or 1, stops, limits[0] or limits[1])
 
 
-def _chat_tool(tool: Body) -> Body:
-    if tool.get("type") != "function":
-        raise ValueError(f"tools are functions, not {tool.get('type')!r}")
-    return {"type": "function", "function": dict(tool["function"]) | {"name": str(tool["function"]["name"])}}
+def _chat_tool(tool: _Fields) -> Body:
+    tool.choice("type", ("function",))
+    function = tool.inner("function", needed=True)
+    _function(function, "parameters")  # the chat template shows it as it was given
+    return {"type": "function", "function": function.given}
 
 
-def _chat_message(message: Body) -> Message:
+def _chat_message(message: _Fields) -> Message:
     """A message with the keys that chat templates read."""
-    made: Message = {"role": ROLES[message.get("role", "user")], "content": _text(message.get("content"))}
-    if calls := message.get("tool_calls"):
+    made: Message = {"role": ROLES[message.choice("role", ROLES, "user")], "content": _text(message, "content")}
+    if calls := message.objects("tool_calls"):
         made["tool_calls"] = [
             {
-                **({"id": one["id"]} if one.get("id") else {}),
-                **_call(one["function"]["name"], one["function"]["arguments"]),
+                **({"id": number} if (number := one.get("id", str)) else {}),
+                **_call(one.inner("function", needed=True), "arguments"),
             }
             for one in calls
         ]
-    return made | {name: str(message[name]) for name in ("tool_call_id", "name") if message.get(name)}
+    return made | {name: value for name in ("tool_call_id", "name") if (value := message.get(name, str))}
 
 
 def _chat_response(body: Body, answers: list[Answer]) -> Body:
@@ -177,29 +232,29 @@ def _chat_events(body: Body, response: Body) -> Iterator[Event]:
 # ---- OpenAI responses ------------------------------------------------------------------------------------------------
 
 
-def _read_response(body: Body) -> ChatRequest:
-    if body.get("previous_response_id"):
-        raise ValueError("previous_response_id is not supported: send the whole conversation as `input`")
+def _read_response(body: _Fields) -> ChatRequest:
+    body.refuse("previous_response_id", "conversation", "prompt", instead="send the whole conversation as `input`")
+    body.refuse("background", instead="wait for the response")
+    body.inner("text").inner("format").choice("type", ("text",), "text")
     messages: list[Message] = []
-    if body.get("instructions"):
-        messages.append({"role": "system", "content": str(body["instructions"])})
-    given = body.get("input")
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given or ():
-        kind = item.get("type", "message")
+    if instructions := body.get("instructions", str):
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given := body.get("input", str, list), str):
+        messages.append({"role": "user", "content": given})
+    for item in () if isinstance(given, str) else body.objects("input"):
+        kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
         if kind == "message":
-            messages.append({"role": ROLES[item["role"]], "content": _text(item.get("content"))})
+            messages.append({"role": ROLES[item.choice("role", ROLES)], "content": _text(item, "content")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = {"id": str(item["call_id"]), **_call(item["name"], item.get("arguments"))}
+            call = {"id": item.get("call_id", str, needed=True), **_call(item, "arguments")}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _text(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": str(item["call_id"]), "content": content})
-        elif kind != "reasoning":
-            raise ValueError(f"items of the input are messages and calls of functions, not {kind!r}")
-    tools = [_function(tool, "parameters") for tool in body.get("tools") or () if tool.get("type") == "function"]
-    return ChatRequest(messages, tools, max_tokens=_limit(body.get("max_output_tokens")))
+            number = item.get("call_id", str, needed=True)
+            messages.append({"role": "tool", "tool_call_id": number, "content": _text(item, "output")})
+    tools = [_function(tool, "parameters") for tool in body.objects("tools")]
+    return ChatRequest(messages, tools, max_tokens=_limit(body, "max_output_tokens"))
 
 
 def _response(body: Body, answers: list[Answer]) -> Body:
@@ -272,27 +327,30 @@ def _response_parts(response: Body) -> Iterator[tuple[str, Body]]:
 # ---- Anthropic messages ----------------------------------------------------------------------------------------------
 
 
-def _read_anthropic(body: Body) -> ChatRequest:
+def _read_anthropic(body: _Fields) -> ChatRequest:
+    body.refuse("output_format", "mcp_servers", instead="the policy is sampled as it is")
+    body.inner("output_config").refuse("format", instead="describe the form in the messages")
     messages: list[Message] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": _text(body["system"])})
-    for message in body["messages"]:
-        blocks = message.get("content")
-        blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
-        others = [one for one in blocks if one["type"] not in ("tool_use", "tool_result")]
-        for one in blocks:
-            if one["type"] == "tool_result":
-                content, number = _text(one.get("content")), str(one["tool_use_id"])
-                messages.append({"role": "tool", "tool_call_id": number, "content": content})
-        calls = [
-            {"id": str(one["id"]), **_call(one["name"], one["input"])} for one in blocks if one["type"] == "tool_use"
-        ]
-        if others or calls:
-            made: Message = {"role": ROLES[message["role"]], "content": _text(others)}
+    if system := _text(body, "system"):
+        messages.append({"role": "system", "content": system})
+    for message in body.objects("messages", needed=True):
+        role = ROLES[message.choice("role", ROLES)]
+        if isinstance(text := message.get("content", str, list, needed=True), str):
+            messages.append({"role": role, "content": text})
+            continue
+        kinds: dict[str, list[_Fields]] = {"tool_use": [], "tool_result": [], "": []}
+        for block in message.objects("content"):
+            kind = block.get("type", str, needed=True)
+            kinds[kind if kind in kinds else ""].append(block)
+        for one in kinds["tool_result"]:
+            number = one.get("tool_use_id", str, needed=True)
+            messages.append({"role": "tool", "tool_call_id": number, "content": _text(one, "content")})
+        calls = [{"id": one.get("id", str, needed=True), **_call(one, "input")} for one in kinds["tool_use"]]
+        if kinds[""] or calls:
+            made: Message = {"role": role, "content": _joined(kinds[""])}
             messages.append(made | ({"tool_calls": calls} if calls else {}))
-    tools = [_function(tool, "input_schema") for tool in body.get("tools") or ()]
-    limit = _limit(body.get("max_tokens"))
-    return ChatRequest(messages, tools, stop=_stops(body.get("stop_sequences")), max_tokens=limit)
+    tools = [_function(tool, "input_schema", "custom") for tool in body.objects("tools")]
+    return ChatRequest(messages, tools, stop=_stops(body, "stop_sequences"), max_tokens=_limit(body, "max_tokens"))
 
 
 def _anthropic_response(body: Body, answers: list[Answer]) -> Body:
@@ -302,7 +360,7 @@ def _anthropic_response(body: Body, answers: list[Answer]) -> Body:
     for call in message.get("tool_calls", ()):
         given = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
-    stopped = next((stop for stop in _stops(body.get("stop_sequences")) if stop in answer.reply.text), None)
+    stopped = next((stop for stop in body.get("stop_sequences") or () if stop and stop in answer.reply.text), None)
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     return {
         "id": _new_id("msg"),
@@ -339,7 +397,7 @@ def _anthropic_parts(response: Body) -> Iterator[Body]:
     yield {"type": "message_stop"}
 
 
-def _anthropic_error(message: str, code: str, status: int) -> Body:
+def _anthropic_error(message: str, code: str, status: int, param: str | None = None) -> Body:
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
     return {"type": "error", "error": {"type": kinds.get(status, "invalid_request_error"), "message": message}}
 
