@@ -93,7 +93,7 @@ class RewardSuite:
             raise RewardError(f"batch_size={batch_size} must be at least 1.")
         self.timeout = timeout
         self.names = unique_names([_name(candidate) for candidate in given])
-        self.weights = _weights(weights, len(given))
+        self.weights = as_weights(weights, len(given))
         self.functions = [
             _adapt(one, tokenizer, name, model_init_kwargs or {}, batch_size, device, isolation == "process")
             for one, tokenizer, name in zip(given, _aligned(processing_classes, len(given)), self.names, strict=True)
@@ -259,7 +259,7 @@ def unique_names(names: list[str]) -> list[str]:
     return unique
 
 
-def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
+def as_weights(weights: Sequence[float] | None, count: int) -> Tensor:
     if weights is None:
         return torch.ones(count)
     if len(weights) != count:

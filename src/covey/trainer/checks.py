@@ -13,19 +13,27 @@ from covey.core.stats import Sum
 from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
 from covey.rewards import RewardSuite
+from covey.rewards.functions import FunctionReward, function_name
+from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
 from covey.trainer.build_rollouts import check_columns, check_rows, given_by, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
+from covey.trainer.integrations.attributes import listed as as_list
 
 MOST_NAMED = 3  # parameters that a message names
 MOST_IN_A_ROW = 3  # steps that are not finite; the last of them ends the run
 MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each halves the scale, which starts at 2^16
 
 
-def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool) -> None:
-    """Look at the rows of datasets, before a model is loaded."""
+def check_datasets(
+    args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool, reward_funcs: Any = None
+) -> None:
+    """Look at the rows of datasets, and at the columns that reward functions ask for, before a model is loaded.
+
+    `reward_funcs` are looked at if nothing but the dataset gives them columns.
+    """
     if train_dataset is None and eval_dataset is None:
         way = "with a `prompt` column" if prompts_required else "or `max_steps`: the environments then give the prompts"
         raise ValueError(f"neither `train_dataset` nor `eval_dataset` was given. Give rows to train on, {way}.")
@@ -35,6 +43,13 @@ def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, pr
         check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
         algebra = args.algebra(args.world_size)
         (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
+    functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
+    if functions and prompts_required:
+        as_weights(args.reward_weights, len(as_list(reward_funcs)))
+        for dataset in evaluation_sets(train_dataset) + [rows_of(one) for one in evaluation_sets(eval_dataset)]:
+            columns = {column for row in first_rows(dataset) for column in row}
+            for function in functions:
+                FunctionReward(function, function_name(function)).require_columns(columns)
 
 
 def evaluation_sets(eval_dataset: Any) -> list[Any]:

@@ -124,7 +124,7 @@ class OnlineTrainer(Trainer):
             environment_factory = with_agent(agent, environment_factory, tools, rollout_func)
         prompts_required = environment_factory is None
         train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
-        check_datasets(args, train_dataset, eval_dataset, prompts_required)
+        check_datasets(args, train_dataset, eval_dataset, prompts_required, None if rollout_func else reward_funcs)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)
         init_kwargs: Any = args.model_init_kwargs  # a config parses JSON

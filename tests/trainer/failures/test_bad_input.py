@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from covey import GRPOConfig, GRPOTrainer
+from covey.rewards import RewardError
 from tests.support import runs, tiny
 from tests.support.failing_processes import WAYS
 from tests.support.mistakes.advice import SECTIONS
@@ -74,6 +76,18 @@ def test_an_iterator_is_refused_before_anything_is_read_from_it(bench):
     with pytest.raises(ValueError, match="read only once"):
         bench.build(train_dataset=rows_left)
     assert next(rows_left) == tiny.rows()[0]
+
+
+@pytest.mark.parametrize(
+    "settings, says", [({}, "asks for 'department'"), ({"reward_weights": [1.0, 2.0]}, "2 reward we")]
+)
+def test_rewards_are_checked_before_a_model_is_loaded(tmp_path, settings, says):
+    def right(completions, department):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(RewardError, match=says):
+        args = GRPOConfig(output_dir=str(tmp_path), report_to="none", **settings)
+        GRPOTrainer(model="no-such/model", reward_funcs=right, args=args, train_dataset=[{"prompt": "2+2="}])
 
 
 def test_an_eval_batch_size_matters_only_with_an_eval_dataset(bench):
