@@ -237,6 +237,7 @@ def test_async_rewards_and_extra_logs_work(tmp_path):
 
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00001.parquet")
     assert {"step", "prompt", "completion", "slow", "longer", "shout", "advantage"} <= set(table.column_names)
+    assert set(table["step"].to_pylist()) == {1}  # as the file and the terminal call it
 
 
 def test_a_reward_model_scores(tmp_path):

@@ -85,7 +85,7 @@ class CompletionLog:
         errors: Sequence[str | None] | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
-        """Take rollouts that were sampled after so many optimizer steps; a reward is None where its function abstained.
+        """Take rollouts of a step (from 1), or of an evaluation; a reward is None where its function abstained.
 
         Prompts and completions are texts or message lists; where a completion has several turns or calls a tool, all
         get the `CONVERSATION_COLUMNS` too, with `counts` as the messages show by default.

@@ -249,7 +249,7 @@ class CreditAssigner:
             stats |= entropy_stats(everyone.columns["entropy"])
         context.metrics.add(stats, context.mode)
         if log is not None and log.enabled:
-            log.add(context.step, **everyone.table(names, credit.of_completions()))
+            log.add(context.step + context.training, **everyone.table(names, credit.of_completions()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tokens": self.num_tokens}
