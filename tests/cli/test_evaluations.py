@@ -65,6 +65,7 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     assert (folder / "out" / "evaluations" / "eval_votes_00000.parquet").is_file()
     printed = capsys.readouterr().out
     assert f"pass@1 {metrics['eval_greedy_pass@1']:.1%} (" in printed and "evaluation.json" in printed
+    assert f"evaluating {tiny_folder}\n" in printed
     assert main(["explain", "run.json"]) == 0
     explained = capsys.readouterr().out
     assert "Suite greedy: 1 completion(s) of each prompt, greedy." in explained

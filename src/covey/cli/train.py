@@ -45,6 +45,8 @@ def evaluate(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     path, flags = take_config(list(argv))
     run = read_run(path, flags, None, needed=("model", "eval_dataset"))
+    if run.args.process_index == 0:
+        print(f"evaluating {run.model}", flush=True)
     trainer = build_trainer(run, training=False)
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
