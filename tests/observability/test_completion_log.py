@@ -59,6 +59,13 @@ def test_only_the_latest_files_are_kept(tmp_path):
     assert sorted(written[0].parent.iterdir()) == sorted(written[1:])
 
 
+def test_files_of_sets_with_like_names_are_counted_apart(tmp_path):
+    logs = [filled(tmp_path, total_limit=1, name=name) for name in ("eval", "eval_easy", "eval_easy_2")]
+    for step in (1, 2):
+        last = [log.write(step) for log in logs]
+    assert sorted(last[0].parent.iterdir()) == sorted(last)
+
+
 def test_messages_become_text(tmp_path):
     log = CompletionLog(tmp_path)
     log.add(0, [[{"role": "user", "content": "Hi"}]], [[{"role": "assistant", "content": "Yo"}]], {}, [0.0])

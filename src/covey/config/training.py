@@ -109,7 +109,7 @@ class LoggingFields:
     log_unique_prompts: bool = False
     """With `log_completions`: one completion of each prompt only."""
     log_completions_total_limit: int | None = limited(None, ge=1)
-    """Number of parquet files of completions to keep, those of the latest logs; unset keeps all."""
+    """Number of parquet files of completions to keep, those of the latest logs and evaluations; unset keeps all."""
     record: str = limited("rollouts", choices=("rollouts", "tokens", "off"))
     """What is kept of completions in the output folder: `rollouts` (the parquet files of logged steps), `tokens` (in
     addition every token of every step, in `record/`, which `replay_from` and `covey diff` read) or `off`."""

@@ -149,8 +149,8 @@ class CompletionLog:
         with written_whole(path := self.folder / f"{self.name}_{step:05d}.parquet") as new:
             pq.write_table(table, new)
         if self.total_limit:  # by time, since a resumed run may find files of later steps
-            files = sorted(self.folder.glob(f"{self.name}_*.parquet"), key=lambda file: file.stat().st_mtime_ns)
-            for old in files[: -self.total_limit]:
+            files = [file for file in self.folder.glob("*.parquet") if file.stem.rpartition("_")[0] == self.name]
+            for old in sorted(files, key=lambda file: file.stat().st_mtime_ns)[: -self.total_limit]:
                 old.unlink()
         return path
 

@@ -210,8 +210,12 @@ def test_settings_of_run_files():
 
 
 def test_plain_evaluations_write_their_completions_too(tmp_path):
-    trainer = runs.trainer(tmp_path, parts={"eval_dataset": {"plain": tiny.rows(2)}}, per_device_eval_batch_size=4)
+    settings = {"per_device_eval_batch_size": 4, "log_completions_total_limit": 1}
+    trainer = runs.trainer(tmp_path, parts={"eval_dataset": {"plain": tiny.rows(2)}}, **settings)
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "evaluations" / "eval_plain_00007.parquet").touch()
     trainer.evaluate()
+    assert len(list((tmp_path / "evaluations").iterdir())) == 1
     table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")
     assert len(table) == 2 * trainer.context.algebra.eval_group
     assert {"prompt", "completion", "advantage"} <= set(table.column_names)

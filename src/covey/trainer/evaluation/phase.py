@@ -68,6 +68,7 @@ class EvaluationPhase:
         args = context.args
         self.completions = log = CompletionLog(
             args.output_dir or ".",
+            total_limit=args.log_completions_total_limit,
             unique_prompts=args.log_unique_prompts,
             sent_as=next(iter(rewrite_logs({f"{prefix}_completions": 0.0}))),
             folder=Path("evaluations"),
