@@ -7,7 +7,7 @@ import pytest
 
 from covey.observability.metric_docs import meaning, meanings
 from covey.observability.metrics import Timeline
-from covey.observability.plots import _panels, drawn_panels, plot_curves, series, smooth
+from covey.observability.plots import PHASES_PANEL, _panels, draw_panel, drawn_panels, plot_curves, series, smooth
 from covey.observability.report import Sample, write_report
 
 HISTORY = [
@@ -48,6 +48,14 @@ def test_a_series_leaves_out_what_is_missing_or_undefined():
 def test_smoothing_keeps_ends_and_straight_lines():
     assert smooth([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert smooth([0.0, 3.0, 0.0], 3) == [0.0, 1.0, 0.0]
+
+
+def test_a_long_run_has_no_more_bars_and_the_same_seconds():
+    logs = [{"step": 2.0 * number, "phase/generate": float(number % 7)} for number in range(1, 1002)]
+    bars = draw_panel(logs, PHASES_PANEL).axes[0].patches
+    assert len(bars) == 167 and bars[-1].get_x() + bars[-1].get_width() == 2002  # 1001 logs / 6 in each
+    area = sum(bar.get_height() * bar.get_width() for bar in bars)
+    assert area == pytest.approx(sum(log["phase/generate"] for log in logs))
 
 
 class Page(HTMLParser):

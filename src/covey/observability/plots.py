@@ -75,6 +75,7 @@ PANELS = (
     Panel("Gradient norm", {"grad_norm": "norm"}),
 )
 PHASES_PANEL = Panel("Seconds per step by phase", {})
+MOST_BARS = 200  # for each phase, of one log or several: the time to draw a page grows with each
 ROUNDING = 1e-6  # a panel with nothing larger is left out
 
 
@@ -230,8 +231,11 @@ def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
     steps = np.array([float(entry.get("step", index)) for index, entry in enumerate(entries)])
     widths = np.diff(steps, prepend=0.0)  # optimizer steps that each log is about
     widths[widths <= 0] = 1.0
+    firsts = np.arange(0, len(steps), math.ceil(len(steps) / MOST_BARS))  # logs that a bar begins with
+    steps, widths = steps[[*(firsts[1:] - 1), -1]], np.add.reduceat(widths, firsts)
     names = dict.fromkeys(key for entry in entries for key in entry if key.startswith(("phase/", "overlap/")))
-    per_step = {name: np.array([entry.get(name, 0.0) for entry in entries]) / widths for name in names}
+    seconds = {name: np.array([entry.get(name, 0.0) for entry in entries]) for name in names}
+    per_step = {name: np.add.reduceat(seconds[name], firsts) / widths for name in names}
     phases = sorted((one for one in names if one.startswith("phase/")), key=lambda name: -sum(per_step[name] * widths))
     base = np.zeros(len(steps))
     style = {"fontsize": 7.5, "frameon": False, "loc": "upper left", "labelcolor": INK, "columnspacing": 1}
