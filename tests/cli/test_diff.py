@@ -67,7 +67,7 @@ def test_the_planted_cause_is_named(cause, base, conversations, tmp_path, capsys
     capsys.readouterr()
     assert main(["diff", first, second]) == 1
     found = capsys.readouterr().out.splitlines()
-    assert found[0].startswith(f"First difference: {column} at step {int(cause in UPDATED)}"), found
+    assert found[0].startswith(f"First difference: {column} at step {1 + (cause in UPDATED)}"), found
     begin = next(number for number, line in enumerate(found) if line == "What differs and acts there:")
     assert found[begin + 1].strip() == named, found
 

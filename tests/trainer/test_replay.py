@@ -79,7 +79,7 @@ def test_a_row_has_every_token(tmp_path):
         of_tokens = ("sampled", "logprobs", "entropies", "advantages", "weights", "ref_logprobs")
         assert tokens and all(len(row[name]) == tokens for name in of_tokens)
         assert row["completion"] == trained.processing_class.decode(row["token_ids"], skip_special_tokens=True)
-        assert row["data"] == tiny.rows()[row["row"]] and row["step"] == 0
+        assert row["data"] == tiny.rows()[row["row"]] and row["step"] == 1
         assert row["reward/longer"] == pytest.approx(runs.longer([row["token_ids"]])[0])
         assert row["fate"] in ("trained", "no signal")
     described = read_run(tmp_path)

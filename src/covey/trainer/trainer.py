@@ -226,7 +226,7 @@ class OnlineTrainer(Trainer):
         log = self.completions if self.context.training else self.evaluation.completions
         self.credit.assign(batch, rollouts, kl, log)
         if self.recorder is not None and self.context.training:
-            self.recorder.add(self.context.step, int(rollouts.key[1]), rollouts.scored, batch)
+            self.recorder.add(self.context.step + 1, int(rollouts.key[1]), rollouts.scored, batch)
         return batch
 
     def compute_loss(
