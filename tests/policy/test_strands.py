@@ -11,6 +11,7 @@ from covey.algorithms import grpo
 from covey.core.batch import collate, join
 from covey.core.engine import SamplingParams
 from covey.core.objective import policy_loss
+from covey.core.packing import pass_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.strands import longest, unfolded
 from covey.engines.native.engine import NativeEngine
@@ -22,6 +23,7 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
+from covey.trainer.distributed.exchange import RolloutIndex, join_indexes
 from covey.trainer.microbatches import weigh
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
@@ -195,6 +197,37 @@ def test_every_sampled_token_comes_once_after_its_own_context(parts):
     assert all(rollout.sampled[end] for end in ends.values())
     size = max(len(one.prompt_ids) + len(one.completion_ids) for one, _ in parts)
     assert longest(len(rollout.prompt_ids), len(rollout.completion_ids), rollout.strands) == size
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(conversations(), min_size=1, max_size=4))
+def test_the_tokens_of_a_pass_are_those_that_it_computes(programs):
+    """Counted in the inputs of the model; the index of rollouts knows the same, also with those of another process."""
+    batch = collate([joined(parts) for parts in programs])
+    batch.advantages = torch.ones(batch.num_tokens)
+    other = collate([joined(PLAIN)])
+    other.advantages = torch.ones(other.num_tokens)
+    index = join_indexes([RolloutIndex.of(other, 1), RolloutIndex.of(batch)])
+    for layout in ("packed", "padded"):
+        for rows in (range(len(batch)), [len(batch) - 1]):
+            chosen = batch.select(torch.tensor(list(rows)))
+            shown = chosen if chosen.jumps is None else unfolded(chosen)[0]
+            computed = LAYOUTS[layout](shown, 0).kwargs["input_ids"].numel()
+            assert pass_tokens(batch, rows, layout) == computed
+            assert pass_tokens(index, [row + 1 for row in rows], layout) == computed
+        assert pass_tokens(index, [0], layout) == 4
+
+
+def test_prompts_that_strands_shorten_are_counted():
+    """Shared, 12 + 2 tokens, and 10 of the prompt again for two strands of 2 + 1 tokens; a fourth one goes on there."""
+    prompt = list(range(10, 22))
+    parts = [(part(prompt, [30, 31]), 12), *((part([*prompt[:10], 40 + i], [50, 51]), 11) for i in range(2))]
+    parts.append((part([*prompt[:10], 40], [50, 51], (52,), [53]), 13))
+    batch = collate([joined(parts)])
+    inputs = LAYOUTS["shared_prefix"](unfolded(batch)[0], 0)
+    computed = 12 + 2 + 10 + 3 + 3 + 2
+    assert pass_tokens(batch, [0], "shared_prefix") == computed
+    assert computed <= inputs.kwargs["input_ids"].numel() <= computed + 3  # branches of few tokens are not shared
 
 
 def test_engine_and_trainer_agree_on_every_strand():

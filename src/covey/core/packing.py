@@ -5,10 +5,14 @@ Token weights are fixed before anything is cut, so every plan has the same gradi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.strands import strand_sizes
 
 ENOUGH_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens with which a forward pass keeps the hardware busy; more take memory and gain nothing."""
@@ -106,15 +110,24 @@ class _Costs:
         self.lengths = batch.lengths.tolist()
         self.groups = batch.groups.tolist()
         self.prompts = batch.prompt_lengths[batch.groups].tolist()
+        sizes = (batch.prompt_lengths[batch.groups] + batch.lengths).cpu()
+        rows = torch.stack([torch.ones_like(sizes), sizes, sizes, torch.zeros_like(sizes)], dim=1)
+        strands = getattr(batch, "strands", None)  # of an index
+        if isinstance(batch, TrainBatch) and batch.jumps is not None:
+            strands = strand_sizes(batch)
+        self.rows = (rows if strands is None else torch.where(strands[:, :1] > 0, strands, rows)).tolist()
 
     def of(self, rows: Sequence[int]) -> int:
         """Tokens of one forward pass over `rows`."""
+        chosen = list(map(self.rows.__getitem__, rows))
         if self.layout == "padded":
-            return len(rows) * max((self.prompts[row] + self.lengths[row] for row in rows), default=0)
+            return sum(map(itemgetter(0), chosen)) * max(map(itemgetter(2), chosen), default=0)
+        if self.layout == "packed":
+            return sum(map(itemgetter(1), chosen))
         tokens, counted = 0, set()
         for row in rows:
-            tokens += self.lengths[row]
-            if self.layout == "packed" or self.groups[row] not in counted:
+            tokens += self.lengths[row] + self.rows[row][3]
+            if self.groups[row] not in counted:
                 tokens += self.prompts[row]
                 counted.add(self.groups[row])
         return tokens

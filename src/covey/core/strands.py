@@ -18,8 +18,8 @@ Example:
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -31,32 +31,52 @@ Strands = Sequence[tuple[int, int]]
 follows, counted over prompt and completion; -1 for none."""
 
 
-def paths(prompt: int, completion: int, strands: Strands) -> list[tuple[int, list[int], int]]:
-    """Each strand from its beginning to its end: prompt tokens, indexes of completion tokens, and own ones at the end.
+def paths(prompt: int, completion: int, strands: Strands) -> list[tuple[int, list[range]]]:
+    """Each strand from its beginning to its end: prompt tokens and indexes of completion tokens, its own ones last.
 
     A strand that follows nothing has -1 - i prompt tokens: token i of the completion stands for the prompt.
     """
-    found: list[tuple[int, list[int], int]] = []
+    found: list[tuple[int, list[range]]] = []
     starts = [0, *(start for start, _ in strands)]
     follows = dict(strands)
     for start, stop in pairwise([*starts, completion]):
         last = follows.get(start, prompt - 1) if start else prompt - 1
-        before: list[int] = []
         if last < 0:
-            context, start = -1 - start, start + 1
+            found.append((-1 - start, [range(start + 1, stop)]))
         elif last < prompt:
-            context = last + 1
+            found.append((last + 1, [range(start, stop)]))
         else:
-            strand = bisect_right(starts, last - prompt) - 1
-            context, path, _ = found[strand]
-            before = path[: len(path) - ([*starts, completion][strand + 1] - (last - prompt)) + 1]
-        found.append((context, [*before, *range(start, stop)], stop - start))
+            context, path = found[bisect_right(starts, last - prompt) - 1]
+            found.append((context, [*path[:-1], range(path[-1].start, last - prompt + 1), range(start, stop)]))
     return found
+
+
+def _size(context: int, path: list[range]) -> int:
+    return max(context, 1) + sum(map(len, path))
 
 
 def longest(prompt: int, completion: int, strands: Strands) -> int:
     """Tokens of the longest strand, prompt included."""
-    return max((max(context, 1) + len(path)) for context, path, _ in paths(prompt, completion, strands))
+    return max(starmap(_size, paths(prompt, completion, strands)))
+
+
+def strand_sizes(batch: TrainBatch) -> Tensor:
+    """[B, 4] int64: rows of each rollout in `unfolded`, their tokens, the longest's, and those of shortened prompts."""
+    sizes = []
+    for _, found in _each(batch):
+        rows, prompts = list(starmap(_size, found)), {context for context, _ in found if context > 0}
+        sizes.append([len(rows), sum(rows), max(rows), sum(prompts) - found[0][0]])
+    return torch.tensor(sizes, dtype=torch.long).view(-1, 4)
+
+
+def _each(batch: TrainBatch) -> Iterator[tuple[int, list[tuple[int, list[range]]]]]:
+    """The first completion token of each rollout, and its `paths`."""
+    assert batch.jumps is not None, "the batch has strands"
+    jumps, begin = batch.jumps.tolist(), 0
+    for prompt, length in zip(batch.prompt_lengths[batch.groups].tolist(), batch.lengths.tolist(), strict=True):
+        moved = [start for start in range(1, length) if jumps[begin + start]]
+        yield begin, paths(prompt, length, [(start, prompt + start - 1 + jumps[begin + start]) for start in moved])
+        begin += length
 
 
 def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
@@ -65,24 +85,18 @@ def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     A row repeats the tokens it shares with earlier ones, and each sampled token is `sampled` in one row alone: the
     sampled tokens of the rows are those of the rollouts, in the same order.
     """
-    assert batch.jumps is not None, "the batch has strands"
     device = batch.lengths.device
     prompts: dict[tuple[int, ...], int] = {}
     groups, owners, lengths, source, own = list[int](), list[int](), list[int](), list[int](), list[bool]()
     tokens, given = batch.token_ids.tolist(), [tuple(prompt.tolist()) for prompt in batch.prompts()]
-    jumps, begin = batch.jumps.tolist(), 0
-    for rollout, (length, group) in enumerate(zip(batch.lengths.tolist(), batch.groups.tolist(), strict=True)):
-        prompt = given[group]
-        moved = [start for start in range(1, length) if jumps[begin + start]]
-        strands = [(start, len(prompt) + start - 1 + jumps[begin + start]) for start in moved]
-        for context, path, fresh in paths(len(prompt), length, strands):
-            first = prompt[:context] if context >= 0 else (tokens[begin - 1 - context],)
+    for rollout, (group, (begin, found)) in enumerate(zip(batch.groups.tolist(), _each(batch), strict=True)):
+        for context, path in found:
+            first = given[group][:context] if context >= 0 else (tokens[begin - 1 - context],)
             groups.append(prompts.setdefault(first, len(prompts)))
             owners.append(rollout)
-            lengths.append(len(path))
-            source += [begin + index for index in path]
-            own += [False] * (len(path) - fresh) + [True] * fresh
-        begin += length
+            source += [begin + index for part in path for index in part]
+            own += [False] * sum(map(len, path[:-1])) + [True] * len(path[-1])
+            lengths.append(sum(map(len, path)))
     taken = torch.tensor(source, dtype=torch.long, device=device)
     kept, counts = batch.kept_ids, batch.kept_counts
     if kept is not None and counts is not None:

@@ -257,7 +257,7 @@ def test_requests_at_once_are_strands():
         ("/v1/chat/completions", {"data": "{"}, 400, "not JSON"),
         ("/v1/chat/completions", {"data": "[" * 100_000}, 400, "not JSON"),
         ("/v1/chat/completions", {"data": b"\xff\xfe\x00"}, 400, "not JSON"),
-        ("/v1/chat/completions", {"data": "7"}, 400, "`body` is 7; it must be an object"),
+        ("/v1/chat/completions", {"data": "7"}, 400, "`body` is 7, not an object"),
         ("/v1/chat/completions", {"messages": START, "key": "other"}, 401, "this key has no session"),
         ("/v1/chat/completions", {"data": b"x" * (module.MAX_BODY + 1)}, 413, "at most"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, '`input[0].type` is "computer_call"'),

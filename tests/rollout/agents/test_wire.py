@@ -135,10 +135,10 @@ def test_random_requests_are_answered_or_refused(path, data):
     ("path", "added", "field", "advice"),
     [
         ("/v1/chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.type", '"text"'),
-        ("/v1/chat/completions", {"functions": [ADD]}, "functions", "give `tools`"),
+        ("/v1/chat/completions", {"functions": [ADD]}, "functions", "`tools`"),
         ("/v1/chat/completions", {"top_logprobs": 5}, "top_logprobs", "`logprobs`"),
-        ("/v1/responses", {"previous_response_id": "r"}, "previous_response_id", "send the whole conversation"),
-        ("/v1/responses", {"conversation": {"id": "c"}}, "conversation", "send the whole conversation"),
+        ("/v1/responses", {"previous_response_id": "r"}, "previous_response_id", "send all messages as `input`"),
+        ("/v1/responses", {"conversation": {"id": "c"}}, "conversation", "send all messages as `input`"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.type", '"text"'),
         ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools[0].type", '"function"'),
         ("/v1/messages", {"output_config": {"format": {}, "effort": "low"}}, None, ""),

@@ -143,16 +143,14 @@ class AgentSession:
         return self._most - sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands)
 
     async def _send(self, request: SampleRequest) -> list[Completion]:
-        """Completions with seeds that do not depend on the order in which requests arrive, cut to what is left.
+        """Completions with seeds that do not depend on the order of arrival, cut to what is left of the budget.
 
-        Requests at once are each sampled with all that is left, as nobody knows which will need it; the budget is
-        settled when a completion arrives, and the caller takes it before any other does.
+        Requests at once are each sampled with all that is left; the caller takes a completion before another arrives.
         """
         digest = blake2b(np.array(request.prompt_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
         number, self._sent[digest] = self._sent[digest], self._sent[digest] + 1
-        (completion,) = await self._generate(
-            replace(request, seeds=[sample_seed(*self.engine.seed_key, "prefix", digest, number)])
-        )
+        seed = sample_seed(*self.engine.seed_key, "prefix", digest, number)
+        (completion,) = await self._generate(replace(request, seeds=[seed]))
         if len(completion.token_ids) > (left := max(0, self._left)):
             completion = first_tokens(completion, left, FinishReason.LENGTH)
         return [completion]

@@ -51,16 +51,12 @@ def read_request(api: Api, body: Any) -> ChatRequest:
 TYPES = {str: "a string", bool: "true or false", int: "a whole number", list: "a list", dict: "an object"}
 
 
-def _wrong(path: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(f"`{path}` is {json.dumps(value)[:100]}; it must be {allowed}.", param=path)
-
-
 class _Fields:
     """An object of the request, and its path; fields that are null count as missing."""
 
     def __init__(self, given: Any, path: str):
         if not isinstance(given, dict):
-            raise _wrong(path or "body", given, TYPES[dict])
+            raise RequestError(f"`{path or 'body'}` is {json.dumps(given)[:99]}, not an object.", param=path or None)
         self.given, self._prefix = given, f"{path}." if path else ""
 
     def get(self, name: str, *types: type, needed: bool = False) -> Any:
@@ -70,7 +66,8 @@ class _Fields:
         raise self.wrong(name, " or ".join(TYPES[one] for one in types))
 
     def wrong(self, name: str, allowed: str) -> RequestError:
-        return _wrong(self._prefix + name, self.given.get(name), allowed)
+        path, shown = self._prefix + name, json.dumps(self.given.get(name))[:100]
+        return RequestError(f"`{path}` is {shown}; it must be {allowed}.", param=path)
 
     def inner(self, name: str, needed: bool = False) -> "_Fields":
         return _Fields(self.get(name, dict, needed=needed) or {}, self._prefix + name)
@@ -152,8 +149,7 @@ def _read_chat(body: _Fields) -> ChatRequest:
     body.inner("response_format").choice("type", ("text",), "text")
     body.inner("stream_options").get("include_usage", bool)
     body.get("logprobs", bool)
-    body.refuse("top_logprobs", instead="`logprobs` has the log-probability of each token alone")
-    body.refuse("functions", instead="give `tools`")
+    body.refuse("top_logprobs", "functions", instead="there are `logprobs` of the tokens themselves, and `tools`")
     n = body.get("n", int)
     if n is not None and not 1 <= n <= MAX_CHOICES:
         raise body.wrong("n", f"1 to {MAX_CHOICES}")
@@ -233,8 +229,7 @@ def _chat_events(body: Body, response: Body) -> Iterator[Event]:
 
 
 def _read_response(body: _Fields) -> ChatRequest:
-    body.refuse("previous_response_id", "conversation", "prompt", instead="send the whole conversation as `input`")
-    body.refuse("background", instead="wait for the response")
+    body.refuse("previous_response_id", "conversation", "prompt", "background", instead="send all messages as `input`")
     body.inner("text").inner("format").choice("type", ("text",), "text")
     messages: list[Message] = []
     if instructions := body.get("instructions", str):

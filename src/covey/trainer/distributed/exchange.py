@@ -14,6 +14,7 @@ from torch import Tensor
 
 from covey.core.batch import UNREPORTED, TrainBatch, expand, join, segment_sum, token_index
 from covey.core.media import Media
+from covey.core.strands import strand_sizes
 from covey.trainer.distributed.collectives import Collectives
 
 Moves = tuple[tuple[tuple[int, ...], ...], ...]
@@ -35,6 +36,7 @@ class RolloutIndex:
     # [B] float32, weights of each rollout's learned tokens in place of those in the batch
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None
+    strands: Tensor | None = None  # [B, 4] int64, `strand_sizes`, or 0 of processes without strands
     skipped_tokens: int = 0  # learned tokens, and rollouts that have such, that were dropped
     skipped_rows: int = 0
 
@@ -54,6 +56,7 @@ class RolloutIndex:
             groups=batch.groups.cpu(),
             prompt_lengths=batch.prompt_lengths.cpu(),
             prompt_keys=torch.frombuffer(keys, dtype=torch.long).view(-1, 2),
+            strands=None if batch.jumps is None else strand_sizes(batch),
         )
 
     def __len__(self) -> int:
@@ -81,7 +84,7 @@ class RolloutIndex:
         )
 
 
-PER_ROLLOUT = ("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights")
+PER_ROLLOUT = ("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights", "strands")
 
 
 def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None = None) -> RolloutIndex:
@@ -97,6 +100,9 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
     rows = [index.rows + offset for index, offset in zip(indexes, offsets or [0] * len(indexes), strict=True)]
     names = ("owners", "lengths", "sampled_lengths", "has_signal")
     joined: dict[str, Any] = {name: torch.cat([getattr(index, name) for index in indexes]) for name in names}
+    if any(index.strands is not None for index in indexes):
+        parts = [torch.zeros(len(one), 4).long() if one.strands is None else one.strands for one in indexes]
+        joined["strands"] = torch.cat(parts)
     return RolloutIndex(
         **joined,
         rows=torch.cat(rows),
