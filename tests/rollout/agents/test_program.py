@@ -20,6 +20,8 @@ from tests.support.playing import TOKENIZER, play, says
 ASK = """
 import json, os, signal, subprocess, sys, time, urllib.error, urllib.request
 
+GO = {"role": "user", "content": "go"}
+
 def post(path, body, key=os.environ["OPENAI_API_KEY"], url=os.environ["OPENAI_BASE_URL"]):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data=data, headers={"Authorization": "Bearer " + key})
@@ -28,6 +30,14 @@ def post(path, body, key=os.environ["OPENAI_API_KEY"], url=os.environ["OPENAI_BA
             return json.load(response)
     except urllib.error.HTTPError as error:
         return error.code
+
+def connect(body=None, **options):
+    import http.client  # a connection of its own, with a request on it whose reply nobody has read
+    connection = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"].split("/")[2])
+    if body is not None:
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], **options.get("headers", {})}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    return connection
 
 def ask(content="go"):
     answer = post("/chat/completions", {"messages": [{"role": "user", "content": content}]})
@@ -121,6 +131,10 @@ HOSTILE = {
         "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nask(); time.sleep(100)",
         "took longer",
     ),
+    "goes on asking": (
+        "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: ask(); time.sleep(0.1)",
+        "took longer",
+    ),
     "kills itself": ("ask(); os.kill(os.getpid(), signal.SIGKILL)", "status 137"),
     "kills its group": ("ask(); os.killpg(0, signal.SIGKILL)", "failed"),
     "fails": ("ask(); raise ValueError('no idea')", "no idea"),
@@ -179,6 +193,37 @@ HARMLESS = {
         s.sendall((head + f"\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n" + body).encode()); s.close()
         ask()""",
     "empties its folder": "ask(); [os.remove(one.path) for one in os.scandir(os.environ['TMPDIR'])]; time.sleep(0.1)",
+    "names another model": "assert post('/chat/completions', {'model': 'gpt-9', 'messages': [GO]})['model'] == 'gpt-9'",
+    "sends 10 MB that are read": "assert post('/chat/completions', {'messages': [GO], 'user': 'x' * (10 << 20)})['id']",
+    "sends too many headers": """
+        headers = {f"x-{i}": "y" * 999 for i in range(9999)}
+        try: assert connect({"messages": [GO]}, headers=headers).getresponse().status == 400
+        except OSError: pass
+        ask()""",
+    "never reads its streams": """
+        held = [connect({"messages": [GO], "stream": True}) for _ in range(20)]
+        ask()""",
+    "holds connections without end": """
+        held = [connect() for _ in range(200)]
+        for one in held: one.connect()
+        for _ in range(100):
+            held[0].request("GET", "/v1/models")
+            assert held[0].getresponse().read() and held[0].sock
+        ask()""",
+    "closes in the middle of a reply": """
+        for _ in range(20):
+            one = connect({"messages": [GO], "stream": True})
+            one.sock.recv(10), one.close()
+        ask()""",
+    "leaves its key to others": """
+        ask()
+        open(os.path.dirname(sys.argv[0]) + "/key", "w").write(os.environ["OPENAI_API_KEY"])""",
+    "uses the key of a rollout that has ended": """
+        path = os.path.dirname(sys.argv[0]) + "/key"
+        while not (os.path.exists(path) and (key := open(path).read())): time.sleep(0.05)
+        while (status := post("/chat/completions", {}, key=key)) == 400: time.sleep(0.05)
+        assert status == 401
+        ask()""",
     "floods": "[ask(str(i % 100)) for i in range(150)]",
 }
 
