@@ -93,10 +93,44 @@ def test_nothing_more_is_recorded_beyond_the_limit(tmp_path):
     assert len(files(tmp_path / "record")) == 1
 
 
-def test_a_new_run_removes_what_an_earlier_one_recorded(tmp_path):
+def test_a_new_run_keeps_the_record_of_an_earlier_one(tmp_path):
     recorded(tmp_path, max_steps=3)
+    with pytest.warns(UserWarning, match="of an earlier run, which is now in 'record_1'"):
+        recorded(tmp_path, max_steps=1)
+    assert [len(files(tmp_path / name)) for name in ("record", "record_1")] == [1, 3]
+
+
+def test_a_resumed_run_goes_on_with_its_record(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    recorded(tmp_path / "whole", max_steps=4, **changes)
+    recorded(tmp_path / "cut", max_steps=3, lr_scheduler_type="constant", **changes)
+    trained = runs.trainer(tmp_path / "cut", record="tokens", max_steps=4, **changes)
+    trained.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    timed = {"seconds", "tool_seconds"}
+    of_each = [
+        [row for path in files(tmp_path / name / "record") for row in read_rows(path)] for name in ("whole", "cut")
+    ]
+    whole, cut = ([{k: v for k, v in row.items() if k not in timed} for row in rows] for rows in of_each)
+    assert len(whole) == 32 and repr(whole) == repr(cut)
+
+
+def test_a_value_that_fits_no_column_costs_its_generation(tmp_path):
+    trained = runs.trainer(tmp_path, record="tokens", max_steps=1)
+    add = trained.recorder.add
+
+    def with_half_a_pair(step, generation, scored, batch):
+        scored.rollouts[0].error = "\ud800"
+        add(step, generation, scored, batch)
+
+    trained.recorder.add = with_half_a_pair
+    with pytest.warns(UserWarning, match="The run goes on without it"):
+        trained.train()
+
+
+def test_a_record_is_not_replaced_while_it_is_read(tmp_path):
     recorded(tmp_path, max_steps=1)
-    assert [path.name for path in files(tmp_path / "record")] == ["generation_00000.parquet"]
+    with pytest.raises(ValueError, match="is the output_dir"):
+        runs.trainer(tmp_path, record="tokens", replay_from=str(tmp_path))
 
 
 def test_a_full_disk_costs_the_record_and_not_the_run(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ process, which is there as a whole or not at all. A row is a rollout; columns of
 token of the completion.
 """
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ class Recorder:
     _begun: bool = field(default=False, init=False)
 
     def add(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> None:
-        """Write a generation; an error of the disk is a warning, as the run goes on."""
+        """Write a generation; a failure is a warning, as the run goes on."""
         if self._bytes >= self.max_bytes:
             return
         try:
@@ -54,7 +55,7 @@ class Recorder:
             path = self.folder / file_name(generation, self.rank, self.processes)
             self._write(path, step, generation, scored, batch)
             self._bytes += path.stat().st_size
-        except OSError as error:
+        except (OSError, ValueError, TypeError, OverflowError) as error:  # the last three: values that fit no column
             warnings.warn(
                 f"the record of step {step} could not be written into {str(self.folder)!r}: {format_error(error)}. The"
                 " run goes on without it.",
@@ -69,8 +70,19 @@ class Recorder:
             )
 
     def _begin(self, generation: int) -> None:
-        """Describe the run, and remove what an earlier run recorded from this generation on."""
+        """Describe the run; a new one keeps an earlier record elsewhere, a resumed one goes on from here."""
         self._begun = True
+        if generation == 0 and (earlier := files(self.folder, self.rank)):
+            places = (self.folder.with_name(f"{self.folder.name}_{number}") for number in itertools.count(1))
+            kept = next(place for place in places if not (place / earlier[0].name).exists())
+            kept.mkdir(exist_ok=True)
+            for path in [*earlier, *([self.folder / "run.json"] if self.rank == 0 else [])]:
+                path.rename(kept / path.name)
+            warnings.warn(
+                f"{str(self.folder)!r} held the record of an earlier run, which is now in {kept.name!r}. Choose another"
+                " output_dir to keep runs apart.",
+                stacklevel=4,
+            )
         for path in files(self.folder, self.rank):
             if number_of(path) >= generation:
                 path.unlink()
@@ -272,4 +284,7 @@ def _number(value: float | None) -> float:
 
 
 def _to_json(value: Any) -> str:
-    return json.dumps(value, default=lambda other: type(other).__name__)
+    try:
+        return json.dumps(value, default=lambda other: type(other).__name__)
+    except (TypeError, ValueError, RecursionError):  # keys of other types, or a value within itself
+        return json.dumps(type(value).__name__)

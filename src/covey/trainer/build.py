@@ -402,6 +402,11 @@ def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite
     args, collectives = context.args, context.collectives
     if args.replay_from is None:
         return None, traits_of(collector.engine)
+    if args.record == "tokens" and Path(args.replay_from).resolve() == Path(args.output_dir or ".").resolve():
+        raise ValueError(
+            f"replay_from={args.replay_from!r} is the output_dir, whose record would be replaced while it is read:"
+            ' choose another output_dir, or leave record="tokens" out.'
+        )
     replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size)
     return replay, replay.traits
 
