@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from covey.rollout.agents.session import AgentSession, RequestError
 from covey.rollout.agents.wire import APIS, read_request
+from covey.rollout.tools.parsers import TOOL_PARSERS
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support.playing import TOKENIZER, call, play, says
 
@@ -129,6 +130,22 @@ def test_random_requests_are_answered_or_refused(path, data):
 
     (played,) = play(RolloutFunction(rollout, 20, RolloutValidator(len(TOKENIZER), None)), says(call("add", a=2)))
     assert outcomes and played.error is None
+
+
+@pytest.mark.parametrize("properties", [7, [7], {"a": 7}, {"a": {"type": 7}}, {"a": {"anyOf": [7]}}])
+def test_schemas_that_cannot_be_read_are_refused(properties):
+    """This notation reads an argument as the type that the tool's schema gives it."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}
+    request = read_request(APIS["/v1/chat/completions"], {"messages": [{"role": "user"}], "tools": [tool]})
+
+    async def rollout(row, engine):
+        with pytest.raises(RequestError, match="`tools` has a schema that cannot be read"):
+            await AgentSession(engine, TOOL_PARSERS["qwen3_coder"]).answer(request)
+        return replace(engine.begin([{"role": "user", "content": "go"}]).done(), sampling_mask=None)
+
+    policy = says("<tool_call><function=add><parameter=a>3</parameter></function></tool_call>")
+    (played,) = play(RolloutFunction(rollout, 20, RolloutValidator(len(TOKENIZER), None)), policy)
+    assert played.error is None
 
 
 @pytest.mark.parametrize(

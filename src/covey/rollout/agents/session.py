@@ -151,9 +151,8 @@ class AgentSession:
         number, self._sent[digest] = self._sent[digest], self._sent[digest] + 1
         seed = sample_seed(*self.engine.seed_key, "prefix", digest, number)
         (completion,) = await self._generate(replace(request, seeds=[seed]))
-        if len(completion.token_ids) > (left := max(0, self._left)):
-            completion = first_tokens(completion, left, FinishReason.LENGTH)
-        return [completion]
+        fits = len(completion.token_ids) <= (left := max(0, self._left))
+        return [completion if fits else first_tokens(completion, left, FinishReason.LENGTH)]
 
     def _no_room(self, message: str) -> RequestError:
         self.full = True
@@ -222,9 +221,11 @@ class AgentSession:
         message: Message = {"role": "assistant", "content": reply.text}
         if episode.tools:
             assert self.parser is not None, "set when it was made"
-            message = as_message(
-                read_turn(self.engine.tokenizer, reply.token_ids, self.parser, episode.tools), reply.text
-            )
+            try:
+                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self.parser, episode.tools)
+            except (AttributeError, TypeError) as error:  # some notations read values by the schema's types
+                raise RequestError(f"`tools` has a schema that cannot be read: {error}.", param="tools") from error
+            message = as_message(parsed, reply.text)
         for stop in request.stop:
             message["content"] = message["content"].partition(stop)[0]
         episode.messages[-1] = message

@@ -127,8 +127,6 @@ def _stops(given: _Fields, name: str) -> tuple[str, ...]:
 def _function(tool: _Fields, schema: str, kind: str = "function") -> Body:
     tool.choice("type", (kind,), kind)
     parameters, description = tool.inner(schema), tool.get("description", str) or ""
-    for name in (properties := parameters.inner("properties")).given:
-        properties.inner(name)
     shown = parameters.given or {"type": "object", "properties": {}}
     function = {"name": tool.get("name", str, needed=True), "description": description, "parameters": shown}
     return {"type": "function", "function": function}
