@@ -184,9 +184,17 @@ def test_training_is_the_same_and_leaves_no_process(tmp_path: Path, monkeypatch)
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
 
 
+class World:
+    def reset(self, **row):
+        return "begin"
+
+    def step(self, text):
+        return "", 1.0, True, {}
+
+
 def test_an_error_in_training_leaves_no_process(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("COVEY_TEST_FAILED", mark := f"failed-{os.getpid()}")
-    parts = {"reward_funcs": functions.needs_environments}
+    parts = {"reward_funcs": functions.needs_environments, "environment_factory": World}
     with pytest.raises(RewardError, match="asks for `environments`"):
         runs.trainer(tmp_path, parts=parts, reward_isolation="process")
     trainer = runs.trainer(tmp_path, parts={"reward_funcs": functions.hostile}, reward_isolation="process")
