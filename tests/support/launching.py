@@ -1,5 +1,6 @@
 """Launches scripts of this folder on several CPU processes, as a user would."""
 
+import faulthandler
 import importlib
 import os
 import shutil
@@ -57,6 +58,7 @@ def torchrun(*words: str, seconds: float = 300) -> str:
 
 def in_a_child() -> None:
     """For the scripts that are launched, before they begin."""
+    faulthandler.enable()  # a process that aborts at its end says where its threads are
     tiny.quick()
     if find_spec("deepspeed") is not None:
         of_processes = importlib.import_module("deepspeed.comm.torch")
