@@ -21,7 +21,7 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint package docs \
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-agents test-deepspeed test-trackers lint package docs \
 	constraints bench bench-tools gpu clean
 
 .venv/torch.done:
@@ -116,6 +116,16 @@ test-environments: .venv-env-openenv/covey.done .venv-env-verifiers/covey.done
 	.venv-env-openenv/bin/python -m pytest $(ENVIRONMENT_TESTS)
 	.venv-env-verifiers/bin/python -m pytest $(ENVIRONMENT_TESTS)
 
+.venv-agents/agents.done: examples/agents/requirements.txt
+	$(PYTHON) -m venv .venv-agents
+	@echo "Installing public agents into .venv-agents; the first time takes two minutes."
+	.venv-agents/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# Public agent libraries, unmodified, as programs that Covey starts; Covey itself is not installed where they run.
+test-agents: .venv/dev.done .venv-agents/agents.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/examples
+
 .venv-deepspeed/covey.done: pyproject.toml
 	$(PYTHON) -m venv .venv-deepspeed
 	@echo "Installing DeepSpeed into .venv-deepspeed; the first time takes a few minutes."
@@ -168,4 +178,4 @@ bench-tools: .venv/demo.done
 	$(BIN)/python -m benchmarks.tools
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-agents .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache

@@ -174,6 +174,21 @@ def test_calls_of_tools_in_anthropics_form():
     assert not rollout.strands and "<bos>system: be brief" in TOKENIZER.decode(rollout.prompt_ids)
 
 
+def test_what_a_server_would_have_to_keep_is_refused():
+    """As Anthropic's client expects it, which then sends all messages; the new ones alone would be another strand."""
+
+    async def steps(ask):
+        kept = await ask(START, path="/v1/messages", max_tokens=9, thread={"type": "create"})
+        await ask(START, path="/v1/messages", max_tokens=9)
+        return kept, await ask(input="go", path="/v1/responses", previous_response_id="resp_1")
+
+    (rollout,) = play(program(steps), says("1"))
+    (status, body), (other, refused) = rollout.extras["result"]
+    assert status == 400 and body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert other == 400 and refused["error"]["param"] == "previous_response_id"
+    assert text_of(rollout) == "1<eos>"
+
+
 def test_answers_may_be_streamed():
     async def steps(ask):
         status, text = await ask(START, stream=True, stream_options={"include_usage": True})
@@ -283,6 +298,8 @@ def test_a_full_conversation_ends_with_what_there_was():
     async def steps(ask):
         first = said(await ask(START))
         status, body = await ask([*START, first, user("x" * 50)])
+        known = ("prompt is too long", "this model's maximum context length is")  # as clients look for it, not to retry
+        assert all(words in body["error"]["message"] for words in known)
         return status, body["error"]["code"]
 
     (rollout,) = play(program(steps), says("1"), room=20)

@@ -308,7 +308,7 @@ def test_a_trainer_learns_through_a_program(tmp_path):
     from tests.support import tiny
 
     example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "agents" / "train.py"))
-    model = tiny.model(scale=3.0, max_position_embeddings=256)
+    model = tiny.model(scale=3.0, max_position_embeddings=1024)
     settings = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 64}
     quiet = {"report_to": "none", "use_cpu": True, "logging_steps": 1, "save_strategy": "no"}
     model.save_pretrained(tmp_path / "model")

@@ -154,9 +154,11 @@ class AgentSession:
         fits = len(completion.token_ids) <= (left := max(0, self._left))
         return [completion if fits else first_tokens(completion, left, FinishReason.LENGTH)]
 
-    def _no_room(self, message: str) -> RequestError:
+    def _no_room(self, reason: str) -> RequestError:
+        """The error in the words by which clients know that they need not ask again."""
         self.full = True
-        return RequestError(message, FULL)
+        known = "prompt is too long: this model's maximum context length is reached"
+        return RequestError(f"{known}, as {reason}", FULL)
 
     @staticmethod
     def _first_own(strand: _Strand) -> int:

@@ -323,6 +323,9 @@ def _response_parts(response: Body) -> Iterator[tuple[str, Body]]:
 def _read_anthropic(body: _Fields) -> ChatRequest:
     body.refuse("output_format", "mcp_servers", instead="the policy is sampled as it is")
     body.inner("output_config").refuse("format", instead="describe the form in the messages")
+    if body.given.get("thread"):  # clients then send all messages
+        wrong = body.wrong("thread", "left out: send all messages")
+        raise RequestError(str(wrong), "thread_unsupported_request", param="thread")
     messages: list[Message] = []
     if system := _text(body, "system"):
         messages.append({"role": "system", "content": system})
@@ -392,7 +395,8 @@ def _anthropic_parts(response: Body) -> Iterator[Body]:
 
 def _anthropic_error(message: str, code: str, status: int, param: str | None = None) -> Body:
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
-    return {"type": "error", "error": {"type": kinds.get(status, "invalid_request_error"), "message": message}}
+    error = {"type": kinds.get(status, "invalid_request_error"), "message": message, "details": {"error_code": code}}
+    return {"type": "error", "error": error}
 
 
 APIS = {

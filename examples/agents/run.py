@@ -1,0 +1,74 @@
+"""Runs an agent of this folder, for one rollout or for many: `async def play(row, base_url, api_key) -> reward`.
+
+    python run.py openai_agents                               the row on standard input, as Covey starts it
+    python run.py openai_agents --serve http://127.0.0.1:8765  rollouts of RemoteAgents, many at once, without end
+
+The second way imports the agent's libraries once instead of once a rollout. Nothing of Covey is imported.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+
+
+def once(play):
+    """Play the rollout that this process was started for, and leave its reward."""
+    row = json.load(sys.stdin)
+    reward = asyncio.run(play(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+    with open(os.environ["COVEY_REWARD"], "w") as file:
+        file.write(str(reward))
+
+
+async def serve(play, url, at_once):
+    """Play rollouts until the trainer has gone."""
+    loop = asyncio.get_running_loop()
+
+    async def post(path, **body):
+        return await loop.run_in_executor(None, post_now, url + path, body)
+
+    async def one_after_another():
+        while True:
+            try:
+                session = await post("/sessions")
+            except urllib.error.HTTPError:  # no rollout waits
+                continue
+            try:
+                ended = {"reward": await play(session["row"], session["base_url"], session["api_key"])}
+            except Exception as error:
+                ended = {"error": f"{type(error).__name__}: {error}"}
+            with contextlib.suppress(urllib.error.HTTPError):  # it was late
+                await post(f"/sessions/{session['id']}/reward", **ended)
+
+    try:
+        await asyncio.gather(*(one_after_another() for _ in range(at_once)))
+    except urllib.error.URLError:
+        return
+
+
+def post_now(url, body):
+    headers = {"Authorization": f"Bearer {os.environ['COVEY_AGENTS_KEY']}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+        return json.load(response)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("agent", help="module of this folder")
+    parser.add_argument("--serve", metavar="URL", help="play rollouts of the RemoteAgents there")
+    parser.add_argument("--at-once", type=int, default=32)
+    given = parser.parse_args()
+    play = importlib.import_module(given.agent).play
+    if given.serve:
+        asyncio.run(serve(play, given.serve, given.at_once))
+    else:
+        once(play)
+
+
+if __name__ == "__main__":
+    main()
