@@ -1,0 +1,1 @@
+"""Planted faults: runs that go wrong in a known way, and healthy ones, by which `covey doctor` is measured."""
