@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch import nn
 
+from covey.engines.native import inference_contexts
 from covey.engines.native.inference_contexts import MOST_ROWS, packed_linears
 
 
+@pytest.fixture(params=["mkl", "onednn"])
+def library(request, monkeypatch):
+    monkeypatch.setattr(inference_contexts, "WORTH_MEASURING", 0)
+    monkeypatch.setattr(inference_contexts, "onednn_is_faster", lambda: request.param == "onednn")
+
+
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (33, 7), (1, 5), (64, 104), (576, 192)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_equal_torchs_for_any_row_count(inputs, outputs, bias):
@@ -14,10 +22,12 @@ def test_products_equal_torchs_for_any_row_count(inputs, outputs, bias):
     with torch.no_grad(), packed_linears(layer):
         for rows in [*range(1, 20), 31, 63, 64, 65, 130, MOST_ROWS, MOST_ROWS + 1]:
             x = torch.randn(rows, 1, inputs)
+            assert layer(x).shape == (rows, 1, outputs)
             torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
         assert layer(torch.randn(0, inputs)).shape == (0, outputs)
 
 
+@pytest.mark.usefixtures("library")
 def test_changed_weights_are_packed_again():
     layer = nn.Linear(8, 8)
     x = torch.randn(3, 8)
