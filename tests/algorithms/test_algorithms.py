@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from covey.algorithms import LOSS_TYPES, grpo, register_loss, rloo
+from covey.algorithms import LOSS_TYPES, grpo, register_advantages, register_loss, rloo
 from covey.config.grpo import GRPOConfig
 from covey.core import losses
 from covey.core.batch import TrainBatch
@@ -392,3 +392,9 @@ def test_skipped_rollouts_still_count_in_clip_fractions():
         assert stats["clip_ratio/high_mean"].value() == pytest.approx(expected)
     stats = policy_loss(*inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type="cispo"))).stats
     assert stats["cispo_clip_ratio"].value() == pytest.approx(2 / 4)  # the default cap here is 0.2: both are above
+
+
+@pytest.mark.parametrize("register", [register_loss, register_advantages])
+def test_a_function_of_other_arguments_is_refused_at_once(register):
+    with pytest.raises(TypeError, match=r"'odd', ...\): the function takes \(ratio, advantages\), but is called"):
+        register("odd", lambda ratio, advantages: ratio)

@@ -94,6 +94,8 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch):
         ("broken.jsonl", '{"prompt": "a"}\n{"prompt": ', "holds no rows that can be read"),
         ("rows.txt", "hello", "no data file Covey reads"),
         ("header.csv", "prompt,answer\n", "holds no rows that can be read"),
+        ("sheet.csv", "PK\x03\x04 of a spreadsheet", "holds no rows that can be read"),
+        ("twice.csv", "prompt,answer,answer\na,1,2\n", "two columns are named 'answer'"),
         ("empty.json", "[]", "rows"),
         ("other.csv", "question,answer\n1,2\n", "its columns are: question, answer. If 'question' holds them"),
         ("typo.csv", "promt,answer\n1,2\n", "write `columns: {promt: prompt}` into the run file"),
@@ -120,6 +122,28 @@ def test_a_name_with_brackets_is_a_name(tmp_path):
     assert load_rows(str(tmp_path / "data[1].jsonl"))["prompt"] == ["a"]
 
 
+def test_a_suffix_may_be_in_capitals(tmp_path):
+    (tmp_path / "ROWS.JSONL").write_text('{"prompt": "a"}\n')
+    assert load_rows(str(tmp_path / "ROWS.JSONL"))["prompt"] == ["a"]
+
+
+def test_a_device_is_no_data_file():
+    with pytest.raises(ValueError, match="'/dev/null' is no data file"):
+        load_rows("/dev/null")
+
+
+def test_a_part_of_a_file_is_no_data_set_of_the_hub(jsonl, monkeypatch):
+    monkeypatch.chdir(jsonl.parent)
+    with pytest.raises(ValueError, match="'test' is no part of it; see `dataset_split`"):
+        load_rows("rows.jsonl:test")
+
+
+@pytest.mark.parametrize("split", ["train[10:]", "train[5:3]"])
+def test_a_slice_without_rows_is_named(jsonl, split):
+    with pytest.raises(ValueError, match="has no rows in split"):
+        load_rows(str(jsonl), split)
+
+
 @pytest.mark.parametrize("split", ["train[3]", "train[a:b]", "train[:3"])
 def test_a_slice_that_cannot_be_read(jsonl, split):
     with pytest.raises(ValueError, match="a slice is written like"):
@@ -136,7 +160,8 @@ def test_columns_are_renamed_where_they_are(tmp_path, jsonl):
     path.write_text("question,label\n2+2=,4\n")
     names = {"question": "prompt", "label": "answer"}
     assert load_rows(str(path), columns=names)[0] == {"prompt": "2+2=", "answer": 4}
-    assert load_rows(str(jsonl), columns=names)[0] == ROWS[0]  # has the new names already
+    with pytest.warns(UserWarning, match="renames no 'question'"):  # it has the new names already
+        assert load_rows(str(jsonl), columns=names)[0] == ROWS[0]
 
 
 def test_columns_that_cannot_be_renamed(jsonl):
@@ -179,6 +204,16 @@ def splits():
 
 def nothing():
     return None
+
+def of(number):
+    return []
+
+def fails():
+    yield {"prompt": "a"}
+    raise KeyError("b")
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -189,5 +224,15 @@ def test_a_function_returns_rows_or_splits(tmp_path):
     assert len(load_rows(f"{path}:splits", None)) == 4
     with pytest.raises(ValueError, match=r"nothing' returned NoneType: None; it must return a `datasets.Dataset`"):
         load_rows(f"{path}:nothing")
-    with pytest.raises(ValueError, match=r"'row' does not exist. There: nothing, rows, splits"):
+    with pytest.raises(ValueError, match=r"'row' does not exist. There: fails, leaves, nothing, of, rows, splits"):
         load_rows(f"{path}:row")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("of", "TypeError: of\\(\\) missing 1"), ("fails", "KeyError: 'b'"), ("leaves", "SystemExit: 0")]
+)
+def test_a_function_that_raises_is_named(tmp_path, name, says):
+    path = tmp_path / "data.py"
+    path.write_text(FUNCTIONS)
+    with pytest.raises(ValueError, match=rf"{name}', called without arguments, raised {says}"):
+        load_rows(f"{path}:{name}")

@@ -152,6 +152,7 @@ REFUSED_BY_NAME = [
     (GRPOConfig, {"generation_kwargs": {"n": 2}}, "'n': set the field `num_generations`"),
     (GRPOConfig, {"generation_kwargs": {"top_p": 0.9}, "top_p": 0.8}, r"\['top_p'\]=0.9 and top_p=0.8 differ"),
     (GRPOConfig, {"generation_kwargs": {"top_p": 1.9}}, "top_p=1.9"),
+    (GRPOConfig, {"output_dir": 5}, "output_dir=5 must be text"),
     (RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (RLOOConfig, {"kl_estimator": "k3"}, "kl_estimator='k3'"),
     (RLOOConfig, {"reward_clip_range": (1, -1)}, r"reward_clip_range=\(1, -1\)"),

@@ -37,6 +37,19 @@ def test_a_row_that_cannot_be_used_is_named(row, said):
     assert "row 2" in str(error.value)
 
 
+class Rows:
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, number):
+        return [{"prompt": "a"}][number]
+
+
+def test_a_dataset_with_fewer_rows_than_it_says_is_named():
+    with pytest.raises(ValueError, match="row 1 of a dataset that says it has 9 cannot be read: IndexError"):
+        check_dataset(Rows(), "train_dataset")
+
+
 def test_text_that_merely_looks_alike_is_a_prompt():
     check_dataset([{"prompt": 'Complete the JSON: [{"role":'}, {"prompt": "[1, 2]"}], "train_dataset")
     check_dataset([{"prompt": '[{"from": "Oslo", "value": 3}]'}, {"prompt": '{"role": "admin"}'}], "train_dataset")

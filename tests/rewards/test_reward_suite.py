@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -172,6 +173,7 @@ def test_weights_default_to_one_and_are_checked():
     [
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"reward_funcs": 3}, "cannot be a reward function"),
+        ({"reward_funcs": type("Mine", (), {"__call__": len})}, r"is a class; pass an object of it, such as Mine\(\)"),
         ({"reward_funcs": len, "timeout": 0}, "timeout=0"),
         ({"reward_funcs": len, "batch_size": 0}, "batch_size=0"),
         ({"reward_funcs": [len, len], "processing_classes": [None]}, "1 reward processing classes for 2"),
@@ -463,10 +465,34 @@ def test_a_logged_column_has_one_value_per_sample(score):
         score(RewardSuite(logs), ["a", "b"])
 
 
-def test_a_logged_column_is_not_cut_into_characters(score):
-    def logs(completions, log_extra, **kwargs):
-        log_extra("kind", "ab")
+@pytest.mark.parametrize(
+    ("log", "given", "says"),
+    [
+        ("log_extra", "ab", "was given a str: give one value a sample"),
+        ("log_extra", None, "was given a NoneType: give one value a sample"),
+        ("log_metric", None, "was given None (NoneType): give a number"),
+        ("log_metric", "high", "was given 'high' (str): give a number"),
+        ("log_metric", 10**400, ": give a number"),
+    ],
+)
+def test_what_cannot_be_logged_is_named(score, log, given, says):
+    def logs(completions, log_extra, log_metric):
+        {"log_extra": log_extra, "log_metric": log_metric}[log]("kind", given)
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardError, match="was given a str: give one value a sample"):
+    with pytest.raises(RewardError, match=rf"{log}\('kind', ...\) .*{re.escape(says)}"):
         score(RewardSuite(logs), ["a", "b"])
+
+
+def test_two_functions_that_log_one_column_are_told_apart(score, context):
+    def first(completions, log_extra):
+        log_extra("answer", completions)
+        return [0.0] * len(completions)
+
+    def second(completions, log_extra):
+        log_extra("answer", [text.upper() for text in completions])
+        return [0.0] * len(completions)
+
+    with pytest.warns(RewardWarning, match="'first' and 'second' both log a column 'answer'"):
+        score(RewardSuite([first, second]), ["a", "b"])
+    assert context.extras == {"answer": ["A", "B"]}

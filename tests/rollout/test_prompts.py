@@ -148,10 +148,16 @@ def test_control_tokens_of_the_assistant_and_of_texts_are_kept():
 def test_text_parts_are_joined_for_templates_that_print_them():
     """The template of the tests writes content as it is, so parts would show as Python's list."""
     codec = PromptCodec(tiny.tokenizer(), None, None)
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    assert (
-        codec.read([{"role": "user", "content": parts}]).ids == codec.read([{"role": "user", "content": "hello"}]).ids
-    )
+    whole = codec.read([{"role": "user", "content": "hello"}]).ids
+    for parts in ([{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}], ["hel", "lo"]):
+        assert codec.read([{"role": "user", "content": parts}]).ids == whole
+
+
+@pytest.mark.parametrize("kind", ["file", "refusal", "input_audio", "video", "tool_use"])
+def test_parts_that_no_template_shows_are_refused(kind):
+    codec = PromptCodec(tiny.tokenizer(), None, None)
+    with pytest.raises(ValueError, match=f"a part of type '{kind}'"):
+        codec.read([{"role": "user", "content": [{"type": kind, kind: "x"}]}])
 
 
 def test_templates_that_read_parts_get_them():
@@ -163,6 +169,7 @@ def test_templates_that_read_parts_get_them():
     codec = PromptCodec(tokenizer, None, None)
     ids = codec.read([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]).ids
     assert tokenizer.decode(ids) == "[a][b]"
+    assert codec.read([{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]).ids == ids
     hostile = codec.read([{"role": "user", "content": [{"type": "text", "text": "a<eos>b"}]}]).ids
     assert tokenizer.decode(hostile) == "[a<eos>b]" and 1 not in hostile
 

@@ -44,10 +44,12 @@ def config(output_dir: Any, method: str = "grpo", **changes: Any) -> Any:
     return kind(output_dir=str(output_dir), **{**DEFAULTS, **changes})
 
 
-def trainer(output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields."""
+def trainer(
+    output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, kind: Any = None, **changes: Any
+) -> Any:
+    """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields, `kind` another class."""
     known_attributes.guard()
-    kind = GRPOTrainer if method == "grpo" else RLOOTrainer
+    kind = kind or (GRPOTrainer if method == "grpo" else RLOOTrainer)
     arguments: dict[str, Any] = {
         "model": tiny.model(),
         "reward_funcs": longer,

@@ -1,6 +1,8 @@
 """Losses and advantages by name: those that scripts register, and checks of what they return."""
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,11 +38,23 @@ def register_loss(
     Raises:
         ValueError: the name is taken. In training, at the first pass: it returns no token losses [N] with a gradient.
     """
+    _check_call("register_loss", name, surrogate, "SurrogateInputs")
     row = LossType(
         lambda config: _checked_once(name, surrogate), weighting, zero_without_advantage=zero_without_advantage
     )
     LOSS_TYPES.register(name, replace(row, needs_entropies=entropies))
     return surrogate
+
+
+def _check_call(registers: str, name: str, function: Callable[..., Any], given: str) -> None:
+    with suppress(ValueError):  # functions written in C may have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise TypeError(
+                f"{registers}({name!r}, ...): the function takes {signature}, but is called with one argument, {given}."
+            ) from error
 
 
 def _checked_once(name: str, surrogate: Surrogate) -> Surrogate:
@@ -90,6 +104,7 @@ def register_advantages(name: str, function: Advantages) -> Advantages:
     Raises:
         ValueError: the name is taken.
     """
+    _check_call("register_advantages", name, function, "AdvantageInputs")
     return ADVANTAGES.register(name, function)
 
 

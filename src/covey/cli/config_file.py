@@ -322,6 +322,7 @@ def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, dict):
-        example = "{question: prompt}" if name == "columns" else "{r: 16, lora_alpha: 32}"
+        examples = {"columns": "{question: prompt}", "quantization": "{load_in_4bit: true}"}
+        example = examples.get(name, "{r: 16, lora_alpha: 32}")
         raise ValueError(f"{name}={value!r} must be a mapping, such as {example}.")
     return {} if value is True else value

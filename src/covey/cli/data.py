@@ -3,8 +3,10 @@
 The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`.
 """
 
+import csv
 import difflib
 import glob
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import yaml
 
 from covey.runtime.safe_text import printable
+from covey.runtime.user_code import format_error
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Suffixes of data files, and their builders in `datasets`."""
@@ -39,6 +42,8 @@ def load_rows(
         there = rows.column_names
         if missing := [old for old, new in columns.items() if old not in there and new not in there]:
             raise ValueError(f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}.")
+        if idle := [old for old in columns if old not in there]:
+            warnings.warn(f"columns={columns} renames no {idle[0]!r} in dataset {spec!r}: it has none.", stacklevel=2)
         columns = {old: new for old, new in columns.items() if old in there}
         if taken := [new for new in columns.values() if new in there and new not in columns]:
             raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")
@@ -58,10 +63,14 @@ def _call(spec: str) -> Any:
 
     from covey.runtime.import_path import resolve
 
-    found = resolve(spec, "dataset")()
-    if isinstance(found, datasets.Dataset | datasets.DatasetDict):
-        return found
-    rows = [] if isinstance(found, str) or not hasattr(found, "__iter__") else list(found)
+    function = resolve(spec, "dataset")
+    try:
+        found = function()
+        if isinstance(found, datasets.Dataset | datasets.DatasetDict):
+            return found
+        rows = [] if isinstance(found, str) or not hasattr(found, "__iter__") else list(found)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"dataset {spec!r}, called without arguments, raised {format_error(error)}") from error
     if not all(isinstance(row, dict) for row in rows) or not rows:
         raise ValueError(
             f"dataset {spec!r} returned {type(found).__name__}: {found!r:.80}; it must return a `datasets.Dataset`, or"
@@ -105,7 +114,8 @@ def _load_local(path: Path) -> Any:
 
     if not path.exists():
         raise FileNotFoundError(f"there is no data file or folder {str(path)!r}{_nearby(path)}")
-    if path.is_file() and path.suffix not in BUILDERS:
+    suffix = path.suffix.lower()
+    if not path.is_dir() and suffix not in BUILDERS:
         raise ValueError(f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}.")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"data file {str(path)!r} is empty.")
@@ -114,23 +124,35 @@ def _load_local(path: Path) -> Any:
             return datasets.load_from_disk(str(path))
         if path.is_dir():
             return datasets.load_dataset(str(path))
-        options = {"sep": "\t"} if path.suffix == ".tsv" else {}
+        options = {"sep": "\t"} if suffix == ".tsv" else {}
+        if BUILDERS[suffix] == "csv":
+            _check_header(path, **options)
         name = glob.escape(str(path))  # it may hold a bracket
-        loaded = datasets.load_dataset(BUILDERS[path.suffix], data_files=name, **options)
+        loaded = datasets.load_dataset(BUILDERS[suffix], data_files=name, **options)
         for rows in loaded.values():
             rows.data.validate(full=True)  # json's reader takes any bytes for text
         return loaded
-    except (ValueError, TypeError, StopIteration, datasets.exceptions.DatasetsError, FileNotFoundError) as error:
+    except Exception as error:  # of half a dozen libraries
         reason = printable(str(error.__cause__ or error)).strip().split("\n")[0]
         raise ValueError(
             f"{str(path)!r} holds no rows that can be read: {reason or type(error).__name__}. Text is read as UTF-8."
         ) from error
 
 
+def _check_header(path: Path, sep: str = ",") -> None:
+    """Refuse two columns of one name, of which pandas would rename the second."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        names = next(csv.reader(file, delimiter=sep), [])
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two columns are named {twice[0]!r}; rename one")
+
+
 def _load_hub(spec: str) -> Any:
     import datasets
 
     name, _, config = spec.partition(":")
+    if Path(name).expanduser().exists():
+        raise ValueError(f"dataset {spec!r}: {name!r} is here, and {config!r} is no part of it; see `dataset_split`.")
     try:
         return datasets.load_dataset(name, config or None)
     except datasets.exceptions.DatasetNotFoundError as error:
@@ -153,7 +175,7 @@ def _pick(loaded: Any, split: str | None, spec: str) -> Any:
     name, bracket, inside = split.partition("[")
     if name not in splits:
         raise ValueError(f"dataset {spec!r} has no split {name!r}; it has: {', '.join(splits)}.")
-    return splits[name].select(_sliced(split, inside, len(splits[name]))) if bracket else splits[name]
+    return splits[name].select(_sliced(split, inside, len(splits[name])) or []) if bracket else splits[name]
 
 
 def _sliced(split: str, inside: str, count: int) -> range:

@@ -153,6 +153,7 @@ HINTS: dict[str, str] = {
     "no_apply_chat_template": "prompts that are text are never templated, messages always",
     "extra_columns": "all columns of the dataset go to the reward functions",
     "metrics_to_gather": "log with the arguments `log_metric` and `log_extra` of a reward function",
+    "accelerate_config": "it is a flag: `covey grpo --accelerate_config fsdp2`",
     "use_fsdp": "`accelerate launch --use_fsdp`, or `covey grpo --accelerate_config fsdp2`",
     **dict.fromkeys(TRAINER_ARGUMENTS, "it is an argument of the trainer"),
     **{name: f"`generation_kwargs: {{{name}: ...}}`" for name in ("stop", "stop_strings", "stop_token_ids")},
@@ -273,12 +274,27 @@ REFUSED = {
 """Arguments of other trainers, and what to use instead."""
 
 
+_ROLLOUTS = "give the trainer a `rollout_func`, tools, environments or an `engine`"
+_LOSS = "register a loss (`covey.algorithms.register_loss`), which sees log-probs, ratios and entropies"
+HOOKS = {
+    "_generate_and_score_completions": f"{_ROLLOUTS}; or reward functions, or `register_advantages`",
+    **dict.fromkeys(("_generate", "_generate_single_turn", "_tool_call_loop"), _ROLLOUTS),
+    "_calculate_rewards": "give reward functions",
+    **dict.fromkeys(("_compute_loss", "compute_liger_loss", "_get_high_entropy_mask"), _LOSS),
+    **dict.fromkeys(("_get_per_token_logps_and_entropies", "_get_last_hidden_state"), _LOSS),
+    "_get_train_sampler": "order the rows yourself with `shuffle_dataset=False`, or see `prompt_sampler`",
+    "prediction_step": "evaluations sample and score as training does: see `covey.EvalSuite`",
+}
+"""Methods of TRL's trainers, and of transformers', that scripts override and that are never called, with advice."""
+
+
 def accepts_old_names(init: Init) -> Init:
     """Wrap a trainer's `__init__`: unknown arguments are renamed or explained, and all are stored in `made_of`."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
+        refuse_hooks(type(self))
         keywords = resolve_arguments(type(self), list(signature.parameters)[1:], keywords)
         if not args and "model" not in keywords and keywords.get("model_init") is None:
             raise TypeError(f"{type(self).__name__} needs `model`: a hub id, a folder or a model.")
@@ -302,6 +318,13 @@ def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -
         warn(f"{old!r} is called {new!r} in {cls.__name__}.", FutureWarning)
         result[new] = value
     return result
+
+
+def refuse_hooks(kind: type) -> None:
+    """Raise TypeError for a subclass that overrides what is never called: its objective would be another one."""
+    theirs = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in ("covey", "transformers")]
+    if name := next((name for name in HOOKS if any(name in vars(one) for one in theirs)), None):
+        raise TypeError(f"{kind.__name__} overrides `{name}`, which is never called: {HOOKS[name]}.")
 
 
 def _argument_hint(name: str, known: list[str], config_class: Any) -> str:

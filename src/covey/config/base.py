@@ -113,7 +113,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._settle_best_metric()
         try:
             super().__post_init__()
-        except (OverflowError, ValueError):  # which may name no field
+        except (OverflowError, TypeError, ValueError):  # which may name no field
             rules.check_fields(self)
             raise
         self._settle_direction()

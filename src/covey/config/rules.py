@@ -7,6 +7,7 @@ below the fields of its theme (`training`, `sampling`, `objective`, `engines`): 
 import dataclasses
 import inspect
 import numbers
+import os
 import re
 from collections.abc import Callable
 from types import NoneType
@@ -30,6 +31,8 @@ MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArgum
 
 
 def check_fields(args: "OnlineConfig") -> None:
+    if not isinstance(args.output_dir, str | os.PathLike | None):
+        raise ValueError(f"output_dir={args.output_dir!r} must be text: the name of a folder.")
     hints = get_type_hints(type(args))
     _check_within(args)
     for field in dataclasses.fields(args):

@@ -29,7 +29,7 @@ class GenerationFields:
     """Sample from this many most probable tokens; 0 keeps all."""
     min_p: float | None = limited(None, ge=0, le=1, advice="Unset or 0 keeps all tokens.")
     """Sample from tokens at least this times as probable as the most probable one; unset keeps all."""
-    repetition_penalty: float = limited(1.0, gt=0, advice="1.0 changes nothing; 1.05 to 1.2 are usual.")
+    repetition_penalty: float = limited(1.0, gt=0, finite=True, advice="1.0 changes nothing; 1.05 to 1.2 are usual.")
     """Above 1, tokens already in the prompt or completion become less probable; 1 changes nothing."""
     keep_sampling_mask: bool = False
     """Train the distribution that was sampled from: log-probabilities of the policy, its earlier versions and the

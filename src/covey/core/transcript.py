@@ -86,7 +86,7 @@ def content_text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        known = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+        known = [part if isinstance(part, dict) else {"text": part} for part in content]
         return "".join(str(part["text"]) if "text" in part else f"<{part.get('type', 'part')}>" for part in known)
     return str(content)
 

@@ -11,6 +11,7 @@ from typing import Any
 from covey.core.transcript import content_text
 from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, is_conversational
+from covey.runtime.user_code import format_error
 
 LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
 LONGEST = 64  # prompts that are encoded because they are the longest
@@ -64,8 +65,17 @@ def first_rows(dataset: Any) -> list[Any]:
     if isinstance(dataset, list | tuple):
         return list(dataset)
     if hasattr(dataset, "__len__"):
-        return [dataset[i] for i in range(min(LOOKED_AT, len(dataset)))]
+        return [_row(dataset, number) for number in range(min(LOOKED_AT, len(dataset)))]
     return list(islice(iter(dataset), LOOKED_AT))
+
+
+def _row(dataset: Any, number: int) -> Any:
+    try:
+        return dataset[number]
+    except Exception as error:  # of the user's class
+        raise ValueError(
+            f"row {number} of a dataset that says it has {len(dataset)} cannot be read: {format_error(error)}"
+        ) from error
 
 
 def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:

@@ -116,7 +116,7 @@ class Log:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def log_extra(self, column: str, values: list) -> None:
-        if isinstance(values, str | bytes | dict | set | frozenset):
+        if isinstance(values, str | bytes | dict | set | frozenset) or not hasattr(values, "__iter__"):
             raise RewardError(
                 f"log_extra({column!r}, ...) was given a {type(values).__name__}: give one value a sample."
             )
@@ -126,7 +126,10 @@ class Log:
         self.extras[str(column)] = [_loggable(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        self.metrics.append((str(name), float(value)))
+        try:
+            self.metrics.append((str(name), float(value)))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardError(f"log_metric({name!r}, ...) was given {format_value(value)}: give a number.") from error
 
     def replay(self, context: RewardContext) -> None:
         for column, values in self.extras.items():

@@ -5,6 +5,7 @@ argument, or that fails on all samples, stops the run. A new kind of reward is a
 in `_adapt`.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Collection, Sequence
@@ -136,9 +137,18 @@ class RewardSuite:
         if not len(batch):
             return RewardResult(rewards, steps, self._stats([CallResult([], [], Log(0))] * len(self.names)))
         results = self._score_all(batch, context.trainer_state, streamed)
+        logged: dict[str, int] = {}  # functions by the columns that they log
         for index, result in enumerate(results):
             results[index] = result = self._resolve_steps(index, result, batch, scorable, steps)
             self._check_failures(index, result, batch)
+            for column in result.log.extras:
+                if (first := logged.setdefault(column, index)) != index:
+                    self._warn_once(
+                        self.names[index],
+                        column,
+                        f"reward functions {self.names[first]!r} and {self.names[index]!r} both log a column"
+                        f" {column!r} with log_extra: the table keeps that of the second.",
+                    )
             result.log.spread(scorable, len(rollouts)).replay(context)
             rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float32)
         if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
@@ -290,6 +300,8 @@ def _adapt(
         device = None if "device_map" in kwargs else device
     if is_reward_model(candidate):
         return ModelReward(candidate, tokenizer, name, batch_size, device)
+    if inspect.isclass(candidate):
+        raise RewardError(f"reward {name!r} is a class; pass an object of it, such as {name}().")
     if callable(candidate):
         limits = declared(candidate, "covey_isolated") or (DEFAULT_LIMITS if isolate else None)
         return IsolatedReward(candidate, name, limits) if limits else FunctionReward(candidate, name)

@@ -9,7 +9,6 @@ from typing import Any
 from covey.core.records import Message
 
 SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of an image part that may name the image
-UNSUPPORTED = ("video", "video_url", "audio", "audio_url", "input_audio")  # parts that are neither text nor images
 FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': ...} as `datasets.Image` has them"
 
 
@@ -123,9 +122,9 @@ def embed_images(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def refuse_unsupported_parts(prompt: Any) -> None:
-    """Raise ImageError for a video or a sound, which chat templates that do not know it leave out silently."""
+    """Raise ImageError for a video, a sound or a file, which chat templates that do not know it leave out silently."""
     for part in _parts(prompt):
-        if part.get("type") in UNSUPPORTED:
+        if not isinstance(part.get("text"), str) and not _is_image_part(part):
             raise ImageError(
                 f"a message holds a part of type {part['type']!r}; only text and images are supported. Give a video as"
                 " some of its images, or remove the row."
@@ -140,7 +139,8 @@ def as_parts(content: Any) -> list[dict[str, Any]]:
     """A message's content as a list of parts, also where it is text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
-    return [dict(part) for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else []
+    given = content if isinstance(content, list | tuple) else []
+    return [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": str(part)} for part in given]
 
 
 def _parts(prompt: Any) -> list[dict[str, Any]]:

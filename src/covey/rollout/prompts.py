@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.core.records import Message
 from covey.core.transcript import content_text
-from covey.rollout.images import ImageError, has_images, refuse_unsupported_parts, with_images
+from covey.rollout.images import ImageError, as_parts, has_images, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
 
 Prompt = str | list[Message]
@@ -239,8 +239,8 @@ class PromptCodec:
         plain = []
         for message in messages:
             content = message.get("content")
-            if isinstance(content, list) and self._prints_parts:
-                content = content_text(content)
+            if isinstance(content, list):
+                content = content_text(content) if self._prints_parts else as_parts(content)
             shown = {**message, "role": self.controls.hide(message["role"], hidden)}
             if message["role"] != "assistant":
                 content = self._hide(content, hidden)

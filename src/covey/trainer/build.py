@@ -83,7 +83,8 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
             f"`args` must be a {config_class.__name__}, got {type(args).__name__}: {trainer} has options that no other"
             f" config holds. Make one with {config_class.__name__}(output_dir=..., ...)."
         )
-    if not args.output_dir or not _can_be_made(os.path.abspath(args.output_dir)):
+    folder = args.output_dir or ""
+    if not folder.strip() or not _can_be_made(os.path.abspath(folder)):
         raise ValueError(
             f"output_dir={args.output_dir!r} is not a folder that can be written to, so checkpoints and completions"
             " would be lost. Choose another."

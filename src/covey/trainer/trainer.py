@@ -288,8 +288,7 @@ class OnlineTrainer(Trainer):
                     resume_from_checkpoint = self.checkpoints.find(resume_from_checkpoint, self.args.output_dir or ".")
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
                 self.finite.check_weights()
-                optimizer = recommending_optimizer(self.optimizer)
-                if optimizer is not None and not self.args.load_best_model_at_end:
+                if (optimizer := recommending_optimizer(self.optimizer)) and not self.args.load_best_model_at_end:
                     optimizer.eval()
                 return result
             finally:
@@ -430,6 +429,7 @@ class OnlineTrainer(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     create_model_card = hub.create_model_card
+    init_hf_repo = hub.init_hf_repo
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""

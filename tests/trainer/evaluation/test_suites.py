@@ -186,6 +186,7 @@ WRONG = {
     "no rows": (lambda: EvalSuite([]), "eval_dataset"),
     "which reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1), "set its success_reward to one of: even, two"),
     "another reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1, success_reward="eve"), "Did you mean 'even'"),
+    "another reward, unread": (lambda: EvalSuite(tiny.rows(2), success_reward="eve"), "Did you mean 'even'"),
     "no answers": (lambda: EvalSuite(tiny.rows(2), maj_at=1, success_reward="two"), "does not say what a completion's"),
 }
 

@@ -3,6 +3,8 @@
 import pytest
 from transformers import TrainerCallback
 
+from covey import GRPOTrainer
+from covey.config.aliases import HOOKS
 from covey.trainer.integrations.attributes import FIELDS, VIEWS
 from tests.support import runs
 
@@ -52,3 +54,28 @@ def test_other_names_are_unknown_still(trained):
     assert not hasattr(trained[0], "reward_clip_range")  # RLOO's
     with pytest.raises(AttributeError, match="'environments': each rollout makes its own"):
         _ = trained[0].environments
+
+
+@pytest.mark.parametrize("name", sorted(HOOKS))
+def test_methods_that_are_never_called_cannot_be_overridden(name):
+    mine = type("Mine", (type("Mixin", (), {name: lambda self, *given: None}), GRPOTrainer), {})
+    with pytest.raises(TypeError, match=f"Mine overrides `{name}`, which is never called"):
+        mine("model")
+
+
+def test_the_loss_may_be_overridden(tmp_path):
+    class Halved(GRPOTrainer):
+        def compute_loss(self, *given, **named):
+            return super().compute_loss(*given, **named) / 2
+
+    norms = []
+    for kind in (GRPOTrainer, Halved):
+        made = runs.trainer(tmp_path, max_steps=1, kind=kind)
+        made.train()
+        norms += runs.history(made, "grad_norm")
+    assert norms[1] == pytest.approx(norms[0] / 2)
+
+
+def test_values_of_a_window_cannot_be_appended_to(trained):
+    with pytest.raises(AttributeError):
+        trained[1]["reward"].append(1.0)

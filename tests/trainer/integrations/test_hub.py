@@ -132,6 +132,15 @@ def test_a_data_set_that_cannot_be_had_is_refused_at_once(tmp_path, hub):
         runs.trainer(tmp_path, log_completions_hub_repo="a/b/c")
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_repository_that_cannot_be_had_is_refused_at_once(tmp_path, hub, gone):
+    if gone:
+        hub.close()
+    with pytest.raises(ValueError, match="push_to_hub=True: the repository") as error:
+        runs.trainer(tmp_path, **{**PUSHED, "hub_model_id": "me/small" if gone else "no/id/at/all"})
+    assert "hf_secret" not in str(error.value)
+
+
 def test_the_card_tells_what_the_model_is(tmp_path):
     model = tiny.model()
     model.config._name_or_path = "org/base"

@@ -125,10 +125,10 @@ class EvalSuite:
         return replace(params, keep_mask=False, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
-        if not self.pass_at and not self.maj_at:
-            return Grader(None, self.success_threshold, None)
         threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are
         named = self.success_reward
+        if not self.pass_at and not self.maj_at and named in (None, *rewards.names):
+            return Grader(None, threshold, None)
         if named is None and len(rewards.names) > 1:
             raise ValueError(
                 "an EvalSuite with pass_at or maj_at needs to know which reward tells what is right: set its"

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card
@@ -74,6 +74,18 @@ def create_model_card(
     folder = Path(self.args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+
+
+def init_hf_repo(self: "OnlineTrainer", token: str | None = None, private: bool | None = None) -> None:
+    """Make the repository that the model is pushed to. Raises ValueError if the hub cannot be reached, or refuses."""
+    try:
+        Trainer.init_hf_repo(self, token, private)
+    except Exception as error:  # of the hub's client and the libraries below it
+        raise ValueError(
+            f"push_to_hub=True: the repository {self.args.hub_model_id or self.args.output_dir!r} cannot be made or"
+            f" written to: {type(error).__name__}: {error}. Look at the network, log in with a token that may write"
+            " (`hf auth login`), or train without it and call `trainer.push_to_hub()` later."
+        ) from error
 
 
 class PushCompletions(TrainerCallback):
