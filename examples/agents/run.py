@@ -15,6 +15,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 
 def once(play):
@@ -28,6 +29,7 @@ def once(play):
 async def serve(play, url, at_once):
     """Play rollouts until the trainer has gone."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(2 * at_once))  # each waits for a session, or runs its agent
 
     async def post(path, **body):
         return await loop.run_in_executor(None, post_now, url + path, body)

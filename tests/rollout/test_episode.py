@@ -253,6 +253,38 @@ def test_a_turn_that_max_tokens_cut_off_can_be_continued():
     assert len({request.seeds[0] for request in asked.requests}) == 3
 
 
+def test_a_turn_may_be_context_alone():
+    """The draft "5<eos>" is read and kept in the messages, and only "4<eos>" is trained on."""
+
+    async def run():
+        episode = engine(Says("5", "4")).begin()
+        await episode.sample(train=False)
+        episode.write("Really?")
+        await episode.sample()
+        return episode.done()
+
+    rollout = play(run())
+    trained = [token for token, sampled in zip(rollout.completion_ids, rollout.sampled, strict=True) if sampled]
+    assert trained == [*tokens("4"), EOS] and len(rollout.turn_ends) == 2
+    assert rollout.completion_ids[:2] == [*tokens("5"), EOS] and rollout.completion[0]["content"] == "5"
+
+
+def test_turns_have_a_limit_of_their_own():
+    """At most 3 tokens each: the first is cut off and ended, the second ends itself."""
+    limited = engine(Says("12345", "67"), max_tokens=60)
+    limited.max_turn_length = 3
+
+    async def run():
+        episode = limited.begin()
+        first = await episode.sample()
+        assert episode.write("on")
+        return first, await episode.sample(max_tokens=50), episode.done()
+
+    first, second, rollout = play(run())
+    assert (first.text, first.finish, second.text, second.finish) == ("123", "length", "67", "stop")
+    assert rollout.num_sampled == 6 and rollout.finish is FinishReason.STOP
+
+
 def test_write_ends_a_turn_that_max_tokens_cut_off():
     async def rollout():
         episode = engine(Says("12345", "4")).begin()

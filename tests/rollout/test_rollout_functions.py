@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -64,6 +65,22 @@ async def twice(row, engine):
     if episode.write(" and "):
         await episode.sample()
     return episode.done()
+
+
+def test_the_last_turn_alone_may_be_trained_on():
+    """With strands, the last turn in the order of time: the middle one here, "5 6" at 3 and 4, between 2 and 7."""
+
+    async def strands(row, engine):
+        ids, sampled = [10, 11, 12, 5, 6, 20, 21, 7], [True, True, False, True, True, False, True, True]
+        made = Rollout([1], ids, sampled, None, "", FinishReason.STOP, strands=[(3, 0), (5, 0)])
+        made.turn_ends = [1, 7, 4]
+        return made
+
+    for function, trained in ((twice, range(9, 13)), (strands, range(3, 5)), (once, range(4))):
+        made = collector(function)
+        made.spec = replace(made.spec, trained_turns="last")
+        (rollout,) = collect(made, draws(1, 1))
+        assert [index for index, sampled in enumerate(rollout.sampled) if sampled] == list(trained)
 
 
 # ---- one rollout -----------------------------------------------------------------------------------------------------

@@ -85,6 +85,11 @@ class AgentFields:
     unstable_chat_template: str = limited("raise", choices=("raise", "keep"))
     """Treatment of a chat template that renders earlier turns differently once later ones follow: `raise` refuses it,
     `keep` trains on the turns as they were sampled."""
+    max_turn_length: int | None = limited(None, ge=1, advice="Unset, max_completion_length alone bounds a turn.")
+    """Most tokens that one turn of a rollout with tools, an environment, an agent or a function of your own may have.
+    Tools and environments get no turn that was cut off: the rollout ends."""
+    trained_turns: str = limited("all", choices=("all", "last"))
+    """Turns of such a rollout that are trained on: `all`, or the `last` alone, with the others as its context."""
     max_staleness: int = limited(0, ge=0, advice="0 samples and trains by turns, 1 samples one step ahead.")
     """Optimizer steps by which the weights that sample may be older than those that are trained, so that later rollout
     batches are sampled while one is trained on (async rollouts): 1 is one step ahead. 0 samples and trains by turns.

@@ -78,6 +78,7 @@ class EpisodeEngine:
     row: dict[str, Any]
     sibling: int
     expands_images: bool = False  # the engine itself searches for tokens that stand for images
+    max_turn_length: int | None = None  # most tokens of one call of `Episode.sample`
     episodes: "list[Episode]" = field(default_factory=list, init=False)
     failure: BaseException | None = field(default=None, init=False)
     timeout: asyncio.Timeout | None = field(default=None, init=False)
@@ -212,13 +213,14 @@ class Episode:
         """True if a turn of the policy is its end, and messages may be written after it."""
         return self.finish is None and self._turn_start is not None and not self._sampling
 
-    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = True) -> Reply:
         """Sample the policy's next turn, or continue one that `max_tokens` has cut off.
 
         Args:
             max_tokens: of this call, where that is less than there is room for. A turn that it cuts off stays open: the
                 next `sample` continues it, and `write` ends it.
             stop: texts that end the turn, with the token that completes one of them; tokens after it are dropped.
+            train: False where its tokens are not to be trained on: what follows is trained with them as context.
 
         Returns:
             The text sampled now. Its `finish` is STOP where the policy has ended its turn.
@@ -238,7 +240,7 @@ class Episode:
         if room <= 0:
             self.finish = FinishReason.LENGTH
             return Reply("", [], FinishReason.LENGTH)
-        limit = room if max_tokens is None else min(max_tokens, room)
+        limit = min(one for one in (room, max_tokens, self.engine.max_turn_length) if one is not None)
         request = self._request(limit)
         self._sampling = True
         try:
@@ -248,7 +250,7 @@ class Episode:
         if stop:
             completion = _stopped(completion, stop, self.engine.tokenizer)
         self._samples += 1
-        self._append_turn(completion)
+        self._append_turn(completion, train)
         if completion.finish is not FinishReason.STOP:
             self._open = limit < room and len(completion.token_ids) >= limit
             self.finish = None if self._open else completion.finish
@@ -267,13 +269,13 @@ class Episode:
         params = engine.params if limit >= engine.params.max_tokens else replace(engine.params, max_tokens=limit)
         return SampleRequest(ids, 1, params, [seed], shared=len(self.prompt_ids), media=self.media)
 
-    def _append_turn(self, completion: Completion) -> None:
+    def _append_turn(self, completion: Completion, train: bool) -> None:
         continues, self._open = self._open, False
         if not continues:
             self._turn_start = len(self.completion_ids)
             self.messages.append({"role": "assistant", "content": ""})
         reported = completion.logprobs, completion.entropies, completion.versions, completion.sampling_mask
-        self._append(completion.token_ids, True, *reported)
+        self._append(completion.token_ids, train, *reported)
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
         text = self.engine.tokenizer.decode(self.completion_ids[self._turn_start :], skip_special_tokens=True)

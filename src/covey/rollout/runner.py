@@ -42,6 +42,8 @@ class RolloutSpec:
     templates: TurnTemplates
     timeout: float  # seconds that one rollout may take
     limits: RolloutValidator | None = None  # of tokens that the user's code may have written
+    max_turn_length: int | None = None
+    trained_turns: str = "all"
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         if hasattr(self.play, "release"):
@@ -124,7 +126,8 @@ class GroupRunner:
         row = {name: _copy(value) for name, value in first.row.items()}
         key = (*self.seed_key, first.prompt, first.sample)
         expands = traits_of(self.engine).expands_images
-        engine = EpisodeEngine(generate, self.spec.templates, self.params, key, row, first.sample, expands)
+        most = self.spec.max_turn_length
+        engine = EpisodeEngine(generate, self.spec.templates, self.params, key, row, first.sample, expands, most)
         began = perf_counter()
         try:
             async with asyncio.timeout(timeout) as engine.timeout:
@@ -143,6 +146,8 @@ class GroupRunner:
             raise engine.failure
         for rollout in rollouts:
             rollout.group, rollout.seconds = number, perf_counter() - began
+            if self.spec.trained_turns == "last" and rollout.turn_ends:
+                _train_last_turn(rollout)
         return rollouts
 
     async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
@@ -167,6 +172,14 @@ def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_i
     completion: Any = [] if is_conversational(row.get("prompt")) else ""
     ids = prompt_ids or [codec.tokenizer.eos_token_id or 0]
     return Rollout(ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)
+
+
+def _train_last_turn(rollout: Rollout) -> None:
+    """Leave the tokens of all turns but the last one, in the order of time, as context."""
+    last = rollout.turn_ends[-1]
+    begins = [0, *(end + 1 for end in rollout.turn_ends if end < last), *(start for start, _ in rollout.strands)]
+    turn = range(max(begin for begin in begins if begin <= last), last + 1)
+    rollout.sampled = [sampled and index in turn for index, sampled in enumerate(rollout.sampled)]
 
 
 def _copy(value: Any) -> Any:

@@ -48,7 +48,7 @@ from covey.trainer.checks import check_model
 from covey.trainer.context import RunContext, TrainingLoop
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
-from covey.trainer.engines.build import build_engine
+from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
@@ -264,6 +264,9 @@ def build_collector(
         policy = partial(getattr, run.loop, "policy")
         engine = build_engine(args, model, tokenizer, run.accelerator, policy, context, run.collectives, vision)
     known = hasattr(engine, "generate")  # `covey explain` starts none
+    if known:
+        parts: dict[str, Any] = {"context": context, "collectives": run.collectives, "vision": vision}
+        freeze_seats(environment_factory, model, args, run.accelerator, tokenizer=tokenizer, **parts)
     if args.keep_sampling_mask and known and not traits_of(engine).returns_masks:
         raise ValueError(
             f"keep_sampling_mask=True, and {type(engine).__name__} does not say that it returns which tokens it sampled"

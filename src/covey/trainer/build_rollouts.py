@@ -51,7 +51,7 @@ def build_rollout_spec(
         raise ValueError(f"`tools` must be a list of functions, got {type(tools).__name__}. Write tools=[...].")
     tools = list(tools or [])
     ends = end_token_ids(model, codec.tokenizer)
-    templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template)
+    templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template, args.tool_parser)
     limits = RolloutValidator(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
     if environment_factory is not None:
@@ -65,7 +65,7 @@ def build_rollout_spec(
     else:
         kind = RolloutFunction if form == "rollout" else GroupFunction
         play = kind(rollout_func, args.rollout_timeout, limits)
-    return RolloutSpec(play, templates, args.rollout_timeout, limits)
+    return RolloutSpec(play, templates, args.rollout_timeout, limits, args.max_turn_length, args.trained_turns)
 
 
 def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
@@ -90,6 +90,10 @@ def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, envi
             f"speculative_reuse={args.speculative_reuse!r} reuses completions that are one turn; with tools, an"
             " environment_factory or a rollout_func, leave it unset."
         )
+    if not plays or (rollout_func is not None and form_of(rollout_func) == "batch"):
+        for name, default in (("max_turn_length", None), ("trained_turns", "all")):
+            if (value := getattr(args, name)) != default:
+                warnings.warn(f"`{name}={value!r}` has no effect on rollouts that are one completion.", stacklevel=4)
     if args.max_tool_calling_iterations is not None and not tools and environment_factory is None:
         warnings.warn(
             f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"

@@ -7,24 +7,26 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from covey.core.records import FinishReason
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.agents import endpoint as module
 from covey.rollout.agents.endpoint import AgentEndpoint
-from covey.rollout.agents.session import MAX_STRANDS, AgentSession
+from covey.rollout.agents.session import MAX_STRANDS, AgentSession, Seat, checked_seats
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support.playing import TOKENIZER, call, play, says
 
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
 START = [{"role": "user", "content": "go"}]
 ADD = {"name": "add", "description": "", "parameters": {"type": "object"}}
 
 
-def program(steps):
+def program(steps, **options):
     """An agent whose turns are what a program asks the endpoint for; `steps(ask)` gets the means to ask."""
 
     async def rollout(row, engine):
-        session = AgentSession(engine)
+        session = AgentSession(engine, **options)
         async with AgentEndpoint() as endpoint, aiohttp.ClientSession() as client:
             key = endpoint.open(session)
 
@@ -216,6 +218,45 @@ def test_stop_texts_end_the_turn_where_they_are_complete():
     assert text_of(rollout) == "do Obs<eos><bos>user: on<eos><bos>assistant: 2<eos>" and not rollout.strands
 
 
+def test_seats_answer_in_the_place_of_the_policy():
+    """An engine, a server, which gets the request as it is, and one that is not there; none leaves a token."""
+
+    async def server(request):
+        received.append((request.path, request.headers["Authorization"], await request.json()))
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": "from afar"}}]}, status=201)
+
+    async def steps(ask):
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", server)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        ask.session.seats |= {"far": Seat(url, "gpt", "secret"), "gone": Seat("http://127.0.0.1:9/v1")}
+        other = await ask(START, model="other", n=2, tools=[{"type": "function", "function": ADD}])
+        far = await ask(START, model="far", temperature=0.5)
+        gone = await ask(START, model="gone")
+        await runner.cleanup()
+        return other, far, gone, said(await ask(START))["content"]
+
+    received = []
+    other = says("so " + call("add", a=2))
+    (rollout,) = play(program(steps, seats={"other": other}), says("1"))
+    (status, body), far, gone, own = rollout.extras["result"]
+    assert status == 200 and [one["finish_reason"] for one in body["choices"]] == ["tool_calls"] * 2
+    assert far == (201, {"choices": [{"message": {"role": "assistant", "content": "from afar"}}]})
+    sent = {"model": "gpt", "messages": START, "temperature": 0.5}
+    assert received == [("/v1/chat/completions", "Bearer secret", sent)]
+    assert gone[0] == 502 and "does not answer" in gone[1]["error"]["message"]
+    assert own == "1" and text_of(rollout) == "1<eos>" and len(rollout.completion) == 1
+
+
+def test_a_seat_is_a_server_or_an_engine():
+    with pytest.raises(ValueError, match=r"the seat 'judge' is 'http://x'; give Seat\(url=...\)"):
+        checked_seats({"judge": "http://x"})
+
+
 def test_logprobs_come_with_each_token():
     class Reporting(ScriptedEngine):
         async def generate(self, request):
@@ -259,7 +300,7 @@ def test_requests_at_once_are_strands():
             "/v1/chat/completions",
             {"messages": [user([{"type": "image_url"}])]},
             400,
-            'content[0].type` is "image_url"; it must be "text"',
+            "content[0].image_url` is null; it must be an object",
         ),
         ("/v1/chat/completions", {"messages": START, "n": 10**9}, 400, "must be 1 to 16"),
         ("/v1/chat/completions", {"messages": START, "max_tokens": -1}, 400, "at least 1"),
@@ -267,8 +308,15 @@ def test_requests_at_once_are_strands():
             "/v1/chat/completions",
             {"messages": START, "response_format": {"type": "json_object"}},
             400,
-            'must be "text"',
+            'must be "text": no grammar',
         ),
+        (
+            "/v1/chat/completions",
+            {"messages": [user([{"type": "image_url", "image_url": {"url": PIXEL}}])]},
+            400,
+            "has no vision",
+        ),
+        ("/v1/messages", {"messages": START, "output_config": {"format": {"type": "json_schema"}}}, 400, "no grammar"),
         ("/v1/chat/completions", {"data": "{"}, 400, "not JSON"),
         ("/v1/chat/completions", {"data": "[" * 100_000}, 400, "not JSON"),
         ("/v1/chat/completions", {"data": b"\xff\xfe\x00"}, 400, "not JSON"),
@@ -276,7 +324,7 @@ def test_requests_at_once_are_strands():
         ("/v1/chat/completions", {"messages": START, "key": "other"}, 401, "this key has no session"),
         ("/v1/chat/completions", {"data": b"x" * (module.MAX_BODY + 1)}, 413, "at most"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, '`input[0].type` is "computer_call"'),
-        ("/v1/messages", {"messages": [user([{"type": "image"}])]}, 400, 'is "image"; it must be "text"'),
+        ("/v1/messages", {"messages": [user([{"type": "image"}])]}, 400, "`messages[0].content[0].source` is null"),
         ("/v1/messages", {"messages": START, "key": ""}, 401, "this key has no session"),
     ],
 )

@@ -159,7 +159,7 @@ def test_schemas_that_cannot_be_read_are_refused(properties):
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.type", '"text"'),
         ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools[0].type", '"function"'),
         ("/v1/messages", {"output_config": {"format": {}, "effort": "low"}}, None, ""),
-        ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", "describe"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", "grammar"),
         ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", '"custom"'),
     ],
 )

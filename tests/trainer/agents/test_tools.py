@@ -73,6 +73,21 @@ def trainer(folder, engine=None, method="grpo", seen=None, parts=None, **changes
     return runs.trainer(folder, method, parts=arguments, **settings)
 
 
+def test_turns_are_limited_and_chosen_by_the_config(tmp_path):
+    """Call and answer, of which "55<eos>" alone is trained on; then a call that is cut off and not executed."""
+    last = trainer(tmp_path, says(CALL, "55"), parts={"tools": [add]}, trained_turns="last")
+    last.train()
+    assert (
+        last.state.log_history[0]["completions/mean_length"] == 3 and last.state.log_history[0]["rollouts/turns"] == 2
+    )
+    cut = trainer(tmp_path / "cut", says(CALL, "55"), parts={"tools": [add]}, max_turn_length=10)
+    cut.train()
+    logged = cut.state.log_history[0]
+    assert (logged["completions/mean_length"], logged["completions/clipped_ratio"]) == (10, 1)
+    with pytest.warns(UserWarning, match="`max_turn_length=5` has no effect"):
+        trainer(tmp_path, says("5"), max_turn_length=5)
+
+
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_the_policy_is_answered_and_goes_on(tmp_path, method):
     seen = []

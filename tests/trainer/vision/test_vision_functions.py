@@ -1,8 +1,11 @@
 """Rollout functions that play a whole generation, and environments, with images."""
 
 import asyncio
+import base64
 from contextlib import nullcontext
+from io import BytesIO
 
+import aiohttp
 import pytest
 import torch
 
@@ -172,6 +175,68 @@ def test_what_environments_show_is_seen_in_later_turns(tmp_path):
         for one in rollout.media[1:]:
             start = one.start - len(rollout.prompt_ids)
             assert not any(rollout.sampled[start : start + one.length])
+    with torch.no_grad():
+        sampled = torch.tensor([number for rollout in rollouts for number in rollout.logprobs])
+        batch = collate(rollouts)
+        found = scores(made.model.eval(), batch)
+        torch.testing.assert_close(found[batch.sampled], sampled[batch.sampled], atol=1e-4, rtol=1e-4)
+
+
+def data_url(number):
+    file = BytesIO()
+    tiny_vision.picture(number).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+PARTS = {  # of each API: the path, and a picture as it is sent there
+    "chat": ("chat/completions", lambda number: {"type": "image_url", "image_url": {"url": data_url(number)}}),
+    "responses": ("responses", lambda number: {"type": "input_image", "image_url": data_url(number)}),
+    "messages": (
+        "messages",
+        lambda number: {"type": "image", "source": {"type": "base64", "data": data_url(number).partition(",")[2]}},
+    ),
+}
+
+
+async def two_pictures(row, base_url, api_key):
+    """Two turns with a picture each; another conversation, a path of a file and broken pictures are refused."""
+    path, picture = PARTS[row["api"]]
+    name = "input" if path == "responses" else "messages"
+
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+
+        async def ask(messages):
+            async with client.post(f"{base_url}/{path}", json={name: messages}) as response:
+                return response.status, await response.json()
+
+        first = {"role": "user", "content": [picture(0), {"type": "text", "text": "What?"}]}
+        status, body = await ask([first])
+        assert status == 200, body
+        turn = body["choices"][0]["message"] if path == "chat/completions" else {"role": "assistant"}
+        turn.setdefault("content", (body["output"][0] if path == "responses" else body).get("content"))
+        status, body = await ask([first, turn, {"role": "user", "content": [picture(1)]}])
+        assert status == 200, body
+        for wrong, reason in (
+            (picture(2), "one conversation"),
+            ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "data:image"),
+            ({"type": "input_image", "image_url": "data:image/png;base64,AAAA"}, "cannot be read"),
+            ({"type": "image", "source": {"type": "url", "url": "http://127.0.0.1"}}, "base64"),
+        ):
+            status, body = await ask([{"role": "user", "content": [wrong]}])
+            assert status == 400 and reason in body["error"]["message"], body
+
+
+def test_programs_send_images_in_each_api(tmp_path):
+    rows = [{"prompt": None, "api": api} for api in (*PARTS, "chat")]
+    model, processor = tiny_vision.make("gemma3")
+    model.generation_config.eos_token_id = [1, *range(20, 60)]  # turns end soon
+    parts = {"agent": two_pictures, "train_dataset": rows, "model": model, "processing_class": processor}
+    made = trainer(tmp_path, parts=parts, max_steps=1, max_completion_length=64, learning_rate=0.0)
+    rollouts = collected(made)
+    made.train()
+    assert [rollout.error for rollout in rollouts] == [None] * len(rollouts)
+    for rollout in rollouts:
+        assert [image.tobytes() for image in rollout.images] == [tiny_vision.picture(n).tobytes() for n in (0, 1)]
     with torch.no_grad():
         sampled = torch.tensor([number for rollout in rollouts for number in rollout.logprobs])
         batch = collate(rollouts)

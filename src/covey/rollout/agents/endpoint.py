@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from covey.rollout.agents.session import FULL, AgentSession, RequestError
+from covey.rollout.agents.session import FULL, AgentSession, RequestError, Seat
 from covey.rollout.agents.wire import APIS, Api, read_request
 from covey.rollout.environments.pool import EnvironmentWarning
 
@@ -117,8 +117,11 @@ class AgentEndpoint:
     async def _answer(self, request: web.Request, session: AgentSession, api: Api) -> web.StreamResponse:
         body = await request.json()
         asked = read_request(api, body)
-        answers = await session.answer(asked)
-        if request.transport is None or request.transport.is_closing():
+        seat = session.seats.get(body.get("model"))
+        if isinstance(seat, Seat):
+            return await self._forward(seat, request, body)
+        answers = await (session.answer(asked) if seat is None else session.answer_from(seat, asked))
+        if seat is None and (request.transport is None or request.transport.is_closing()):
             session.return_later(asked, answers)
             return web.Response(status=499)  # to nobody
         response = api.response(body, answers)
@@ -131,6 +134,28 @@ class AgentEndpoint:
         if api is APIS["/v1/chat/completions"]:
             await stream.write(b"data: [DONE]\n\n")
         return stream
+
+    async def _forward(self, seat: Seat, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """The answer of a seat's server, as it comes."""
+        path = "/" + request.path.rpartition("/v1/")[2]
+        headers = {"Authorization": f"Bearer {seat.key}", "x-api-key": seat.key} if seat.key else {}
+        headers |= {name: value for name, value in request.headers.items() if name.lower().startswith("anthropic-")}
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=None)) as client,
+                client.post(
+                    seat.url + path, json=body | {"model": seat.model or body["model"]}, headers=headers
+                ) as got,
+            ):
+                answer = web.StreamResponse(status=got.status, headers={"Content-Type": got.headers["Content-Type"]})
+                await answer.prepare(request)
+                async for part in got.content.iter_any():
+                    await answer.write(part)
+                return answer
+        except ClientError as error:
+            raise RequestError(
+                f"the seat {body['model']!r} at {seat.url} does not answer: {error}", status=502
+            ) from error
 
 
 def _refused(request: web.Request) -> Api:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from covey.core.records import Rollout
 from covey.rollout.agents.endpoint import Service
-from covey.rollout.agents.session import AgentSession
+from covey.rollout.agents.session import AgentSession, checked_seats
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number
 from covey.rollout.episode import EpisodeEngine
@@ -45,6 +45,8 @@ class AgentProgram:
             gets PATH and the URLs and keys; HOME and TMPDIR are a folder that is deleted after the rollout.
         memory: GiB that the command and all its descendants may use.
         processes: how many these may be.
+        seats: other models, by the name that requests give as `model`: a `Seat`, or "frozen" for the policy as it is
+            when the trainer is made. What they answer is not trained on.
 
     Raises:
         ValueError: the agent is neither a command nor a coroutine function.
@@ -61,6 +63,7 @@ class AgentProgram:
         environment: Sequence[str] | Mapping[str, str] = (),
         memory: float = 4.0,
         processes: int = 64,
+        seats: Mapping[str, Any] | None = None,
     ):
         self.function: AgentFunction | None = None
         self.command: list[str] = []
@@ -77,6 +80,7 @@ class AgentProgram:
                 raise ValueError(
                     f"`agent` is the command {agent!r}, and there is no such program: name one on the PATH."
                 )
+        self.seats = checked_seats(seats)
         self.directory, self.limits = directory, Quota(memory, processes)
         if not isinstance(environment, Mapping):
             environment = {name: os.environ[name] for name in environment if name in os.environ}
@@ -89,7 +93,7 @@ class AgentProgram:
             self._service = Service()
         service = self._service
         await asyncio.shield(service.ready)
-        session = AgentSession(engine)
+        session = AgentSession(engine, seats=self.seats)
         key = service.endpoint.open(session)
         try:
             if self.function is not None:

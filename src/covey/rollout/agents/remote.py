@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from aiohttp import web
 
 from covey.core.records import Rollout
 from covey.rollout.agents.endpoint import AgentEndpoint, Service
-from covey.rollout.agents.session import AgentSession
+from covey.rollout.agents.session import AgentSession, checked_seats
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number
 from covey.rollout.episode import EpisodeEngine
@@ -40,6 +41,7 @@ class RemoteAgents:
         port: of the endpoint.
         host: address that it listens on; others than 127.0.0.1 are open to the network, without encryption.
         key: that agents need to get sessions; the variable COVEY_AGENTS_KEY by default.
+        seats: as of `AgentProgram`.
 
     Raises:
         ValueError: there is no key, or one of fewer than 16 characters.
@@ -48,7 +50,15 @@ class RemoteAgents:
     optional_reward = True
     text_only = True
 
-    def __init__(self, port: int, *, host: str = "127.0.0.1", key: str | None = None):
+    def __init__(
+        self,
+        port: int,
+        *,
+        host: str = "127.0.0.1",
+        key: str | None = None,
+        seats: Mapping[str, Any] | None = None,
+    ):
+        self.seats = checked_seats(seats)
         self._address, self._key = (host, port), key or os.environ.get(KEY_VARIABLE, "")
         if len(self._key) < 16:
             raise ValueError(
@@ -69,7 +79,7 @@ class RemoteAgents:
             self._service = Service(endpoint=AgentEndpoint(*self._address, routes))
         service = self._service
         await asyncio.shield(service.ready)
-        session = AgentSession(engine)
+        session = AgentSession(engine, seats=self.seats)
         waiting = _Open(row, service.endpoint.open(session), loop.create_future())
         self._waiting.append(waiting)
         self._arrived.set()

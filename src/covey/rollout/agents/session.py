@@ -8,16 +8,18 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
+from covey.rollout.agents.strands import join_strands
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
+from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, sample_seed
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
@@ -38,7 +40,7 @@ class RequestError(Exception):
 class ChatRequest:
     """A request in any of the APIs."""
 
-    messages: list[Message]  # text alone; arguments of calls as objects
+    messages: list[Message]  # images as PIL images; arguments of calls as objects
     tools: list[dict[str, Any]]  # schemas as OpenAI's chat completions have them
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -51,6 +53,38 @@ class ChatRequest:
         for message in self.messages:
             digest = digest_after(digest, message)
             yield digest
+
+
+class SeatEngine(Protocol):
+    """Samples in the place of the policy."""
+
+    async def generate(self, request: SampleRequest) -> list[Completion]: ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A model on a server of the API that the program talks in, asked in the policy's place.
+
+    Args:
+        url: with its `/v1`.
+        model: name that the server knows; that of the seat by default.
+        key: sent to the server.
+    """
+
+    url: str
+    model: str | None = None
+    key: str = field(default="", repr=False)
+
+
+Seats = Mapping[str, Any]  # each a Seat, "frozen" or a SeatEngine
+
+
+def checked_seats(seats: Seats | None) -> dict[str, Any]:
+    """A copy; ValueError for a seat that cannot be asked."""
+    for name, seat in (seats or {}).items():
+        if not isinstance(seat, Seat) and seat != "frozen" and not hasattr(seat, "generate"):
+            raise ValueError(f'the seat {name!r} is {seat!r}; give Seat(url=...), "frozen", or an engine.')
+    return dict(seats or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +112,16 @@ class _Strand:
 
 def digest_after(digest: bytes, message: Message) -> bytes:
     """Digest of a conversation and one more message: ids of calls and space around a reply make no difference."""
-    content, by_policy = message.get("content") or "", message["role"] == "assistant"
+    content = message.get("content") or ""
+    if message["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return _digest(digest, [message["role"], content.strip() if by_policy else content, calls])
+    return _digest(digest, [message["role"], content, calls])
 
 
 def _digest(before: bytes, value: Any) -> bytes:
-    return blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+    text = json.dumps(value, sort_keys=True, default=lambda image: [image.size, blake2b(image.tobytes()).hexdigest()])
+    return blake2b(before + text.encode(), digest_size=16).digest()
 
 
 @dataclass(eq=False, repr=False)
@@ -93,6 +130,7 @@ class AgentSession:
 
     engine: EpisodeEngine
     parser: ToolParser | None = None
+    seats: Seats = field(default_factory=dict)  # other models, by the name in a request
     full: bool = False  # a request found no room
     refused: str | None = None  # the first request that could not be read
     _strands: list[_Strand] = field(default_factory=list)
@@ -103,12 +141,15 @@ class AgentSession:
     _turns: list[_Turn] = field(default_factory=list)  # in the order in which they ended
     _undelivered: dict[tuple[bytes, int], list[Answer]] = field(default_factory=dict)
     _calls: int = 0
-    _sent: Counter[str] = field(default_factory=Counter)  # requests of the engine by the digest of their tokens
+    _sent: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # requests of engines by the digest of their tokens
 
     def __post_init__(self) -> None:
         self._generate, self.engine.send = self.engine.send, self._send
         if self.parser is None:
-            self.parser = TOOL_PARSERS[parser_for(self.engine.tokenizer.chat_template)]
+            templates = self.engine.templates
+            self.parser = TOOL_PARSERS[templates.parser or parser_for(templates.codec.tokenizer.chat_template)]
 
     @property
     def asked(self) -> bool:
@@ -127,6 +168,16 @@ class AgentSession:
         if not found:
             raise self._no_room("the conversation leaves no room for another turn.")
         return [self._record(request, digest, number, reply) for number, reply in found]
+
+    async def answer_from(self, seat: SeatEngine, request: ChatRequest) -> list[Answer]:
+        """Completions of another engine, with the policy's tokenizer, that are no part of the rollout."""
+        kwargs = self.engine.row.get("chat_template_kwargs")
+        encoded = self.engine.templates.codec.read(request.messages, kwargs, request.tools)
+        params = replace(self.engine.params, max_tokens=min(request.max_tokens or self._most, self._most))
+        seeds = [self._seed("seat", encoded.ids) for _ in range(request.n)]
+        sampled = await seat.generate(SampleRequest(encoded.ids, request.n, params, seeds, media=encoded.media))
+        replies = [Reply.of(one, self.engine.tokenizer) for one in sampled]
+        return [self._answer(self._message(request, request.tools, one), one, len(encoded.ids)) for one in replies]
 
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
         """Keep the answers to a request whose client has gone, for the same request again."""
@@ -147,12 +198,14 @@ class AgentSession:
 
         Requests at once are each sampled with all that is left; the caller takes a completion before another arrives.
         """
-        digest = blake2b(np.array(request.prompt_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
-        number, self._sent[digest] = self._sent[digest], self._sent[digest] + 1
-        seed = sample_seed(*self.engine.seed_key, "prefix", digest, number)
-        (completion,) = await self._generate(replace(request, seeds=[seed]))
+        (completion,) = await self._generate(replace(request, seeds=[self._seed("prefix", request.prompt_ids)]))
         fits = len(completion.token_ids) <= (left := max(0, self._left))
         return [completion if fits else first_tokens(completion, left, FinishReason.LENGTH)]
+
+    def _seed(self, kind: str, prompt_ids: list[int]) -> int:
+        digest = blake2b(np.array(prompt_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+        number, self._sent[kind, digest] = self._sent[kind, digest], self._sent[kind, digest] + 1
+        return sample_seed(*self.engine.seed_key, kind, digest, number)
 
     def _no_room(self, reason: str) -> RequestError:
         """The error in the words by which clients know that they need not ask again."""
@@ -168,6 +221,8 @@ class AgentSession:
         """The strands that the request is to be sampled in: one that it continues, or new ones."""
         if len(self._strands) + request.n > MAX_STRANDS:
             raise self._no_room(f"a rollout has at most {MAX_STRANDS} conversations that do not continue one another.")
+        if self.engine.templates.codec.vision is None and has_images(request.messages):
+            raise RequestError("`messages` have images, and the policy has no vision.", param="messages")
         _, *digests = request.digests()
         last = max((i for i, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
         turn = self._known.get(digests[last]) if last >= 0 else None
@@ -207,6 +262,11 @@ class AgentSession:
         return self._add(episode, len(episode.prompt_ids) + episode.turn_ends[-1] + 1)
 
     def _add(self, episode: Episode, own: int) -> int:
+        if self._strands and (episode.media or self._strands[0].episode.media):
+            raise RequestError(
+                "`messages` of a rollout with images are one conversation: go on with it, and with n=1.",
+                param="messages",
+            )
         self._strands.append(_Strand(episode, own))
         return len(self._strands) - 1
 
@@ -220,30 +280,38 @@ class AgentSession:
 
     def _record(self, request: ChatRequest, digest: bytes, number: int, reply: Reply) -> Answer:
         episode = self._strands[number].episode
-        message: Message = {"role": "assistant", "content": reply.text}
-        if episode.tools:
-            assert self.parser is not None, "set when it was made"
-            try:
-                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self.parser, episode.tools)
-            except (AttributeError, TypeError) as error:  # some notations read values by the schema's types
-                raise RequestError(f"`tools` has a schema that cannot be read: {error}.", param="tools") from error
-            message = as_message(parsed, reply.text)
-        for stop in request.stop:
-            message["content"] = message["content"].partition(stop)[0]
-        episode.messages[-1] = message
+        message = episode.messages[-1] = self._message(request, episode.tools, reply)
         turn = _Turn(number, len(episode.turn_ends))
         self._turns.append(turn)
         self._transcript.append(message)
         after = digest_after(digest, message)
         self._known[after] = turn
         self._seen.add(after)
+        return self._answer(
+            message, reply, len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
+        )
+
+    def _message(self, request: ChatRequest, tools: list[dict[str, Any]], reply: Reply) -> Message:
+        """A reply with its calls read, up to a stop text."""
+        message: Message = {"role": "assistant", "content": reply.text}
+        if tools:
+            assert self.parser is not None, "set when it was made"
+            try:
+                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self.parser, tools)
+            except (AttributeError, TypeError) as error:  # some notations read values by the schema's types
+                raise RequestError(f"`tools` has a schema that cannot be read: {error}.", param="tools") from error
+            message = as_message(parsed, reply.text)
+        for stop in request.stop:
+            message["content"] = message["content"].partition(stop)[0]
+        return message
+
+    def _answer(self, message: Message, reply: Reply, prompt_tokens: int) -> Answer:
         sent: Message = {"role": "assistant", "content": message["content"]}
         if message.get("tool_calls"):
             sent["tool_calls"] = [self._sent_call(call) for call in message["tool_calls"]]
         cut = reply.finish is not FinishReason.STOP
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
-        before = len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
-        return Answer(sent, finish, reply, before)
+        return Answer(sent, finish, reply, prompt_tokens)
 
     def _sent_call(self, call: dict[str, Any]) -> dict[str, Any]:
         self._calls += 1
@@ -268,72 +336,3 @@ class AgentSession:
             turn_ends=turn_ends,
             extras=extras,
         )
-
-
-def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tuple[int, int], int]]:
-    """One rollout of several, and the last token of each turn by (part, number of the turn, from 1).
-
-    Each part comes with the number of its first tokens, prompt included, that an earlier part has sampled or read. A
-    part shares at least these, and at most the tokens before its own first sampled one: equal tokens that were sampled
-    twice are trained on twice.
-    """
-    whole: list[int] = []  # tokens of the rollout, with its prompt
-    found: list[tuple[np.ndarray, np.ndarray]] = []  # tokens of each part, and their positions in `whole`
-    ends: dict[tuple[int, int], int] = {}
-    strands: list[tuple[int, int]] = []
-    sampled: list[bool] = []
-    fields: dict[str, list[Any] | None] = {name: [] for name in ("logprobs", "entropies", "versions", "sampling_mask")}
-    first = parts[0][0]
-    prompt = len(first.prompt_ids)
-    for number, (part, own) in enumerate(parts):
-        tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
-        mask = [*[False] * len(part.prompt_ids), *part.sampled]
-        if number == 0:
-            shared, position = prompt, np.arange(prompt)
-            whole += part.prompt_ids
-        else:
-            begins = next(index for index in range(own, len(mask)) if mask[index])
-            lengths = [_common(tokens[:begins], other) for other, _ in found]
-            best = max(range(len(found)), key=lengths.__getitem__)
-            shared, position = lengths[best], found[best][1][: lengths[best]]
-            follows = int(position[-1]) if shared else -1
-            if follows != len(whole) - 1:
-                strands.append((len(whole) - prompt, follows))
-        position = np.concatenate([position, np.arange(len(whole), len(whole) + len(tokens) - shared)])
-        found.append((tokens, position))
-        if number:
-            whole += tokens[shared:].tolist()
-        else:
-            whole += part.completion_ids
-        sampled += mask[shared:]
-        skipped = shared - len(part.prompt_ids)
-        for name, values in fields.items():
-            given = getattr(part, name)
-            if values is None or given is None:
-                fields[name] = None
-                continue
-            filler: Any = [] if name == "sampling_mask" else (given or [0])[0] if name == "versions" else 0.0
-            values += given[skipped:] if skipped >= 0 else [*[filler] * -skipped, *given]
-        for turn, end in enumerate(part.turn_ends, 1):
-            if end + len(part.prompt_ids) >= own:
-                ends[number, turn] = int(position[end + len(part.prompt_ids)]) - prompt
-    joined = Rollout(
-        first.prompt_ids,
-        whole[prompt:],
-        sampled,
-        fields["logprobs"],
-        "",
-        FinishReason.STOP,
-        entropies=fields["entropies"],
-        versions=fields["versions"],
-        sampling_mask=fields["sampling_mask"],
-        strands=strands,
-    )
-    return joined, ends
-
-
-def _common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Number of first tokens that are equal."""
-    size = min(len(tokens), len(others))
-    differ = np.flatnonzero(tokens[:size] != others[:size])
-    return int(differ[0]) if len(differ) else size

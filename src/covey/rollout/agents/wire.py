@@ -6,15 +6,25 @@ To add one, write an `Api` and add it to `APIS`.
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from covey.core.records import Message
+from covey.rollout.agents.request_fields import (
+    NO_GRAMMAR,
+    Body,
+    Fields,
+    call_of,
+    content_of,
+    function_of,
+    joined_content,
+    limit_of,
+    refuse_grammar,
+    stops_of,
+)
 from covey.rollout.agents.session import Answer, ChatRequest, RequestError
 
-Body = dict[str, Any]
 Event = tuple[str | None, Body]  # name, if the API names its events, and data
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -25,7 +35,7 @@ MAX_CHOICES = 16
 class Api:
     """One API."""
 
-    read: Callable[["_Fields"], ChatRequest]
+    read: Callable[[Fields], ChatRequest]
     response: Callable[[Body, list[Answer]], Body]
     events: Callable[[Body, Body], Iterable[Event]]  # of (request, response), for a stream
     error: Callable[[str, str, int, str | None], Body]  # of (message, code, status, field of the request)
@@ -37,99 +47,12 @@ def read_request(api: Api, body: Any) -> ChatRequest:
         json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request's body cannot be written as UTF-8: {str(error)[:200]}.") from error
-    fields = _Fields(body, "")
+    fields = Fields(body, "")
     fields.get("stream", bool), fields.get("model", str)
     request = api.read(fields)
     if not request.messages:
         raise fields.wrong("input" if api.read is _read_response else "messages", "a list with messages")
     return request
-
-
-# ---- parts of all ----------------------------------------------------------------------------------------------------
-
-
-TYPES = {str: "a string", bool: "true or false", int: "a whole number", list: "a list", dict: "an object"}
-
-
-class _Fields:
-    """An object of the request, and its path; fields that are null count as missing."""
-
-    def __init__(self, given: Any, path: str):
-        if not isinstance(given, dict):
-            raise RequestError(f"`{path or 'body'}` is {json.dumps(given)[:99]}, not an object.", param=path or None)
-        self.given, self._prefix = given, f"{path}." if path else ""
-
-    def get(self, name: str, *types: type, needed: bool = False) -> Any:
-        value = self.given.get(name)
-        if type(value) in types or (value is None and not needed):  # true is no number
-            return value
-        raise self.wrong(name, " or ".join(TYPES[one] for one in types))
-
-    def wrong(self, name: str, allowed: str) -> RequestError:
-        path, shown = self._prefix + name, json.dumps(self.given.get(name))[:100]
-        return RequestError(f"`{path}` is {shown}; it must be {allowed}.", param=path)
-
-    def inner(self, name: str, needed: bool = False) -> "_Fields":
-        return _Fields(self.get(name, dict, needed=needed) or {}, self._prefix + name)
-
-    def objects(self, name: str, needed: bool = False) -> list["_Fields"]:
-        values = self.get(name, list, needed=needed) or []
-        return [_Fields(one, f"{self._prefix}{name}[{i}]") for i, one in enumerate(values)]
-
-    def choice(self, name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
-        value: str = self.get(name, str, needed=otherwise is None) or otherwise or ""
-        if value not in allowed:
-            raise self.wrong(name, " or ".join(map(json.dumps, allowed)))
-        return value
-
-    def refuse(self, *names: str, instead: str) -> None:
-        for name in names:
-            if self.given.get(name):
-                raise self.wrong(name, f"left out, as it is not supported: {instead}")
-
-
-def _text(given: _Fields, name: str) -> str:
-    """The text of a message's content; thinking that comes back is left out."""
-    content = given.get(name, str, list)
-    return _joined(given.objects(name)) if isinstance(content, list) else content or ""
-
-
-def _joined(parts: Sequence[_Fields]) -> str:
-    kinds = ("text", "input_text", "output_text", "thinking", "redacted_thinking", "reasoning")
-    texts = [part for part in parts if part.choice("type", kinds, "text").endswith("text")]
-    return "\n".join(part.get("text", str, needed=True) for part in texts)
-
-
-def _call(given: _Fields, arguments: str) -> Body:
-    """A call of a function, whose arguments are an object or its JSON."""
-    value = given.get(arguments, str, dict) or {}
-    with suppress(ValueError, RecursionError):
-        value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
-    if not isinstance(value, dict):
-        raise given.wrong(arguments, "an object, or the JSON of one")
-    return {"type": "function", "function": {"name": given.get("name", str, needed=True), "arguments": value}}
-
-
-def _limit(given: _Fields, name: str) -> int | None:
-    if (limit := given.get(name, int)) is not None and limit < 1:
-        raise given.wrong(name, "at least 1")
-    return limit
-
-
-def _stops(given: _Fields, name: str) -> tuple[str, ...]:
-    value = given.get(name, str, list) or []
-    stops = [value] if isinstance(value, str) else value
-    if not all(isinstance(one, str) for one in stops):
-        raise given.wrong(name, "a list of strings")
-    return tuple(filter(None, stops))
-
-
-def _function(tool: _Fields, schema: str, kind: str = "function") -> Body:
-    tool.choice("type", (kind,), kind)
-    parameters, description = tool.inner(schema), tool.get("description", str) or ""
-    shown = parameters.given or {"type": "object", "properties": {}}
-    function = {"name": tool.get("name", str, needed=True), "description": description, "parameters": shown}
-    return {"type": "function", "function": function}
 
 
 def _new_id(kind: str) -> str:
@@ -143,8 +66,8 @@ def _openai_error(message: str, code: str, status: int, param: str | None = None
 # ---- OpenAI chat completions -----------------------------------------------------------------------------------------
 
 
-def _read_chat(body: _Fields) -> ChatRequest:
-    body.inner("response_format").choice("type", ("text",), "text")
+def _read_chat(body: Fields) -> ChatRequest:
+    refuse_grammar(body.inner("response_format"))
     body.inner("stream_options").get("include_usage", bool)
     body.get("logprobs", bool)
     body.refuse("top_logprobs", "functions", instead="there are `logprobs` of the tokens themselves, and `tools`")
@@ -152,26 +75,26 @@ def _read_chat(body: _Fields) -> ChatRequest:
     if n is not None and not 1 <= n <= MAX_CHOICES:
         raise body.wrong("n", f"1 to {MAX_CHOICES}")
     messages = [_chat_message(message) for message in body.objects("messages", needed=True)]
-    tools, stops = [_chat_tool(one) for one in body.objects("tools")], _stops(body, "stop")
-    limits = [_limit(body, name) for name in ("max_completion_tokens", "max_tokens")]
+    tools, stops = [_chat_tool(one) for one in body.objects("tools")], stops_of(body, "stop")
+    limits = [limit_of(body, name) for name in ("max_completion_tokens", "max_tokens")]
     return ChatRequest(messages, tools, n or 1, stops, limits[0] or limits[1])
 
 
-def _chat_tool(tool: _Fields) -> Body:
+def _chat_tool(tool: Fields) -> Body:
     tool.choice("type", ("function",))
     function = tool.inner("function", needed=True)
-    _function(function, "parameters")  # the chat template shows it as it was given
+    function_of(function, "parameters")  # the chat template shows it as it was given
     return {"type": "function", "function": function.given}
 
 
-def _chat_message(message: _Fields) -> Message:
+def _chat_message(message: Fields) -> Message:
     """A message with the keys that chat templates read."""
-    made: Message = {"role": ROLES[message.choice("role", ROLES, "user")], "content": _text(message, "content")}
+    made: Message = {"role": ROLES[message.choice("role", ROLES, "user")], "content": content_of(message, "content")}
     if calls := message.objects("tool_calls"):
         made["tool_calls"] = [
             {
                 **({"id": number} if (number := one.get("id", str)) else {}),
-                **_call(one.inner("function", needed=True), "arguments"),
+                **call_of(one.inner("function", needed=True), "arguments"),
             }
             for one in calls
         ]
@@ -226,9 +149,9 @@ def _chat_events(body: Body, response: Body) -> Iterator[Event]:
 # ---- OpenAI responses ------------------------------------------------------------------------------------------------
 
 
-def _read_response(body: _Fields) -> ChatRequest:
+def _read_response(body: Fields) -> ChatRequest:
     body.refuse("previous_response_id", "conversation", "prompt", "background", instead="send all messages as `input`")
-    body.inner("text").inner("format").choice("type", ("text",), "text")
+    refuse_grammar(body.inner("text").inner("format"))
     messages: list[Message] = []
     if instructions := body.get("instructions", str):
         messages.append({"role": "system", "content": instructions})
@@ -237,17 +160,17 @@ def _read_response(body: _Fields) -> ChatRequest:
     for item in () if isinstance(given, str) else body.objects("input"):
         kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
         if kind == "message":
-            messages.append({"role": ROLES[item.choice("role", ROLES)], "content": _text(item, "content")})
+            messages.append({"role": ROLES[item.choice("role", ROLES)], "content": content_of(item, "content")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = {"id": item.get("call_id", str, needed=True), **_call(item, "arguments")}
+            call = {"id": item.get("call_id", str, needed=True), **call_of(item, "arguments")}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             number = item.get("call_id", str, needed=True)
-            messages.append({"role": "tool", "tool_call_id": number, "content": _text(item, "output")})
-    tools = [_function(tool, "parameters") for tool in body.objects("tools")]
-    return ChatRequest(messages, tools, max_tokens=_limit(body, "max_output_tokens"))
+            messages.append({"role": "tool", "tool_call_id": number, "content": content_of(item, "output")})
+    tools = [function_of(tool, "parameters") for tool in body.objects("tools")]
+    return ChatRequest(messages, tools, max_tokens=limit_of(body, "max_output_tokens"))
 
 
 def _response(body: Body, answers: list[Answer]) -> Body:
@@ -320,33 +243,33 @@ def _response_parts(response: Body) -> Iterator[tuple[str, Body]]:
 # ---- Anthropic messages ----------------------------------------------------------------------------------------------
 
 
-def _read_anthropic(body: _Fields) -> ChatRequest:
+def _read_anthropic(body: Fields) -> ChatRequest:
     body.refuse("output_format", "mcp_servers", instead="the policy is sampled as it is")
-    body.inner("output_config").refuse("format", instead="describe the form in the messages")
+    body.inner("output_config").refuse("format", instead=NO_GRAMMAR)
     if body.given.get("thread"):  # clients then send all messages
         wrong = body.wrong("thread", "left out: send all messages")
         raise RequestError(str(wrong), "thread_unsupported_request", param="thread")
     messages: list[Message] = []
-    if system := _text(body, "system"):
+    if system := content_of(body, "system"):
         messages.append({"role": "system", "content": system})
     for message in body.objects("messages", needed=True):
         role = ROLES[message.choice("role", ROLES)]
         if isinstance(text := message.get("content", str, list, needed=True), str):
             messages.append({"role": role, "content": text})
             continue
-        kinds: dict[str, list[_Fields]] = {"tool_use": [], "tool_result": [], "": []}
+        kinds: dict[str, list[Fields]] = {"tool_use": [], "tool_result": [], "": []}
         for block in message.objects("content"):
             kind = block.get("type", str, needed=True)
             kinds[kind if kind in kinds else ""].append(block)
         for one in kinds["tool_result"]:
             number = one.get("tool_use_id", str, needed=True)
-            messages.append({"role": "tool", "tool_call_id": number, "content": _text(one, "content")})
-        calls = [{"id": one.get("id", str, needed=True), **_call(one, "input")} for one in kinds["tool_use"]]
+            messages.append({"role": "tool", "tool_call_id": number, "content": content_of(one, "content")})
+        calls = [{"id": one.get("id", str, needed=True), **call_of(one, "input")} for one in kinds["tool_use"]]
         if kinds[""] or calls:
-            made: Message = {"role": role, "content": _joined(kinds[""])}
+            made: Message = {"role": role, "content": joined_content(kinds[""])}
             messages.append(made | ({"tool_calls": calls} if calls else {}))
-    tools = [_function(tool, "input_schema", "custom") for tool in body.objects("tools")]
-    return ChatRequest(messages, tools, stop=_stops(body, "stop_sequences"), max_tokens=_limit(body, "max_tokens"))
+    tools = [function_of(tool, "input_schema", "custom") for tool in body.objects("tools")]
+    return ChatRequest(messages, tools, stop=stops_of(body, "stop_sequences"), max_tokens=limit_of(body, "max_tokens"))
 
 
 def _anthropic_response(body: Body, answers: list[Answer]) -> Body:

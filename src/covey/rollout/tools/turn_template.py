@@ -265,8 +265,9 @@ class TurnTemplate:
 class TurnTemplates:
     """Turn templates of one chat template, one for each set of tools and template arguments."""
 
-    def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise"):
+    def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise", parser: str | None = None):
         self.codec, self._end_ids, self._unstable = codec, tuple(end_ids), unstable
+        self.parser = parser  # name of the notation of calls; None: what the chat template mentions
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
