@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,10 +199,11 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
         "summary.html": "curves, samples before and after, metrics and settings on one page",
         "summary.json": "the figures above",
         "completions": "every completion of the run",
-        "record": "every token, for replay_from and covey diff",
+        "record": "every token, for covey view, covey diff and replay_from",
     }
     for name, what in results.items():
         rich.print(f"  {output_dir / name}: {what}")
+    print(f"Look at it: covey view {shlex.quote(str(output_dir))}")
 
 
 class TimeBudget(TrainerCallback):

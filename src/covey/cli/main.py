@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": ("covey.cli.train", "evaluate", "sample and score the evaluation sets of a run file, without training"),
     "study": ("covey.cli.study", "main", "train many configurations over one model, side by side"),
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
+    "view": ("covey.cli.view.command", "main", "look at runs on a page: curves, groups, completions, every token"),
     "diff": ("covey.cli.diff", "main", "find the first difference between two runs, and what explains it"),
     "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import shlex
 import textwrap
 import types
 import typing
@@ -13,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run
 from covey.cli.launch import launch_if_asked
+from covey.observability.record_files import FOLDER
 from covey.runtime.quiet import without_bars
 
 WIDTH = 100
@@ -93,6 +95,8 @@ def train(run: RunConfig) -> Any:
         for name, place in (("model", ""), ("report", "summary.html"), ("curves", "curves.png"), ("completions",) * 2):
             if (path := Path(run.args.output_dir, place)).exists():
                 print(f"{name + ':':<13}{path}")
+        if Path(run.args.output_dir, FOLDER).exists():
+            print(f"{'look at it:':<13}covey view {shlex.quote(run.args.output_dir)}")
     return trainer
 
 

@@ -111,8 +111,9 @@ class LoggingFields:
     log_completions_total_limit: int | None = limited(None, ge=1)
     """Number of parquet files of completions to keep, those of the latest logs and evaluations; unset keeps all."""
     record: str = limited("rollouts", choices=("rollouts", "tokens", "off"))
-    """What is kept of completions in the output folder: `rollouts` (the parquet files of logged steps), `tokens` (in
-    addition every token of every step, in `record/`, which `replay_from` and `covey diff` read) or `off`."""
+    """What `record/` of the output folder keeps for `covey view`: `rollouts` (prompts, completions, rewards and metrics
+    of every step), `tokens` (in addition every token with its log-probs, which `replay_from` and `covey diff` read) or
+    `off`, which leaves the parquet files of logged completions out, too."""
     record_max_gb: float = limited(20.0, gt=0)
     """Size of `record/` in gigabytes, for each process, at which nothing more is recorded."""
     replay_from: str | None = None

@@ -19,6 +19,7 @@ TOKEN_FIELDS = (
     "jumps",
     "kept_counts",
     "chosen",
+    "origin",
     "advantages",
     "weights",
     "entropy_weights",
@@ -28,8 +29,8 @@ TOKEN_FIELDS = (
     "mismatch_weights",
 )
 
-UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0, "jumps": 0}
-"""Fill value for tokens without an engine log-prob, sampling mask or strand in a batch where others have one."""
+UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0, "jumps": 0, "origin": -1}
+"""Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it."""
 
 
 @dataclass(slots=True)
@@ -56,31 +57,25 @@ class TrainBatch:
     # [N] int64 or None: 0 for a token that follows the one before it; at the beginning of a strand
     # (`covey.core.strands`) minus the tokens between the one that it follows and itself
     jumps: Tensor | None = None
-    # [N] float32, credit of each token (equal over a rollout unless credit is given per step)
-    advantages: Tensor | None = None
+    advantages: Tensor | None = None  # [N] float32, credit of each token (equal over a rollout unless given per step)
     # [N] float32, weight of each token's loss, 0 where not sampled. The loss's normaliser over one optimizer step and
     # all ranks is already applied: `loss = sum(weights * token_loss)`.
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None  # [N] float32 or None, the same for the entropy bonus
-    # [N] float32 or None, under the policy before the updates on this rollout batch. None: on-policy.
-    old_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None  # [N] float32, under the policy before the updates on it. None: on-policy
     ref_logprobs: Tensor | None = None  # [N] float32 or None, under the reference policy
-    # [N] float32 or None, reported by the sampling engine; NaN for rollouts without any
-    engine_logprobs: Tensor | None = None
-    # [N] float32 or None, importance weights that correct the engine's distribution
-    mismatch_weights: Tensor | None = None
+    engine_logprobs: Tensor | None = None  # [N] float32 or None, by the sampling engine; NaN for rollouts without any
+    mismatch_weights: Tensor | None = None  # [N] float32 or None, weights that correct the engine's distribution
     chosen: Tensor | None = None  # [N] bool or None, tokens that `Objective.choice` named
+    origin: Tensor | None = None  # [N] int64 or None: the number of each token in the run's record
     # [N] int64 or None, number of tokens that each token was drawn from (0: all), and their ids, one token's after the
     # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
     kept_counts: Tensor | None = None
     kept_ids: Tensor | None = None
-    # [B] images of each rollout, or None where no rollout has any. They stay on the CPU and go to the device
-    # micro-batch by micro-batch.
+    # [B] images of each rollout, on the CPU until their micro-batch runs, or None where no rollout has any
     media: list[tuple[Media, ...]] | None = None
-    # tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None
-    entropy_threshold: float | None = None
-    # learned tokens that were left out of this batch because they carry no gradient; metrics count them
-    skipped_tokens: int = 0
+    entropy_threshold: float | None = None  # tokens with less are left out of the loss (`top_entropy_quantile`)
+    skipped_tokens: int = 0  # learned tokens that were left out, as they carry no gradient; metrics count them
     skipped_rows: int = 0  # rollouts with such tokens
 
     def __len__(self) -> int:

@@ -1,40 +1,57 @@
-"""Record of a run: every token of every generation, from which the run can be trained again without an engine.
+"""Record of a run: its rollouts, and with every token, from which it can be trained again without an engine.
 
-`output_dir/record/` holds `run.json` (settings, versions, dataset, rewards) and a parquet file for each generation and
-process, which is there as a whole or not at all. A row is a rollout; columns of tokens are lists, one value for each
-token of the completion.
+`output_dir/record/` holds `run.json` (settings, versions, dataset, rewards), `metrics.jsonl` and a parquet file for
+each generation and process, which is there as a whole or not at all. A row is a rollout; columns of tokens are lists,
+one value for each token of the completion. `covey.observability.updates` adds the log-probs of the updates.
 """
 
 import itertools
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from transformers import TrainerCallback
 
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.core.transcript import thumbnails
+from covey.observability.record_files import (
+    AS_JSON,
+    FOLDER,
+    METRICS,
+    REWARD,
+    VOCABULARY,
+    file_name,
+    files,
+    number_of,
+    read_metrics,
+    read_rows,
+    read_run,
+    update_files,
+)
+from covey.observability.updates import UpdateLog, vocabulary_of
 from covey.runtime.files import written_whole
 from covey.runtime.user_code import format_error
 
-FOLDER = "record"
 LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sglang")
 OF_TOKENS = ("old_logprobs", "ref_logprobs", "advantages", "weights", "entropy_weights", "mismatch_weights")
 """Columns of `TrainBatch` [N]; a column that the run does not compute is missing."""
-AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls")
-REWARD = "reward/"
-"""Prefix of the columns of rewards; null where a function abstained."""
 GIGABYTE = 10**9
 
 
 @dataclass(eq=False)
-class Recorder:
-    """Writes the record of this process's rollouts."""
+class Recorder(TrainerCallback):
+    """Writes the record of this process's rollouts, at the end of the optimizer step that begins to train on them."""
 
     folder: Path  # `output_dir/record`
     reward_names: list[str]
@@ -42,19 +59,53 @@ class Recorder:
     rank: int = 0
     processes: int = 1
     max_bytes: float = 20 * GIGABYTE  # of this process's files; beyond it nothing more is written
+    tokens: bool = True  # keep the columns of tokens, which a replay needs
+    tokenizer: Any = None  # its vocabulary is written with the tokens
+    updates: UpdateLog | None = field(default=None, init=False)
+    _pending: list[tuple[int, int, ScoredRollouts, TrainBatch]] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
+    _config: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        if self.tokens:
+            self.updates = UpdateLog(self.folder, self.rank, self.processes)
 
     def add(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> None:
-        """Write a generation; a failure is a warning, as the run goes on."""
+        """Take a generation that training begins with."""
+        self._pending.append((step, generation, scored, batch))
+        if self.updates is not None:
+            self.updates.mark(batch, generation)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pending, self._pending = self._pending, []
+        for step, generation, scored, batch in pending:
+            path = self.folder / file_name(generation, self.rank, self.processes)
+            self._keep(step, generation, lambda: self._write(path, step, generation, scored, batch))  # noqa: B023
+        if (updates := self.updates) is not None:
+            self._keep(state.global_step, None, lambda: updates.write(state.global_step))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Append a line of metrics, with the time, the process's CPU seconds and its memory."""
+        if self.rank or not self._begun or not logs:
+            return
+        spent: dict[str, float] = {"cpu_seconds": time.process_time(), "memory_gb": _memory() / GIGABYTE}
+        line = {"step": state.global_step, "time": time.time(), "config": self._config, **spent, **logs}
+        with suppress(OSError), (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_log(args, state, control, {"event": "end"})
+
+    def _keep(self, step: int, generation: int | None, write: Callable[[], Path | None]) -> None:
+        """Write a file, unless the record is full; a failure is a warning, as the run goes on."""
         if self._bytes >= self.max_bytes:
             return
         try:
-            if not self._begun:
-                self._begin(generation)
-            path = self.folder / file_name(generation, self.rank, self.processes)
-            self._write(path, step, generation, scored, batch)
-            self._bytes += path.stat().st_size
+            if not self._begun and generation is not None:
+                self._begin(step, generation)
+            if (path := write()) is not None:
+                self._bytes += path.stat().st_size
         except (OSError, ValueError, TypeError, OverflowError) as error:  # the last three: values that fit no column
             warnings.warn(
                 f"the record of step {step} could not be written into {str(self.folder)!r}: {format_error(error)}. The"
@@ -64,45 +115,70 @@ class Recorder:
         if self._bytes >= self.max_bytes:
             warnings.warn(
                 f"the record in {str(self.folder)!r} has reached record_max_gb={self.max_bytes / GIGABYTE:g}: it ends"
-                f" with generation {generation} (step {step}), and the run goes on without it. Raise record_max_gb to"
-                " keep more.",
+                f" with step {step}, and the run goes on without it. Raise record_max_gb to keep more.",
                 stacklevel=3,
             )
 
-    def _begin(self, generation: int) -> None:
+    def _begin(self, step: int, generation: int) -> None:
         """Describe the run; a new one keeps an earlier record elsewhere, a resumed one goes on from here."""
         self._begun = True
         if generation == 0 and (earlier := files(self.folder, self.rank)):
             places = (self.folder.with_name(f"{self.folder.name}_{number}") for number in itertools.count(1))
             kept = next(place for place in places if not (place / earlier[0].name).exists())
             kept.mkdir(exist_ok=True)
-            for path in [*earlier, *([self.folder / "run.json"] if self.rank == 0 else [])]:
-                path.rename(kept / path.name)
+            others = [self.folder / name for name in ("run.json", METRICS, VOCABULARY)] if self.rank == 0 else []
+            for path in [*earlier, *update_files(self.folder, self.rank), *others]:
+                if path.exists():
+                    path.rename(kept / path.name)
             warnings.warn(
                 f"{str(self.folder)!r} held the record of an earlier run, which is now in {kept.name!r}. Choose another"
                 " output_dir to keep runs apart.",
                 stacklevel=4,
             )
-        for path in files(self.folder, self.rank):
-            if number_of(path) >= generation:
+        written = [(path, generation) for path in files(self.folder, self.rank)]
+        for path, first in [*written, *((path, step) for path in update_files(self.folder, self.rank))]:
+            if number_of(path) >= first:
                 path.unlink()
             else:
                 self._bytes += path.stat().st_size
         if self.rank == 0:
             described = {**self.describe(), "processes": self.processes, "versions": dict(_versions())}
+            self._config = sha256(json.dumps(described["settings"]).encode()).hexdigest()[:12]
             with written_whole(self.folder / "run.json") as new:
                 new.write_text(json.dumps(described, indent=1))
+            if (lines := read_metrics(self.folder)) and lines[-1]["step"] >= step:
+                kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
+                with written_whole(self.folder / METRICS) as new:
+                    new.write_text("".join(kept_lines))
+            if self.tokens and self.tokenizer is not None:
+                self._write_vocabulary()
 
-    def _write(self, path: Path, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> None:
+    def _write_vocabulary(self) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        def of_rollouts(values: list[list[Any] | None], kind: Any) -> Any:
-            return pa.array(values, pa.list_(kind))
+        with written_whole(self.folder / VOCABULARY) as new:
+            pq.write_table(pa.table({"bytes": pa.array(vocabulary_of(self.tokenizer), pa.binary())}), new)
+
+    def _write(self, path: Path, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> Path:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = self._of_rollouts(step, generation, scored, batch)
+        columns |= {name: [*map(_to_json, columns[name])] for name in AS_JSON}
+        if self.tokens:
+            columns |= _of_tokens(scored.rollouts, batch)
+        with written_whole(path) as new:
+            pq.write_table(pa.table(columns), new, compression="zstd")
+        return path
+
+    def _of_rollouts(
+        self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch
+    ) -> dict[str, list[Any] | Any]:
+        import pyarrow as pa
 
         rollouts = scored.rollouts
-        offsets = pa.array([0, *batch.lengths.cumsum(0).tolist()], pa.int32())
-        columns: dict[str, Any] = {
+        return {
             "step": [step] * len(rollouts),
             "generation": [generation] * len(rollouts),
             "row": [draw.prompt for draw in scored.draws],
@@ -117,28 +193,53 @@ class Recorder:
             "finish": [str(rollout.finish) for rollout in rollouts],
             "error": pa.array([rollout.error for rollout in rollouts], pa.string()),
             "fate": [*_fates(rollouts, batch)],
+            "advantage": [*_mean_advantages(batch)],
+            "length": [len(rollout.completion_ids) for rollout in rollouts],
             "reused": [rollout.reused for rollout in rollouts],
             "images": [len(rollout.images) for rollout in rollouts],
+            "image_files": pa.array(self._image_files(rollouts), pa.list_(pa.string())),
             "calls": [rollout.calls for rollout in rollouts],
             "seconds": [rollout.seconds for rollout in rollouts],
             "tool_seconds": [rollout.tool_seconds for rollout in rollouts],
-            "turn_ends": of_rollouts([rollout.turn_ends for rollout in rollouts], pa.int32()),
-            "strands": of_rollouts([[n for pair in rollout.strands for n in pair] for rollout in rollouts], pa.int32()),
-            "prompt_ids": of_rollouts([rollout.prompt_ids for rollout in rollouts], pa.int32()),
-            "token_ids": of_rollouts([rollout.completion_ids for rollout in rollouts], pa.int32()),
-            "sampled": of_rollouts([rollout.sampled for rollout in rollouts], pa.bool_()),
-            "versions": of_rollouts([rollout.versions for rollout in rollouts], pa.int32()),
-            "logprobs": of_rollouts([rollout.logprobs for rollout in rollouts], pa.float32()),
-            "entropies": of_rollouts([rollout.entropies for rollout in rollouts], pa.float32()),
-            "sampling_mask": of_rollouts([rollout.sampling_mask for rollout in rollouts], pa.list_(pa.int32())),
         }
-        columns |= {name: [*map(_to_json, columns[name])] for name in AS_JSON}
-        for name in OF_TOKENS:
-            values = getattr(batch, name)
-            if values is not None:
-                columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values.float().cpu().numpy()))
-        with written_whole(path) as new:
-            pq.write_table(pa.table(columns), new, compression="zstd")
+
+    def _image_files(self, rollouts: list[Rollout]) -> list[list[str]]:
+        """Names of small PNG files in `images/`, each written once, however many rollouts show it."""
+        known: dict[int, bytes] = {}
+        names = []
+        for rollout in rollouts:
+            names.append([f"{sha256(data).hexdigest()[:24]}.png" for data in thumbnails(rollout.images, known)])
+            for name, image in zip(names[-1], rollout.images, strict=True):
+                if not (path := self.folder / "images" / name).exists():
+                    with written_whole(path) as new:
+                        new.write_bytes(known[id(image)])
+        return names
+
+
+def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
+    """Columns with a value for each token, and those that say how tokens belong together."""
+    import pyarrow as pa
+
+    def lists(values: list[list[Any] | None], kind: Any) -> Any:
+        return pa.array(values, pa.list_(kind))
+
+    offsets = pa.array([0, *batch.lengths.cumsum(0).tolist()], pa.int32())
+    columns = {
+        "turn_ends": lists([rollout.turn_ends for rollout in rollouts], pa.int32()),
+        "strands": lists([[n for pair in rollout.strands for n in pair] for rollout in rollouts], pa.int32()),
+        "prompt_ids": lists([rollout.prompt_ids for rollout in rollouts], pa.int32()),
+        "token_ids": lists([rollout.completion_ids for rollout in rollouts], pa.int32()),
+        "sampled": lists([rollout.sampled for rollout in rollouts], pa.bool_()),
+        "versions": lists([rollout.versions for rollout in rollouts], pa.int32()),
+        "logprobs": lists([rollout.logprobs for rollout in rollouts], pa.float32()),
+        "entropies": lists([rollout.entropies for rollout in rollouts], pa.float32()),
+        "sampling_mask": lists([rollout.sampling_mask for rollout in rollouts], pa.list_(pa.int32())),
+    }
+    for name in OF_TOKENS:
+        values = getattr(batch, name)
+        if values is not None:
+            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values.float().cpu().numpy()))
+    return columns
 
 
 @dataclass(eq=False)
@@ -169,6 +270,11 @@ class Replay:
                 f"{f', the last of which is {max(numbers)}' if numbers else ''}. Set max_steps to what it holds."
             )
         rows = read_rows(path)
+        if "token_ids" not in rows[0]:
+            raise ValueError(
+                f"replay_from={str(self.folder)!r} has rollouts without their tokens: replay a run that was trained"
+                ' with record="tokens".'
+            )
         names = [name.removeprefix(REWARD) for name in rows[0] if name.startswith(REWARD)]
         if names != self.reward_names:
             raise ValueError(
@@ -192,42 +298,6 @@ class Replay:
                 for row in rows
             ],
         )
-
-
-def file_name(generation: int, rank: int, processes: int) -> str:
-    """Name of a generation's file: `generation_00012.parquet`, of one among several processes `..._00012_rank1`."""
-    return f"generation_{generation:05d}{f'_rank{rank}' if processes > 1 else ''}.parquet"
-
-
-def number_of(path: Path) -> int:
-    """Number of the generation in a file's name."""
-    return int(path.stem.split("_")[1])
-
-
-def files(folder: Path, rank: int = 0) -> list[Path]:
-    """A process's files of a record, in the order of generations."""
-    found = [path for path in folder.glob("generation_*.parquet") if path.stem.count("_") == 1]
-    return sorted([*found, *folder.glob(f"generation_*_rank{rank}.parquet")], key=number_of)
-
-
-def read_run(run: Path) -> dict[str, Any]:
-    """`run.json` of a run's record; ValueError where there is none."""
-    try:
-        described: dict[str, Any] = json.loads((run / FOLDER / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{str(run)!r} has no record that can be read ({format_error(error)}): give the output_dir of a run that"
-            ' was trained with record="tokens".'
-        ) from error
-    return described
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rollouts of a file, one dictionary each; columns that hold messages and data are Python objects again."""
-    import pyarrow.parquet as pq
-
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return [{**row, **{name: json.loads(row[name]) for name in AS_JSON}} for row in rows]
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -265,6 +335,22 @@ def _fates(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[str]:
             yield "masked"
         else:
             yield "trained" if advantages[sampled].any() else "no signal"
+
+
+def _mean_advantages(batch: TrainBatch) -> Iterator[float | None]:
+    """Mean over the tokens that are learned from; None where there is none."""
+    assert batch.advantages is not None, "credit is assigned before a generation is recorded"
+    pairs = zip(*(values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages)), strict=True)
+    for sampled, advantages in pairs:
+        yield float(advantages[sampled].mean()) if sampled.any() else None
+
+
+def _memory() -> int:
+    """Bytes that the process holds: on the GPU at most so far, without one in memory now."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    rss: int = psutil.Process().memory_info().rss
+    return rss
 
 
 def _versions() -> Iterator[tuple[str, str]]:

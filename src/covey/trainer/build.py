@@ -381,7 +381,7 @@ def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
 def build_recorder(
     context: RunContext, collector: Collector, rewards: RewardSuite, described: Callable[[], Any]
 ) -> Recorder | None:
-    """Record of every token, where the config asks for it."""
+    """Record of rollouts or of every token, as the config asks."""
     args, collectives = context.args, context.collectives
 
     def describe() -> dict[str, Any]:
@@ -394,11 +394,12 @@ def build_recorder(
             "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
         }
 
-    if args.record != "tokens":
+    if args.record == "off":
         return None
     folder = Path(args.output_dir or ".", FOLDER)
     limit = args.record_max_gb * GIGABYTE
-    return Recorder(folder, rewards.names, describe, collectives.rank, collectives.size, limit)
+    place = collectives.rank, collectives.size
+    return Recorder(folder, rewards.names, describe, *place, limit, args.record == "tokens", collector.codec.tokenizer)
 
 
 def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
@@ -406,10 +407,10 @@ def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite
     args, collectives = context.args, context.collectives
     if args.replay_from is None:
         return None, traits_of(collector.engine)
-    if args.record == "tokens" and Path(args.replay_from).resolve() == Path(args.output_dir or ".").resolve():
+    if args.record != "off" and Path(args.replay_from).resolve() == Path(args.output_dir or ".").resolve():
         raise ValueError(
             f"replay_from={args.replay_from!r} is the output_dir, whose record would be replaced while it is read:"
-            ' choose another output_dir, or leave record="tokens" out.'
+            ' choose another output_dir, or record="off".'
         )
     replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size)
     return replay, replay.traits
@@ -480,6 +481,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
     trainer.add_callback(trainer.stop)
+    if trainer.recorder is not None:
+        trainer.add_callback(trainer.recorder)
     trainer.report = RunReport(trainer)
     trainer.add_callback(trainer.report)
     known = {id(callback) for callback in given} | {callback for callback in given if isinstance(callback, type)}

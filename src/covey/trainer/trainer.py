@@ -176,6 +176,8 @@ class OnlineTrainer(Trainer):
         rows = self.train_dataset
         self.rollouts = build.build_rollouts(context, self.collector, sampling, self.rewards, sync, rows, replay)
         self.finite = FiniteCheck(context, self.credit.describe_rewards)
+        described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
+        self.recorder = build.build_recorder(context, self.collector, self.rewards, described)
         self.updates = UpdatePhase(
             context,
             self.scorer,
@@ -186,6 +188,7 @@ class OnlineTrainer(Trainer):
             self.finite,
             backward=super().training_step,
             compute_loss=lambda model, batch: self.compute_loss(model, batch),
+            updates=None if self.recorder is None else self.recorder.updates,
         )
         self.evaluation = EvaluationPhase(
             context,
@@ -196,8 +199,6 @@ class OnlineTrainer(Trainer):
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
         parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
-        described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
-        self.recorder = build.build_recorder(context, self.collector, self.rewards, described)
         self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described)
         self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
 

@@ -17,6 +17,7 @@ from covey.core.losses import mean_over_update
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.stats import Mean, Stat
+from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
 from covey.trainer.checks import FiniteCheck
 from covey.trainer.context import RunContext
@@ -40,6 +41,7 @@ class UpdatePhase:
     finite: FiniteCheck
     backward: Callable[[Any, Any], Tensor]  # (model, micro-batch) -> loss, with the gradients added to the parameters'
     compute_loss: Callable[[Any, TrainBatch], Tensor]
+    updates: UpdateLog | None = None  # of the run's record, where it keeps tokens
 
     def __post_init__(self) -> None:
         self._window = self.context.args.gradient_accumulation_steps
@@ -104,6 +106,8 @@ class UpdatePhase:
                 scores = self.scorer(model, batch, entropy=wants_entropy)
         coef = 0.0 if self.entropy is None else self.entropy.effective
         result = policy_loss(batch, *scores, context.algorithm.objective, coef)
+        if self.updates is not None and training:
+            self.updates.on_pass(batch, *scores, context.algorithm.objective)
         # Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks.
         full = context.args.gradient_accumulation_steps
         scale = full / self._window * context.collectives.size if training else 1.0

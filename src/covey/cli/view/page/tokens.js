@@ -1,0 +1,330 @@
+// A rollout: its tokens in rows of which only those in view exist, coloured by a column.
+
+import { el, get, imageAddress, link, messagesOf, number, numbersOf, oneLine, runs, said, seconds, signed, visible } from "./core.js";
+import { fateChip, partsOf, settingsTable, transcript } from "./lists.js";
+
+const ROW = 24; // pixels of a row of tokens
+const BUCKETS = 8; // shades of a scale on each side
+const MOST_FOLDED = 400; // tokens of a prompt or tool result that are shown at once
+
+/** Scale of a column: value -> class, and the values at its ends. */
+function scaleOf(column) {
+  const known = Float32Array.from(column.values.filter(Number.isFinite)).sort();
+  const at = (q) => known[Math.min(known.length - 1, Math.max(0, Math.round(q * (known.length - 1))))] ?? 0;
+  if (column.scale === "each") {
+    const kinds = [...new Set(known)].slice(0, 64);
+    return { ends: kinds.length > 1 ? [kinds[0], kinds.at(-1)] : [kinds[0] ?? 0], of: (value) => (Number.isNaN(value) ? "" : `e${kinds.indexOf(value) % 6}`), size: (value) => (Number.isNaN(value) ? 0 : 0.5) };
+  }
+  const centre = column.scale === "both1" ? 1 : 0;
+  if (column.scale.startsWith("both")) {
+    const largest = Math.max(...[at(0.002), at(0.998)].map((value) => Math.abs(value - centre)), 1e-12);
+    const level = (value) => Math.min(1, Math.abs(value - centre) / largest);
+    return {
+      ends: [centre - largest, centre + largest],
+      size: (value) => (Number.isNaN(value) ? 0 : level(value)),
+      of: (value) => (Number.isNaN(value) ? "" : `${value < centre ? "n" : "p"}${Math.ceil(level(value) * BUCKETS)}`),
+    };
+  }
+  const [low, high] = [Math.min(at(0.01), column.scale === "high" ? 0 : Infinity), Math.max(at(0.99), column.scale === "low" ? 0 : -Infinity)];
+  const level = (value) => Math.min(1, Math.max(0, column.scale === "low" ? (high - value) / (high - low || 1) : (value - low) / (high - low || 1)));
+  return {
+    ends: column.scale === "low" ? [high, low] : [low, high],
+    size: (value) => (Number.isNaN(value) ? 0 : level(value)),
+    of: (value) => (Number.isNaN(value) ? "" : `s${Math.round(level(value) * BUCKETS)}`),
+  };
+}
+
+/** Runs of tokens by who wrote them: the prompt, the policy's turns, and what came between these. */
+function segmentsOf(sampled, promptLength, ends) {
+  const found = [{ kind: "prompt", from: -promptLength, to: 0, folded: promptLength > MOST_FOLDED }];
+  const breaks = new Set(ends);
+  let turn = 0;
+  for (let i = 0; i < sampled.length; ) {
+    let to = i + 1;
+    while (to < sampled.length && sampled[to] === sampled[i] && !(sampled[i] && breaks.has(to - 1))) to++;
+    found.push({ kind: sampled[i] ? "policy" : "other", turn: sampled[i] ? ++turn : turn, from: i, to, folded: !sampled[i] && to - i > MOST_FOLDED });
+    i = to;
+  }
+  return found;
+}
+
+/** The tokens as rows; returns the element and functions to move through it. */
+function tokenText(rollout, columns, onToken) {
+  const { tokens } = rollout;
+  const parts = partsOf(rollout);
+  const prompt = partsOf({ tokens: { ...tokens, ids: tokens.prompt_ids } });
+  const sampled = numbersOf(tokens.sampled, Uint8Array);
+  const segments = segmentsOf(sampled, prompt.keys.length, rollout.turn_ends ?? []);
+  const [view, inner] = [el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": `${sampled.length} tokens; arrows move between them` }), el("div", { class: "sheet" })];
+  const map = el("canvas", { class: "map", "aria-hidden": "true" });
+  const frame = el("div", { class: "frame" }, view, map);
+  view.append(inner);
+  const rows = []; // of {segment} for headings, or {from, to} indexes into the pieces below
+  const pieceToken = [], pieceText = [];
+  const tokenRow = new Int32Array(sampled.length);
+  const live = new Map();
+  let column = columns[0], scale = column ? scaleOf(column) : null, selected = null, marked = null, drawn = 0;
+  const pen = document.createElement("canvas").getContext("2d");
+  const widths = new Map();
+  const textOf = (token) => (token < 0 ? prompt.text(token + prompt.keys.length) : parts.text(token)).replaceAll("\n", "⏎").replaceAll("\t", "⇥   ");
+  const widthOf = (text) => {
+    if (!widths.has(text)) widths.set(text, pen.measureText(text).width);
+    return widths.get(text);
+  };
+
+  /** Break the tokens into rows of the view's width. */
+  function layout() {
+    const style = getComputedStyle(view);
+    pen.font = `${style.fontSize} ${style.fontFamily}`;
+    widths.clear();
+    const room = Math.max(view.clientWidth - 28, 120);
+    rows.length = pieceToken.length = pieceText.length = 0;
+    for (const [index, segment] of segments.entries()) {
+      rows.push({ segment: index });
+      if (segment.folded) {
+        for (let token = Math.max(0, segment.from); token < segment.to; token++) tokenRow[token] = rows.length - 1;
+        continue;
+      }
+      let [start, used] = [pieceToken.length, 0];
+      const end = () => {
+        if (pieceToken.length > start) rows.push({ from: start, to: pieceToken.length });
+        [start, used] = [pieceToken.length, 0];
+      };
+      for (let token = segment.from; token < segment.to; token++) {
+        let text = textOf(token);
+        let width = widthOf(text);
+        if (used + width > room && used) end();
+        if (token >= 0) tokenRow[token] = rows.length;
+        while (width > room && text.length > 1) {
+          const most = Math.max(1, Math.floor((text.length * room) / width) - 1);
+          pieceToken.push(token);
+          pieceText.push(text.slice(0, most));
+          end();
+          text = text.slice(most);
+          width = pen.measureText(text).width;
+        }
+        pieceToken.push(token);
+        pieceText.push(text);
+        used += width;
+        if (text.endsWith("⏎")) end();
+      }
+      end();
+    }
+    inner.style.height = `${rows.length * ROW + 12}px`;
+    frame.style.setProperty("--rows", `${Math.max(rows.length, 4) * ROW + 14}px`);
+    for (const node of live.values()) node.remove();
+    live.clear();
+    draw();
+    paintMap();
+  }
+  const title = (segment) => {
+    const count = `${number(segment.to - segment.from)} tokens`;
+    if (segment.kind === "prompt") return `prompt · ${count}`;
+    return segment.kind === "policy" ? `turn ${segment.turn} · ${count}` : `not sampled: tool result or template · ${count}`;
+  };
+  const classOf = (token) => {
+    if (token < 0) return "tok given";
+    return `tok ${sampled[token] ? "" : "given"} ${scale ? scale.of(column.values[token]) : ""} ${token === selected ? "selected" : ""} ${token === marked ? "marked" : ""}`;
+  };
+  function rowNode(index) {
+    const row = rows[index];
+    const node = el("div", { class: "row", style: { transform: `translateY(${index * ROW + 6}px)` } });
+    if (row.segment !== undefined) {
+      const segment = segments[row.segment];
+      node.append(el("button", { class: `fold ${segment.kind}`, "aria-expanded": String(!segment.folded), onclick: () => { segment.folded = !segment.folded; layout(); } },
+        `${segment.folded ? "▸" : "▾"} ${title(segment)}`));
+    } else
+      for (let i = row.from; i < row.to; i++) {
+        const span = document.createElement("span");
+        span.className = classOf(pieceToken[i]);
+        span.dataset.token = pieceToken[i];
+        span.textContent = pieceText[i];
+        node.append(span);
+      }
+    return node;
+  }
+  function draw() {
+    const first = Math.max(0, Math.floor(view.scrollTop / ROW) - 12);
+    const last = Math.min(rows.length, Math.ceil((view.scrollTop + view.clientHeight) / ROW) + 12);
+    for (const [index, node] of live) if (index < first || index >= last) { node.remove(); live.delete(index); }
+    for (let index = first; index < last; index++)
+      if (!live.has(index)) {
+        live.set(index, rowNode(index));
+        inner.append(live.get(index));
+      }
+    drawn++;
+  }
+  const recolour = () => {
+    for (const node of live.values()) for (const span of node.children) if (span.dataset.token) span.className = classOf(Number(span.dataset.token));
+  };
+  /** The whole rollout at a glance: the strongest value of the tokens at each height. */
+  function paintMap() {
+    const ratio = devicePixelRatio || 1;
+    const [width, height] = [map.clientWidth, map.clientHeight];
+    if (!width || !height) return;
+    [map.width, map.height] = [width * ratio, height * ratio];
+    const context = map.getContext("2d");
+    context.scale(ratio, ratio);
+    context.clearRect(0, 0, width, height);
+    if (!scale) return;
+    const style = getComputedStyle(frame);
+    const colours = { s: style.getPropertyValue("--heat"), p: style.getPropertyValue("--good"), n: style.getPropertyValue("--bad"), e: style.getPropertyValue("--accent") };
+    const best = new Map();
+    for (let token = 0; token < sampled.length; token++) {
+      const y = Math.floor((tokenRow[token] / rows.length) * height);
+      const size = scale.size(column.values[token]);
+      if (size > (best.get(y)?.size ?? 0)) best.set(y, { size, kind: scale.of(column.values[token])[0] });
+    }
+    for (const [y, { size, kind }] of best) {
+      context.globalAlpha = 0.08 + 0.92 * size;
+      context.fillStyle = colours[kind] ?? colours.s;
+      context.fillRect(0, y, width, Math.max(1, height / rows.length));
+    }
+  }
+  function reveal(token) {
+    const segment = segments.find((one) => one.from <= token && token < one.to);
+    if (segment?.folded) { segment.folded = false; layout(); }
+    const y = tokenRow[token] * ROW;
+    if (y < view.scrollTop + ROW || y > view.scrollTop + view.clientHeight - 3 * ROW) view.scrollTop = y - view.clientHeight / 2;
+    draw();
+  }
+  const at = (event) => { const token = event.target.closest?.("[data-token]")?.dataset.token; return token === undefined || token < 0 ? null : Number(token); };
+  const select = (token, moved = true) => {
+    selected = token;
+    if (moved) reveal(token);
+    recolour();
+    onToken(token, true);
+  };
+  let waiting = false;
+  view.addEventListener("scroll", () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => { waiting = false; draw(); });
+  }, { passive: true });
+  view.addEventListener("pointermove", (event) => { const token = at(event); if (token !== null && event.pointerType !== "touch") onToken(token, false); });
+  view.addEventListener("pointerleave", () => onToken(selected, true));
+  view.addEventListener("click", (event) => { const token = at(event); if (token !== null) select(token, false); });
+  view.addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (by) { event.preventDefault(); select(Math.min(sampled.length - 1, Math.max(0, (selected ?? -by) + by))); }
+  });
+  map.addEventListener("click", (event) => { view.scrollTop = (event.offsetY / map.clientHeight) * rows.length * ROW - view.clientHeight / 2; });
+  let width = 0;
+  new ResizeObserver(() => { if (view.clientWidth && view.clientWidth !== width) { width = view.clientWidth; layout(); if (selected !== null) reveal(selected); } }).observe(view);
+  return {
+    frame, view, select, sampled, textOf, segments,
+    get selected() { return selected; }, get rows() { return rows.length; }, get draws() { return drawn; },
+    fold(all) { segments.forEach((one) => { if (one.kind !== "policy") one.folded = all; }); layout(); },
+    colour(chosen) { column = chosen; scale = chosen ? scaleOf(chosen) : null; recolour(); paintMap(); return scale; },
+    strongest(count) {
+      if (!scale) return [];
+      const centre = column.scale === "both1" ? 1 : 0;
+      const strength = (i) => (column.scale === "low" ? -column.values[i] : Math.abs(column.values[i] - centre));
+      const found = [];
+      for (let i = 0; i < sampled.length; i++) if (Number.isFinite(column.values[i]) && strength(i) > 0) found.push(i);
+      return found.sort((a, b) => strength(b) - strength(a)).slice(0, count);
+    },
+  };
+}
+
+/** Values of one token. */
+function tokenPanel(rollout, columns, text) {
+  const list = el("dl", { class: "values" });
+  const head = el("p", { class: "piece" });
+  const panel = el("aside", { class: "panel", "aria-label": "The token" }, head, list);
+  const ids = numbersOf(rollout.tokens.ids, Int32Array);
+  const order = columns.map((column) => Float32Array.from(column.values.filter(Number.isFinite)).sort());
+  const rank = (i, value) => {
+    let [low, high] = [0, order[i].length];
+    while (low < high) { const middle = (low + high) >> 1; if (order[i][middle] < value) low = middle + 1; else high = middle; }
+    return order[i].length ? low / order[i].length : 0;
+  };
+  const show = (token, announced) => {
+    if (token === null || token === undefined) {
+      head.replaceChildren(el("span", { class: "faint" }, "Point at a token, or choose one with a click or the arrow keys."));
+      list.replaceChildren();
+      return;
+    }
+    head.replaceChildren(said(text.textOf(token), { class: "big" }), el("span", { class: "faint" }, ` token ${number(token)} · id ${ids[token]} · ${text.sampled[token] ? "sampled" : "not sampled"}`));
+    list.replaceChildren(...columns.map((column, i) => {
+      const value = column.values[token];
+      return el("div", { title: column.meaning }, el("dt", {}, column.title),
+        el("dd", {}, column.scale.startsWith("both") ? signed(value, 4) : number(value, 4)),
+        el("i", { class: "rank", "aria-hidden": "true", style: { "--rank": Number.isFinite(value) ? rank(i, value) : 0 } }));
+    }));
+    if (announced) document.getElementById("status").textContent = `token ${token} ${oneLine(text.textOf(token))}: ${columns.map((column) => `${column.title} ${number(column.values[token])}`).join(", ")}`;
+  };
+  show(null);
+  return { panel, show };
+}
+
+export async function rolloutView(run, id, token, by) {
+  const brief = run.rollouts.find((one) => one.id === id);
+  if (!brief) return [el("h1", {}, "Rollout"), el("p", {}, "This rollout is not in the record.")];
+  const rollout = await get(`rollout/${run.index}/${id}`);
+  const siblings = run.groups.get(brief.cluster);
+  const place = siblings.indexOf(brief);
+  const neighbour = (to, text, key) => (to ? el("a", { href: link(run.index, "rollout", to.id) + (by ? `?by=${by}` : ""), "aria-keyshortcuts": key }, text) : el("span", { class: "faint" }, text));
+  const images = (rollout.image_files ?? []).map((name, i) => {
+    const image = el("img", { alt: `image ${i + 1} that the model was shown`, loading: "lazy" });
+    imageAddress(run.index, name).then((address) => (image.src = address)).catch(() => image.remove());
+    return image;
+  });
+  const rewards = Object.entries(rollout.rewards);
+  const head = [
+    el("div", { class: "head" }, el("h1", {}, `Rollout ${place + 1} of ${siblings.length}`, el("span", { class: "faint" }, ` row ${brief.row}, step ${brief.step}`)),
+      el("nav", { class: "steps", "aria-label": "Rollouts of the group" }, neighbour(siblings[place - 1], "← previous", "k"), el("a", { href: link(run.index, "group", brief.cluster), "aria-keyshortcuts": "g" }, "group"), neighbour(siblings[place + 1], "next →", "j"))),
+    el("dl", { class: "facts" }, [
+      ...rewards.map(([name, value]) => [name.replace(/_reward$/, "").replaceAll("_", " "), number(value)]),
+      ["advantage", signed(brief.advantage, 3)],
+      ["fate", fateChip(brief)],
+      ["tokens", number(brief.length)],
+      brief.turns > 1 ? ["turns", brief.turns] : null,
+      brief.calls ? ["tool calls", `${brief.calls}${brief.failed_calls ? `, ${brief.failed_calls} failed` : ""}`] : null,
+      rollout.seconds ? ["time", `${seconds(rollout.seconds)}${rollout.tool_seconds ? `, ${seconds(rollout.tool_seconds)} for tools` : ""}`] : null,
+      rollout.reused ? ["taken from a draft", number(rollout.reused)] : null,
+    ].filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, said(name)), el("dd", {}, typeof value === "object" ? value : String(value))))),
+    rollout.error ? el("p", { class: "notice bad" }, said(rollout.error)) : null,
+    images.length ? el("div", { class: "images" }, images) : null,
+  ];
+  const rest = [
+    el("details", { open: !rollout.tokens }, el("summary", {}, "As text"), transcript(rollout.prompt, "prompt"), transcript(rollout.completion, "assistant")),
+    Object.keys(rollout.data).length ? el("details", {}, el("summary", {}, "Other columns of the row"), settingsTable(Object.entries(rollout.data))) : null,
+    Object.keys(rollout.columns).length ? el("details", {}, el("summary", {}, "Columns that rewards logged"), settingsTable(Object.entries(rollout.columns))) : null,
+    Object.keys(rollout.steps).length ? el("details", {}, el("summary", {}, "Rewards of steps"), settingsTable(Object.entries(rollout.steps).map(([place, pairs]) => [rewards[Number(place)]?.[0] ?? place, pairs.map(([end, reward]) => `${end}: ${number(reward)}`).join(", ")]))) : null,
+  ];
+  if (!rollout.tokens) return [...head, el("p", { class: "notice" }, 'Tokens are not on record. Train with record="tokens" to see each with its values.'), ...rest];
+  const columns = rollout.tokens.columns.map((column) => ({ ...column, values: numbersOf(column.values, Float32Array) }));
+  const shown = columns.filter((column) => column.scale !== "hidden" && column.values.some(Number.isFinite));
+  let panel = null;
+  const text = tokenText(rollout, shown, (at, announced) => panel.show(at ?? text.selected, announced));
+  panel = tokenPanel(rollout, columns, text);
+  const ends = el("span", { class: "ends" });
+  const jumps = el("div", { class: "jumps", role: "group", "aria-label": "Tokens that stand out" });
+  let strongest = [];
+  const colour = (name) => {
+    const chosen = shown.find((column) => column.name === name) ?? null;
+    const scale = text.colour(chosen);
+    const kind = !chosen ? "" : chosen.scale.startsWith("both") ? "both" : chosen.scale === "each" ? "each" : "one";
+    ends.replaceChildren(...(scale ? [number(scale.ends[0], 2), el("i", { class: `ramp ${kind}` }), number(scale.ends.at(-1), 2)] : []));
+    strongest = chosen && chosen.scale !== "each" ? text.strongest(200) : [];
+    jumps.replaceChildren(...strongest.slice(0, 8).map((at) => el("button", { onclick: () => text.select(at) }, said(oneLine(text.textOf(at), 18) || "␣"), " ", el("b", {}, chosen.scale.startsWith("both") ? signed(chosen.values[at], 2) : number(chosen.values[at], 2)))));
+  };
+  const step = (by) => {
+    if (!strongest.length) return;
+    const now = strongest.indexOf(text.selected);
+    text.select(strongest[(now + by + strongest.length) % strongest.length]);
+  };
+  const first = by && shown.some((column) => column.name === by) ? by : shown.some((column) => column.name === "gap") && token !== null ? "gap" : "logprobs";
+  const select = el("select", { onchange: (event) => colour(event.target.value) }, el("option", { value: "" }, "nothing"),
+    shown.map((column) => el("option", { value: column.name, selected: column.name === first, title: column.meaning }, column.title)));
+  queueMicrotask(() => { colour(first); if (token !== null && token < text.sampled.length) requestAnimationFrame(() => { text.select(token); if (innerWidth < 600) node.scrollIntoView(); }); });
+  const folds = text.segments.filter((one) => one.kind === "other").length;
+  const node = el("section", { class: "reader", "aria-label": "Tokens" },
+    el("div", { class: "tools" }, el("label", {}, "Colour by", select), ends,
+      folds ? [el("button", { onclick: () => text.fold(true) }, "Fold what tools wrote"), el("button", { onclick: () => text.fold(false) }, "Unfold")] : null),
+    jumps, el("div", { class: "columns" }, text.frame, panel.panel));
+  node.tokens = text;
+  node.keys = { n: () => step(1), p: () => step(-1) };
+  return [...head, node, ...rest];
+}

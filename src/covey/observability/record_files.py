@@ -1,0 +1,66 @@
+"""Files of a record (`covey.observability.record`): their names, and reading them without torch."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from covey.runtime.user_code import format_error
+
+FOLDER = "record"
+METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
+AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls")
+REWARD = "reward/"
+"""Prefix of the columns of rewards; null where a function abstained."""
+
+
+def file_name(generation: int, rank: int, processes: int) -> str:
+    """Name of a generation's file: `generation_00012.parquet`, of one among several processes `..._00012_rank1`."""
+    return f"generation_{generation:05d}{f'_rank{rank}' if processes > 1 else ''}.parquet"
+
+
+def number_of(path: Path) -> int:
+    """Number of the generation in a file's name."""
+    return int(path.stem.split("_")[1])
+
+
+def files(folder: Path, rank: int = 0) -> list[Path]:
+    """A process's files of a record, in the order of generations."""
+    found = [path for path in folder.glob("generation_*.parquet") if path.stem.count("_") == 1]
+    return sorted([*found, *folder.glob(f"generation_*_rank{rank}.parquet")], key=number_of)
+
+
+def update_files(folder: Path, rank: int = 0) -> list[Path]:
+    """A process's files of `covey.observability.updates`, in the order of steps."""
+    found = [path for path in folder.glob("update_*.parquet") if path.stem.count("_") == 1]
+    return sorted([*found, *folder.glob(f"update_*_rank{rank}.parquet")], key=number_of)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl`, without a last one that was cut off; none where there is no file."""
+    lines = []
+    with suppress(OSError), (folder / METRICS).open() as file:
+        for line in file:
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """`run.json` of a run's record; ValueError where there is none."""
+    try:
+        described: dict[str, Any] = json.loads((run / FOLDER / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{str(run)!r} has no record that can be read ({format_error(error)}): give the output_dir of a run that"
+            ' was trained with record="rollouts" or "tokens".'
+        ) from error
+    return described
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rollouts of a file, one dictionary each; columns that hold messages and data are Python objects again."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return [{**row, **{name: json.loads(row[name]) for name in AS_JSON}} for row in rows]

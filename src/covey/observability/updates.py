@@ -1,0 +1,113 @@
+"""Part of a record: log-probs of tokens in the updates that trained on them, and which of them were clipped.
+
+`update_00012.parquet` has a row for each rollout that a process trained on in step 12: the process and generation that
+sampled it, the place of its first token among those of that generation, and lists with a value for each of its tokens.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import TrainBatch, segment_starts
+from covey.core.losses import token_level
+from covey.core.objective import Objective, policy_loss
+from covey.runtime.files import written_whole
+
+PLACE_BITS = 32  # of a token's place in its generation; the bits above number generations and processes
+
+
+@dataclass(eq=False)
+class UpdateLog:
+    """Collects the passes of an optimizer step."""
+
+    folder: Path
+    rank: int
+    processes: int
+    _passes: list[dict[str, Any]] = field(default_factory=list, init=False)
+
+    def mark(self, batch: TrainBatch, generation: int) -> None:
+        """Number the tokens of a generation, so that they are known wherever they are trained on."""
+        first = (generation * self.processes + self.rank) << PLACE_BITS
+        batch.origin = torch.arange(first, first + batch.num_tokens, device=batch.token_ids.device)
+
+    def on_pass(self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective) -> None:
+        """Keep the values of a micro-batch; of one that is repeated, as memory ran out, the last."""
+        if batch.origin is None or not batch.num_tokens:
+            return
+        kept = {"logprobs": logprobs}
+        if entropies is not None:
+            kept["entropies"] = entropies
+        if batch.old_logprobs is not None:
+            kept["clipped"] = clipped_tokens(batch, logprobs, entropies, objective)
+            if objective.ratio_level is not token_level:
+                kept["log_ratios"] = objective.ratio_level(logprobs, batch.old_logprobs, batch.sampled, batch.lengths)
+        of_each = {name: values.detach().cpu().split(batch.lengths.tolist()) for name, values in kept.items()}
+        held = ((batch.sampled_lengths > 0) & (batch.lengths > 0)).tolist()  # not those that keep processes equal
+        starts = segment_starts(batch.lengths).clamp(max=batch.num_tokens - 1)
+        for row, origin in enumerate(batch.origin[starts].tolist()):
+            if held[row] and origin >= 0:
+                self._passes.append({"origin": origin, **{name: of_each[name][row] for name in of_each}})
+
+    def write(self, step: int) -> Path | None:
+        """Write the passes since the last call."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        passes = sorted({one["origin"]: one for one in self._passes}.values(), key=lambda one: one["origin"])
+        self._passes = []
+        if not passes:
+            return None
+        places = [divmod(one["origin"] >> PLACE_BITS, self.processes) for one in passes]
+        columns: dict[str, Any] = {
+            "generation": [generation for generation, _ in places],
+            "rank": [rank for _, rank in places],
+            "first": [one["origin"] & ((1 << PLACE_BITS) - 1) for one in passes],
+        }
+        for name in dict.fromkeys(name for one in passes for name in one if name != "origin"):
+            kind = pa.bool_() if name == "clipped" else pa.float32()
+            values = [one[name].numpy() if name in one else None for one in passes]
+            columns[name] = pa.array(values, pa.list_(kind))
+        suffix = f"_rank{self.rank}" if self.processes > 1 else ""
+        with written_whole(path := self.folder / f"update_{step:05d}{suffix}.parquet") as new:
+            pq.write_table(pa.table(columns), new, compression="zstd")
+        return path
+
+
+def clipped_tokens(batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective) -> Tensor:
+    """Trained tokens with credit that do not move the surrogate, as a clip or a filter cuts them off: [N] bool."""
+    assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
+    constant = None if entropies is None else entropies.detach()
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        loss = policy_loss(batch, leaf, constant, replace(objective, beta=0.0)).loss
+    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+    still = torch.ones_like(batch.sampled) if gradient is None else gradient == 0
+    return still & batch.sampled & (batch.weights != 0) & (batch.advantages != 0)
+
+
+def vocabulary_of(tokenizer: Any) -> list[bytes]:
+    """Bytes of each token by its id, as they stand in a text."""
+    words = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+    table = _byte_characters() if "ByteLevel" in decoder else {}
+    return [_bytes_of(word or "", table) for word in words]
+
+
+def _bytes_of(word: str, table: dict[str, int]) -> bytes:
+    if table:
+        known = [table.get(character) for character in word]
+        if None not in known:
+            return bytes(number for number in known if number is not None)
+    elif len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+        return bytes.fromhex(word[3:5])
+    return word.replace("▁", " ").encode("utf-8", "replace")
+
+
+def _byte_characters() -> dict[str, int]:
+    """Characters by which byte-level tokenizers write the 256 bytes: printable Latin-1 as it is, the rest from 256."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
