@@ -53,7 +53,7 @@ def read_run(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(run)!r} has no record that can be read ({format_error(error)}): give the output_dir of a run that"
-            ' was trained with record="rollouts" or "tokens".'
+            ' was trained with record="tokens" (or "rollouts", to view it).'
         ) from error
     return described
 
