@@ -157,7 +157,7 @@ def test_what_a_record_cannot_do_is_an_error(change, message, tmp_path):
 
 def test_a_folder_without_a_record_is_an_error(tmp_path):
     with pytest.raises(ValueError, match='trained with record="tokens"'):
-        runs.trainer(tmp_path, replay_from=str(tmp_path))
+        runs.trainer(tmp_path, replay_from=str(tmp_path / "none"))
 
 
 def test_as_many_processes_are_needed(tmp_path):
