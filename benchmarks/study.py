@@ -1,6 +1,6 @@
 """Eight LoRA configurations in one study against eight runs one after another: memory, decode throughput, time.
 
-    python -m benchmarks.study [--model HuggingFaceTB/SmolLM2-135M-Instruct] [--variants 8] [--max_steps 3]
+    python -m benchmarks.study [--model FOLDER] [--variants 8] [--max_steps 3]
 
 Each side is a process of its own. Decode throughput is sampled tokens by the seconds of sampling, in a study
 those of its rounds.
@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.machine import model_path
 
 PROMPTS = [{"prompt": f"Count from {i} to ten:", "answer": ""} for i in range(32)]
 ADAPTER = {"target_modules": "all-linear", "lora_alpha": 16}
@@ -100,12 +102,13 @@ def measured(kind: str, number: int, options: argparse.Namespace) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct if absent")
     parser.add_argument("--variants", type=int, default=8)
     parser.add_argument("--max_steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--side", choices=["study", "alone"])
     options = parser.parse_args()
+    options.model = model_path(options.model)
     if options.side:
         settings = {**SETTINGS, "max_steps": options.max_steps, "max_completion_length": options.tokens}
         start = time.perf_counter()

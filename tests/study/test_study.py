@@ -4,37 +4,17 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from covey.study.study import Study
 from tests.support import runs, tiny
+from tests.support.studies import ADAPTER, COMMON, adapters, study
 
-ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-COMMON = {name: value for name, value in runs.DEFAULTS.items() if name not in ("save_strategy", "disable_tqdm")}
 THREE = {
     "a": {},
     "b": {"learning_rate": 3e-2, "peft": {"r": 2, "lora_alpha": 2}},
     "c": {"loss_type": "dr_grpo", "temperature": 0.8, "seed": 7},
     "d": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
 }
-
-
-def study(folder, variants=THREE, **changes):
-    settings = {name: changes.pop(name) for name in list(changes) if name in COMMON}
-    arguments = {"reward_funcs": runs.longer, "train_dataset": tiny.rows(), **changes}
-    args = {**COMMON, **settings, "peft": ADAPTER, "output_dir": str(folder)}
-    made = Study(tiny.model(), variants, args, processing_class=tiny.tokenizer(), **arguments)
-    return made
-
-
-@pytest.fixture(autouse=True)
-def without_pages(monkeypatch):
-    monkeypatch.setattr("covey.trainer.integrations.report.RunReport.write", lambda self, **own: None)
-
-
-def adapters(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "adapter_model.safetensors")
 
 
 def completions(folder):
@@ -46,7 +26,7 @@ def completions(folder):
 
 
 def test_variants_are_their_solo_runs(tmp_path):
-    study(tmp_path, max_steps=2).train()
+    study(tmp_path, THREE, max_steps=2).train()
     from peft import LoraConfig
 
     for name, changes in THREE.items():
@@ -93,7 +73,7 @@ def assert_bit_equal(one, other):
 
 def test_a_killed_study_resumes_bit_exactly(tmp_path):
     def make(folder):
-        made = study(tmp_path / folder, max_steps=4, save_rounds=2, eval_dataset=tiny.rows(2), eval_steps=2)
+        made = study(tmp_path / folder, THREE, max_steps=4, save_rounds=2, eval_dataset=tiny.rows(2), eval_steps=2)
 
         def watch(study):
             if study.round == 4:
@@ -302,9 +282,11 @@ def test_rows_to_compare_on_are_asked_for(tmp_path):
         study(tmp_path, {"a": {}}, eval_steps=2)
     with pytest.raises(ValueError, match="give `eval_steps`"):
         study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), halving=Halving())
-    with pytest.raises(ValueError, match="by different rewards"):
-        own = {"a": {}, "b": {"reward_weights": [2.0]}}
-        study(tmp_path, own, eval_dataset=tiny.rows(2), eval_steps=1, halving=Halving())
+    with pytest.raises(ValueError, match="compared by those of the study"):
+        own = {"a": {"reward_funcs": "tests.support.runs:digits"}}
+        study(tmp_path, own, eval_dataset=tiny.rows(2), reward_funcs=None)
+    with pytest.raises(ValueError, match="eval_steps=0 must be a whole number"):
+        study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), eval_steps=0)
 
 
 def test_rewards_named_in_the_settings_of_all_are_used(tmp_path, monkeypatch):
@@ -327,32 +309,21 @@ def test_changed_settings_reach_a_loaded_optimizer():
     assert found == [(0.5, 0.1, (0.8, 0.9), 1e-3), (0.5, 0.0, (0.8, 0.9), 1e-3)]
 
 
-def test_equal_variants_are_seldom_called_different():
-    import random
+def test_whole_models_are_trained_after_the_others(tmp_path):
+    variants = {"whole": {"peft": None}, "a": {}, "rloo": {"peft": None, "method": "rloo", "seed": 1}}
+    made = study(tmp_path, variants, max_steps=2, save_rounds=1)
+    kill_after(made, 3)
+    assert [variant.status for variant in made.variants.values()] == ["running", "finished", "waiting"]
+    ended = study(tmp_path, variants, max_steps=2, save_rounds=1).train(resume=True)
+    assert [(variant.status, variant.step) for variant in ended.values()] == [("finished", 2)] * 3
+    for name, method, seed in (("whole", "grpo", 42), ("rloo", "rloo", 1)):
+        alone = runs.trainer(tmp_path / f"alone-{name}", method, **{**COMMON, "max_steps": 2, "seed": seed})
+        alone.train()
+        alone.save_model()
+        one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in (name, f"alone-{name}"))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
-    from covey.study.report import comparison
-    from covey.study.variants import Variant
 
-    draw, wrong = random.Random(0), 0
-    for _ in range(200):
-        rewards = {name: [draw.gauss(0, 1) for _ in range(6)] for name in "abcdef"}
-        variants = {name: Variant(name, {}, evaluations={1: one}) for name, one in rewards.items()}
-        wrong += any(difference.is_real for difference in comparison(variants)[1].values())
-    assert wrong <= 20  # 0.05 * 200 = 10, and three standard deviations of 3.1
-
-
-def test_halving_stops_those_that_are_really_worse():
-    from covey.study.plan import Halving
-    from covey.study.variants import Variant
-
-    def variant(name, rewards):
-        made = Variant(name, {}, step=2, evaluations={2: rewards})
-        made.turn = type("Running", (), {"ended": False})()
-        return made
-
-    noisy = [1.0, 0.0, 1.0, 0.6]
-    rewards = {"best": [1.0, 0.9, 1.0, 0.8], "unsure": noisy, "worse": [0.1, 0.0, 0.1, 0.0], "worst": [0.0] * 4}
-    made = type("Study", (), {"variants": {name: variant(name, one) for name, one in rewards.items()}})()
-    assert Halving(0.5)(made) == ["worse", "worst"]
-    assert Halving(0.25)(made) == ["worse", "worst"]  # "unsure" may be as good as the best one
-    assert Halving(0.25, certain=False)(made) == ["unsure", "worse", "worst"]
+def test_a_scale_that_overflows_ends_its_variant_alone(tmp_path):
+    ended = study(tmp_path, {"good": {}, "bad": {"peft": {"lora_alpha": 1e40}}}, max_steps=2).train()
+    assert [(one.status, one.step) for one in ended.values()] == [("finished", 2), ("failed", 0)]

@@ -7,12 +7,12 @@ import csv
 import difflib
 import glob
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from covey.core.transcript import with_system_message
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import format_error
 
@@ -49,7 +49,9 @@ def load_rows(
             raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")
         rows = rows.rename_columns(columns)
     check_prompt_column(spec, rows.column_names)
-    return rows.map(partial(_with_system, system_prompt)) if system_prompt else rows
+    if not system_prompt:
+        return rows
+    return rows.map(lambda row: {"prompt": with_system_message(system_prompt, row["prompt"])})
 
 
 def is_function(spec: str) -> bool:
@@ -77,16 +79,6 @@ def _call(spec: str) -> Any:
             " rows such as [{'prompt': '2+2=', 'answer': '4'}]."
         )
     return datasets.Dataset.from_list(rows)
-
-
-def _with_system(system_prompt: str, row: dict[str, Any]) -> dict[str, Any]:
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not messages or messages[0]["role"] == "system":
-        return {"prompt": messages}
-    parts = isinstance(messages[0]["content"], list)  # text and images; one column holds one kind of content
-    content = [{"type": "text", "text": system_prompt}] if parts else system_prompt
-    return {"prompt": [{"role": "system", "content": content}, *messages]}
 
 
 def check_prompt_column(spec: str, columns: list[str]) -> None:

@@ -18,7 +18,8 @@ USAGE = """usage: covey study study.yaml [--resume]
        covey study show --study DIR
 
 The file is that of `covey grpo` with a key `study`: variants (name: settings), grid (field: values), random (count,
-seed, field: values or {min, max, log}), eval_steps, save_rounds, halving (the share to keep). DIR is its output_dir."""
+seed, field: values or {min, max, log}), eval_steps (a number or a list of steps), save_rounds, halving (the share to
+keep, or {keep, certain}). Variants with `peft: null` train the whole model, one after another. DIR is output_dir."""
 PLAN_KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
 
 
@@ -59,7 +60,7 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
     """Train the study of a file; returns its table."""
     from covey.cli.data import load_rows
     from covey.cli.train import environments, named, rewards
-    from covey.study.plan import Halving, variants_of
+    from covey.study.plan import variants_of
     from covey.study.report import table
     from covey.study.study import Study
 
@@ -69,26 +70,41 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
     run = load_run(values)
     run.require(*run.needed)
     settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
-    renamed = (run.columns, run.system_prompt)
     parts = {
         "tools": [named(tool, "tool") for tool in run.tools] or None,
         "rollout_func": named(run.rollout_func, "rollout_func"),
         "environment_factory": environments(run.environment_factory),
     }
-    keep = plan.get("halving")
     study = Study(
         run.model,
         {name: _typed(changes, run.method) for name, changes in variants_of(plan).items()},
-        {**typed(settings, config_of(run.method)), "method": run.method, "peft": run.peft},
+        {
+            **typed(settings, config_of(run.method)),
+            "method": run.method,
+            "peft": run.peft,
+            "system_prompt": run.system_prompt,
+        },
         reward_funcs=rewards(run.reward_funcs) or None,
-        train_dataset=load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset else None,
-        eval_dataset=load_rows(run.eval_dataset, None, *renamed) if run.eval_dataset else (),
+        train_dataset=load_rows(run.dataset, run.dataset_split, run.columns) if run.dataset else None,
+        eval_dataset=load_rows(run.eval_dataset, None, run.columns) if run.eval_dataset else (),
         eval_steps=plan.get("eval_steps"),
         save_rounds=plan.get("save_rounds"),
-        halving=None if not keep else Halving(0.5 if keep is True else float(keep)),
+        halving=_halving(plan.get("halving")),
         parts=parts,
     )
     return table(study.train(resume))
+
+
+def _halving(given: Any) -> Any:
+    from covey.study.plan import Halving
+
+    if not given:
+        return None
+    options = {} if given is True else dict(given) if isinstance(given, Mapping) else {"keep": given}
+    try:
+        return Halving(**options)
+    except TypeError as error:
+        raise ValueError(f"halving={given!r}: {error}. Give the share to keep, or {{keep: 0.5}}.") from None
 
 
 def _typed(changes: Mapping[str, Any], method: str) -> dict[str, Any]:

@@ -256,3 +256,13 @@ def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> 
             cache[id(image)] = data.getvalue()
         files.append(cache[id(image)])
     return files
+
+
+def with_system_message(text: str, prompt: Any) -> list[dict[str, Any]]:
+    """Messages of a prompt after a system message, unless they have one; those of images have content in parts."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not messages or messages[0]["role"] == "system":
+        return messages
+    parts = isinstance(messages[0]["content"], list)  # text and images; one column holds one kind of content
+    content = [{"type": "text", "text": text}] if parts else text
+    return [{"role": "system", "content": content}, *messages]

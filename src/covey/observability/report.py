@@ -52,14 +52,19 @@ def write_report(
     sections = [
         "".join(f'<p class="advice">{_text(sentence)}</p>\n' for sentence in advice),
         _key_figures(summary or {}),
-        _figures("Curves", [as_svg(draw_panel(log_history, panel)) for panel in drawn_panels(log_history)]),
+        figures("Curves", [as_svg(draw_panel(log_history, panel)) for panel in drawn_panels(log_history)]),
         _samples(list(before), list(after)),
         _group(group),
-        _figures("The latest rollout batch over time", [as_svg(lanes)] if lanes else []),
+        figures("The latest rollout batch over time", [as_svg(lanes)] if lanes else []),
         _metrics(log_history),
         _settings("Settings", config),
         _settings("Provenance", provenance or {}, is_open="open"),
     ]
+    return write_page(path, title, sections)
+
+
+def write_page(path: str | Path, title: str, sections: Sequence[str]) -> Path:
+    """Write a page of sections, which are HTML."""
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -79,7 +84,7 @@ def _key_figures(summary: Mapping[str, Any]) -> str:
     return f'<dl class="tiles">{tiles}</dl>\n' if tiles else ""
 
 
-def _figures(heading: str, drawn: list[str]) -> str:
+def figures(heading: str, drawn: list[str]) -> str:
     return f'<section><h2>{heading}</h2><div class="panels">{"".join(drawn)}</div></section>\n' if drawn else ""
 
 

@@ -63,17 +63,31 @@ class Halving:
     """Stops, at each evaluation, the worse variants beyond the share `keep` whose difference to the best one is real.
 
     With `certain=False` it stops them whether or not the difference is real (Jamieson and Talwalkar, arXiv 1502.07943).
+    Variants that come to a step later, as whole models do, are compared with all that were evaluated there (Li et al.,
+    arXiv 1810.05934).
     """
 
     keep: float = 0.5
     certain: bool = True
 
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
+            raise ValueError(f"halving: keep={self.keep!r} is the share of variants to keep; give one such as 0.5.")
+
     def __call__(self, study: "Study") -> list[str]:
         live = {name: variant for name, variant in study.variants.items() if variant.live}
-        steps = {variant.step for variant in live.values()}
-        if len(live) < 2 or len(steps) > 1 or not all(steps <= variant.evaluations.keys() for variant in live.values()):
-            return []  # not at a common evaluation
-        best, differences = comparison(live, steps.pop())
-        order = sorted(differences, key=lambda name: -differences[name].mean)
-        worse = order[max(math.ceil(len(live) * self.keep), 1) - 1 :]  # the best one is not among them
-        return [name for name in worse if name != best and (differences[name].is_real or not self.certain)]
+        stopped = []
+        latest = {name: max(variant.evaluations, default=0) for name, variant in live.items()}
+        latest = {name: step for name, step in latest.items() if step > max(live[name].resumed_at, 0)}
+        for step in sorted({*latest.values()}):
+            known = {name: variant for name, variant in study.variants.items() if step in variant.evaluations}
+            before = max((one for v in study.variants.values() for one in v.evaluations if one < step), default=0)
+            if any(before <= variant.step <= step for name, variant in live.items() if name not in known):
+                continue  # it will be evaluated there, too
+            _, differences = comparison(known, step)
+            order = sorted(differences, key=lambda name: -differences[name].mean)
+            for name in order[max(math.ceil(len(known) * self.keep), 1) - 1 :]:  # the best one is not among them
+                difference = differences[name]
+                if latest.get(name) == step and (difference.is_real or not self.certain):
+                    stopped.append(name)
+        return stopped

@@ -1,7 +1,9 @@
 """The report of a study: which variant is ahead, whether the difference is real, and the tree of descent."""
 
+import html
 import math
 import statistics
+import warnings
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +12,19 @@ from itertools import accumulate
 from pathlib import Path
 
 from covey.core.estimates import interval_of_mean
+from covey.core.transcript import shorten
+from covey.observability.plots import Panel, as_svg, draw_panel
+from covey.observability.report import figures, write_page
+from covey.runtime.files import written_whole
 from covey.study.variants import Variant
+
+CURVES = {
+    "reward": "Reward in training",
+    "completions/mean_length": "Completion length (tokens)",
+    "entropy": "Entropy (nats per token)",
+    "kl": "KL to the reference",
+}
+"""Metrics that are drawn, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +44,19 @@ class Difference:
 def comparison(variants: Mapping[str, Variant], step: int | None = None) -> tuple[str | None, dict[str, Difference]]:
     """The variant with the highest mean reward, and the others' differences to it, on the same prompts.
 
-    At `step`, or at each variant's last evaluation. Intervals are Student's, Bonferroni-corrected for all pairs of
-    variants: the best one is known from the same rewards.
+    At `step`, or at each variant's last evaluation; the best one's of the same step is taken if it has one. Intervals
+    are Student's, Bonferroni-corrected for all pairs of variants: the best one is known from the same rewards.
     """
-    rewards = {}
-    for name, variant in variants.items():
-        at = max(variant.evaluations, default=None) if step is None else step
-        if at in variant.evaluations:
-            rewards[name] = variant.evaluations[at]
+    last = {name: step or max(variant.evaluations, default=0) for name, variant in variants.items()}
+    rewards = {name: variants[name].evaluations[at] for name, at in last.items() if at in variants[name].evaluations}
     if not rewards:
         return None, {}
     best = max(rewards, key=lambda name: _mean(rewards[name]))
     share = 0.05 / max(math.comb(len(rewards), 2), 1)
     differences = {}
     for name, own in rewards.items():
-        pairs = [a - b for a, b in zip(own, rewards[best], strict=True) if a == a and b == b]
+        others = variants[best].evaluations.get(last[name], rewards[best])
+        pairs = [a - b for a, b in zip(own, others, strict=True) if a == a and b == b]
         if name != best and len(pairs) > 1:
             differences[name] = Difference(
                 statistics.fmean(pairs), *interval_of_mean(pairs, _student(share, len(pairs) - 1))
@@ -103,9 +115,47 @@ def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
 
 
 def write_report(folder: Path, number: int, variants: Mapping[str, Variant]) -> None:
-    """Write `study.md`: the table, and the history of each variant."""
+    """Write `study.md`: the table, and the history of each variant; and `study.html`, with curves."""
     history = [f"- {variant.name}, {line}" for variant in variants.values() for line in variant.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
-    (folder / "study.md").write_text("\n\n".join(parts) + "\n")
+    with written_whole(folder / "study.md") as new:
+        new.write_text("\n\n".join(parts) + "\n")
+    head, _, *rows = table(variants).splitlines()
+    try:
+        sections = [
+            f'<div class="scroll"><table class="metrics"><thead>{_row(head, "th")}</thead><tbody>',
+            *(_row(row, "td") for row in rows),
+            "</tbody></table></div>",
+            figures("Curves", [as_svg(draw_panel(*curves)) for curves in curves_of(variants)]),
+            "<h2>Interventions</h2><ul>" * bool(history),
+            *(f"<li>{html.escape(line[2:])}</li>" for line in history),
+            "</ul>" * bool(history),
+        ]
+        write_page(folder / "study.html", f"Study after round {number}", sections)
+    except Exception as error:  # a picture ends no study
+        warnings.warn(f"the page of the study could not be written: {error!r}", stacklevel=2)
+
+
+def _row(line: str, cell: str) -> str:
+    cells = (html.escape(one).replace("&amp;nbsp;", "&nbsp;") for one in line.split(" | "))
+    return f"<tr>{''.join(f'<{cell}>{one}</{cell}>' for one in cells)}</tr>"
+
+
+def curves_of(variants: Mapping[str, Variant]) -> list[tuple[list[dict[str, float]], Panel]]:
+    """Panels that show all variants, with the points to draw; a clone's curve begins where its parent was."""
+    logs: dict[str, list[dict[str, float]]] = {}
+    for name, variant in variants.items():
+        for step, rewards in variant.evaluations.items():
+            logs.setdefault("Mean reward in evaluations", []).append({"step": step, f"eval_{name}": _mean(rewards)})
+        for point in variant.curve:
+            for key, title in CURVES.items():
+                if key in point:
+                    logs.setdefault(title, []).append({"step": point["step"], f"train_{name}": point[key]})
+    labels = {f"{start}{name}": shorten(name, 28) for name in variants for start in ("eval_", "train_")}
+    return [
+        (points, Panel(title, {key: label for key, label in labels.items() if any(key in one for one in points)}))
+        for title, points in logs.items()
+        if any(value for one in points for key, value in one.items() if key != "step")
+    ]

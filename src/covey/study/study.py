@@ -2,37 +2,36 @@
 
 Each variant has a trainer of its own, with its optimizer, schedule, random numbers, metrics and checkpoints. A round
 samples for all of them in one batch of the engine; then each takes its step. While they train, variants are stopped,
-cloned, changed and resumed (`covey.study.commands`).
+cloned, changed and resumed (`covey.study.interventions`). Variants without an adapter are trained after the others,
+one at a time, each on a copy of the model.
 """
 
 import asyncio
+import copy
 import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.state import AcceleratorState, PartialState
-
-from covey.core.engine import EngineTraits, SampleRequest
-from covey.core.records import Completion
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.observability.dashboard import ProgressDisplay
-from covey.policy.adapters import low_rank_matrices
+from covey.policy.adapters import has_adapter, low_rank_matrices
 from covey.policy.loading import end_token_ids, load_policy, load_processing_class, max_context
 from covey.rewards import resolve_reward
 from covey.rollout.collector import run_async
 from covey.rollout.vision import is_processor
-from covey.runtime.files import locked, seal
+from covey.runtime.files import locked
 from covey.runtime.process_memory import share_one_heap
 from covey.study import commands
 from covey.study.commands import Command
+from covey.study.evaluation import CommonEvaluation
+from covey.study.interventions import carry_out
 from covey.study.plan import Halving
 from covey.study.report import write_report
 from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
@@ -40,12 +39,15 @@ from covey.study.variants import (
     TRAINERS,
     FollowsStudy,
     Variant,
+    VariantEngine,
     check_adapter,
     check_name,
     settings_of,
     with_shared_weights,
+    with_system,
 )
 from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.integrations.report import RunReport
 
 INIT = {"init_kwargs": "model_init_kwargs", "trust_remote_code": "trust_remote_code"}
 
@@ -56,13 +58,14 @@ class Study:
     Args:
         model: hub id, folder or transformers model, without an adapter.
         variants: by name, the settings that differ from `args`: fields of the method's config, `peft` (fields of
-            `peft.LoraConfig`), `method` ("grpo" or "rloo"), `reward_funcs` (names, as in a run file).
+            `peft.LoraConfig`; None trains the whole model), `method` ("grpo" or "rloo"), `reward_funcs` (names, as in
+            a run file), `system_prompt`.
         args: settings of all variants, in the same words; `output_dir` is the study's folder.
         reward_funcs: as the trainers take them.
         train_dataset: rows with a `prompt`, in the same order for all variants of one seed.
         eval_dataset: rows that variants are compared on.
         processing_class: the tokenizer; loaded with the model if None.
-        eval_steps: steps between evaluations; None evaluates at the end alone.
+        eval_steps: steps between evaluations, or a list of steps; there is one at the end in any case.
         save_rounds: rounds between checkpoints of all variants, from which `train(resume=True)` goes on.
         halving: stops variants at every evaluation, as `covey.study.plan.Halving` says.
         parts: further arguments of the trainers, such as `tools` and `environment_factory`.
@@ -80,13 +83,14 @@ class Study:
         train_dataset: Any = None,
         eval_dataset: Sequence[dict[str, Any]] = (),
         processing_class: Any = None,
-        eval_steps: int | None = None,
+        eval_steps: int | Sequence[int] | None = None,
         save_rounds: int | None = None,
         halving: Callable[["Study"], list[str]] | None = None,
         parts: Mapping[str, Any] | None = None,
     ):
         if not variants:
             raise ValueError("`variants` is empty: give at least one, such as {'base': {}}.")
+        _check_counts(eval_steps=eval_steps, save_rounds=save_rounds)
         share_one_heap()
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
@@ -95,18 +99,17 @@ class Study:
             raise ValueError("`eval_steps` and `halving` need rows to compare variants on: give `eval_dataset`.")
         if isinstance(halving, Halving) and not eval_steps:
             raise ValueError("`halving` stops variants at evaluations: give `eval_steps`, the steps between these.")
-        if isinstance(halving, Halving) and any(
-            {"reward_funcs", "reward_weights"} & {*one} for one in variants.values()
-        ):
-            raise ValueError(
-                "`halving` cannot compare variants by different rewards: give all the same, or leave it out."
-            )
         self.eval_steps, self.save_rounds, self.halving, self.round = eval_steps, save_rounds, halving, 0
         self.variants: dict[str, Variant] = {}
         for name, changes in variants.items():
             check_name(name)
             self.variants[name] = Variant(name, dict(changes))
             settings_of(self.common, changes, self.folder / name)
+            if self.eval_rows and "reward_funcs" in changes and not (reward_funcs or self.common.get("reward_funcs")):
+                raise ValueError(
+                    f"{name} has rewards of its own, and variants are compared by those of the study: give"
+                    " `reward_funcs` for all, or leave `eval_dataset` out."
+                )
         init: dict[str, Any] = {name: self.common[key] for name, key in INIT.items() if key in self.common}
         self.base = load_policy(model, **init)
         if hasattr(self.base, "peft_config"):
@@ -126,7 +129,7 @@ class Study:
         self._sampled: list[str] = []  # variants whose adapters the engine holds
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
-            self._begin(variant)
+            self.begin(variant)
 
     def train(self, resume: bool = False) -> dict[str, Variant]:
         """Train all variants to their ends, from the start or, with `resume`, from the last common checkpoint."""
@@ -137,7 +140,7 @@ class Study:
                 self._load()
             self._save()
             try:
-                while self._live() or self._requested or commands.waiting(self.folder):
+                while self._unfinished() or self._requested or commands.waiting(self.folder):
                     self.play_round()
             finally:
                 for variant in self._live():
@@ -149,18 +152,23 @@ class Study:
     def play_round(self) -> None:
         """Sample for all variants in one batch, then let each take its step; carry out what was asked for."""
         self.round += 1
+        evaluated = self._evaluated()
         if not self._cut:
             self._begin_cut()
+        if not self._live() and (waiting := self._unfinished()):
+            self._begin_whole(max(waiting, key=lambda variant: variant.step))
         for variant in self._live():
             if variant.turn is not None and variant.turn.pending is None:
                 self._go_on(variant)  # it begins, and samples with the others at once, as after a kill
         for name, outcome in self._sample().items():
             self._go_on(self.variants[name], outcome)
         if not self._cut or any(variant.must_save for variant in self._live()):
+            if self._evaluated() > evaluated:
+                write_report(self.folder, self.round, self.variants)
             return
         self._cut = False
         for command in self._asked:
-            self._carry_out(command)
+            carry_out(self, command)
         self._save()
         for path in self._taken:
             path.unlink(missing_ok=True)
@@ -190,6 +198,12 @@ class Study:
     def _live(self) -> list[Variant]:
         return [variant for variant in self.variants.values() if variant.live]
 
+    def _unfinished(self) -> list[Variant]:
+        return [variant for variant in self.variants.values() if variant.live or variant.status == "waiting"]
+
+    def _evaluated(self) -> int:
+        return sum(len(variant.evaluations) for variant in self.variants.values())
+
     def _begin_cut(self) -> None:
         """If anything is asked for, or it is time, let all save a checkpoint when their step ends; later ones wait."""
         halved = [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
@@ -201,108 +215,85 @@ class Study:
             variant.must_save = True
             variant.must_stop |= variant.name in stopped
 
-    def _carry_out(self, command: Command) -> None:
-        """One that cannot be carried out is written down and ends nothing."""
-        variant = self.variants.get(command.name)
-        said = " ".join([command.kind, *(f"{key}={value!r}" for key, value in command.changes.items())])
-        shared = [(one._shared_state, dict(one._shared_state)) for one in (AcceleratorState, PartialState)]
-        try:
-            if variant is None:
-                raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(self.variants)}.")
-            if command.kind == "clone":
-                variant = self._clone(variant, command)
-                said += f" of {variant.parent}"
-            elif command.kind == "resume" and variant.live:
-                raise ValueError(f"{variant.name} is running already. Use `change` for other settings.")
-            elif command.kind != "stop":
-                self._restart(variant, command.changes)
-            elif variant.live:  # by an earlier command of this round
-                variant.trainer, variant.turn, variant.status = None, None, "stopped"
-            variant.history.append(f"step {variant.step}: {said}")
-        except Exception as error:
-            for current, before in shared:
-                current.update(before)  # a config that fails has cleared what all trainers use
-            if variant is not None:
-                variant.history.append(f"step {variant.step}: {said} failed: {error}")
-                if command.kind == "change" and variant.must_stop and variant.status == "stopped":
-                    self._begin(variant)  # it was stopped for this alone
-            warnings.warn(f"{said} {command.name}: {error}", stacklevel=2)
-
-    def _clone(self, parent: Variant, command: Command) -> Variant:
-        check_name(name := command.to or f"{parent.name}-{len(self.variants)}", list(self.variants))
-        if parent.checkpoint is None:
-            raise ValueError(f"{parent.name} has taken no step yet, so there is nothing to clone.")
-        _check_same_adapter(parent, command.changes)
-        child = Variant(name, _merged(parent.changes, command.changes), parent=parent.name, adopts=not command.fresh)
-        child.step, child.history = parent.step, [f"step {parent.step}: cloned from {parent.name}"]
-        child.checkpoint = f"{name}/{Path(parent.checkpoint).name}"
-        folder = self.folder / child.checkpoint
-        settings_of(self.common, child.changes, folder.parent)
-        shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed here
-        shutil.copytree(self.folder / parent.checkpoint, folder)
-        if command.fresh:
-            for file in ("optimizer.pt", "scheduler.pt"):
-                (folder / file).unlink(missing_ok=True)
-            seal(folder)
-        self._begin(child)
-        self.variants[name] = child
-        return child
-
-    def _restart(self, variant: Variant, changes: Mapping[str, Any]) -> None:
-        _check_same_adapter(variant, changes)
-        changed = _merged(variant.changes, changes)
-        settings_of(self.common, changed, self.folder / variant.name)
-        before = variant.changes, variant.adopts
-        variant.changes, variant.adopts = changed, bool(changes)
-        try:
-            self._begin(variant)
-        except Exception:
-            variant.changes, variant.adopts = before
-            raise
-
-    def _begin(self, variant: Variant) -> None:
-        """Make a variant's trainer, which starts with its first turn."""
-        outside = shared_state()
+    def begin(self, variant: Variant) -> None:
+        """Make a variant's trainer, which starts with its first turn; one of the whole model waits for the others."""
         method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
+        variant.status, variant.reason, variant.must_save, variant.must_stop = "waiting", "", False, False
+        variant.trainer = variant.turn = None
+        if adapter is None:
+            return
         from peft import LoraConfig
 
         try:
-            peft_config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter})
+            config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter})
         except TypeError as error:
             raise ValueError(f"peft={adapter!r}: {error}. See peft.LoraConfig for what it takes.") from error
-        arguments = dict(self.given)
-        if named := variant.changes.get("reward_funcs", self.common.get("reward_funcs")):
-            named = [named] if isinstance(named, str) or callable(named) else named
-            arguments["reward_funcs"] = [resolve_reward(one) if isinstance(one, str) else one for one in named]
-        follows = FollowsStudy(variant, self.folder, self.eval_rows, self.eval_steps)
-        trainer = variant.trainer = TRAINERS[method](
-            model=with_shared_weights(self.base),
+        self._make_trainer(variant, method, args, with_shared_weights(self.base), config)
+
+    def _begin_whole(self, variant: Variant) -> None:
+        """Begin a variant without an adapter, on its own copy of the model; one that cannot begin ends alone."""
+        method, _, args = settings_of(self.common, variant.changes, self.folder / variant.name)
+        try:
+            self._make_trainer(variant, method, args, copy.deepcopy(self.base).requires_grad_(True), None)
+        except Exception as error:
+            self._end(variant, error)
+
+    def _make_trainer(self, variant: Variant, method: str, args: Any, model: Any, peft_config: Any) -> None:
+        outside = shared_state()
+        arguments = self._arguments(variant.changes)
+        evaluate = None
+        if self.eval_rows:
+            common = self._arguments({}).get("reward_funcs")
+            evaluate = CommonEvaluation(self.common, variant.changes, self.eval_rows, common)
+        follows = FollowsStudy(variant, evaluate, self._is_due, pauses=self.halving is not None)
+        trainer = TRAINERS[method](
+            model=model,
             args=args,
             processing_class=self.processing_class,
             peft_config=peft_config,
-            engine=VariantEngine(self, variant.name),
+            engine=VariantEngine(self, variant.name) if peft_config is not None else None,
             callbacks=[follows],
             **arguments,
         )
-        check_adapter(trainer.model)
-        trainer.remove_callback(ProgressDisplay)
-        if self.engine is None:
-            self.base.to(trainer.accelerator.device)  # its buffers; variants have moved the weights
-            self.engine = AdapterEngine(
-                lambda: self.base,
-                adapters=self._adapters,
-                pad_token_id=self.processing_class.pad_token_id,
-                eos_token_ids=end_token_ids(self.base, self.processing_class),
-                max_sequences=max(args.max_concurrent_completions, 1),
-                max_context=max_context(self.base),
-                forward_context=trainer.accelerator.autocast,
-                tokenizer=self.processing_class,
-            )
+        if peft_config is not None:
+            check_adapter(trainer.model)
+        for callback in (ProgressDisplay, RunReport):
+            trainer.remove_callback(callback)
+        if self.engine is None and peft_config is not None:
+            self._make_engine(trainer)
         checkpoint = None if variant.checkpoint is None else str(self.folder / variant.checkpoint)
-        turn = variant.turn = Turn(partial(self._train, trainer, checkpoint), variant.name)
+        turn = Turn(partial(self._train, trainer, checkpoint), variant.name)
         trainer.collector.run = turn.wait_for
-        variant.status, variant.reason, variant.must_save, variant.must_stop = "running", "", False, False
+        variant.trainer, variant.turn, variant.status = trainer, turn, "running"
         set_shared_state(outside)
+
+    def _arguments(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Rewards, data and further parts of a variant's trainer."""
+        arguments = dict(self.given)
+        if named := changes.get("reward_funcs", self.common.get("reward_funcs")):
+            named = [named] if isinstance(named, str) or callable(named) else named
+            arguments["reward_funcs"] = [resolve_reward(one) if isinstance(one, str) else one for one in named]
+        system = changes.get("system_prompt", self.common.get("system_prompt"))
+        arguments["train_dataset"] = with_system(system, arguments["train_dataset"])
+        return arguments
+
+    def _make_engine(self, trainer: Any) -> None:
+        self.base.to(trainer.accelerator.device)  # its buffers; variants have moved the weights
+        self.engine = AdapterEngine(
+            lambda: self.base,
+            adapters=self._adapters,
+            pad_token_id=self.processing_class.pad_token_id,
+            eos_token_ids=end_token_ids(self.base, self.processing_class),
+            max_sequences=max(trainer.args.max_concurrent_completions, 1),
+            max_context=max_context(self.base),
+            forward_context=trainer.accelerator.autocast,
+            tokenizer=self.processing_class,
+        )
+
+    def _is_due(self, step: int) -> bool:
+        if isinstance(self.eval_steps, int):
+            return step % self.eval_steps == 0
+        return step in (self.eval_steps or ())
 
     def _go_on(self, variant: Variant, outcome: Any = None) -> None:
         assert variant.turn is not None, "it is live"
@@ -318,19 +309,17 @@ class Study:
         """Results of all coroutines that variants wait for, or their errors."""
         paused = {v.name: v.turn.pending for v in self._live() if v.turn is not None and v.turn.pending is not None}
         outcomes: dict[str, Any] = dict.fromkeys(paused)
-        broken = {name for name in paused if not _is_finite(low_rank_matrices(self.variants[name].trainer.model))}
-        for name in broken:
+        for name in [name for name in paused if not _is_finite(self.variants[name].trainer.model)]:
             paused.pop(name).close()
-            outcomes[name] = FloatingPointError(f"the adapter of {name} holds NaN or infinite weights.")
+            outcomes[name] = FloatingPointError(f"the trained weights of {name} hold NaN or infinity.")
         if not paused:
             return outcomes
 
         async def together() -> list[Any]:
             return list(await asyncio.gather(*paused.values(), return_exceptions=True))
 
-        assert self.engine is not None, "made with the first trainer"
-        self._sampled = list(paused)
-        with self.engine.awake():
+        self._sampled = [name for name in paused if has_adapter(self.variants[name].trainer.model)]
+        with self.engine.awake() if self.engine is not None and self._sampled else nullcontext():
             outcomes |= zip(paused, run_async(together()), strict=True)
         return outcomes
 
@@ -379,42 +368,22 @@ class Study:
             for later in numbered_checkpoints(str(self.folder / variant.name)):
                 if int(later.name.rpartition("-")[2]) > kept:
                     shutil.rmtree(later)
-            if variant.status == "running":
-                self._begin(variant)
+            if variant.status in ("running", "waiting"):
+                self.begin(variant)
         self.variants = {**self.variants, **{name: one for name, one in given.items() if name not in self.variants}}
 
 
-class VariantEngine:
-    """The study's engine as one variant sees it: requests name the variant's adapter."""
-
-    traits = EngineTraits(shares_policy=True, returns_masks=True)
-
-    def __init__(self, study: Study, adapter: str):
-        self.study, self.adapter = study, adapter
-
-    async def generate(self, request: SampleRequest) -> list[Completion]:
-        assert self.study.engine is not None, "made with the first trainer"
-        return await self.study.engine.generate(replace(request, adapter=self.adapter))
-
-    def load_weights(self, update: Any) -> None:
-        """Do nothing: the study's engine reads the variant's own parameters."""
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the study wakes the engine, for all variants at once
+def _is_finite(model: Any) -> bool:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if has_adapter(model):  # its scale may be too large, and reaches the rows of others as 0 * infinity
+        weights += [b for _, b in low_rank_matrices(model).values()]
+    return all(bool(weight.isfinite().all()) for weight in weights)
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    adapter = {**(old.get("peft") or {}), **(new.get("peft") or {})}
-    return {**old, **new, **({"peft": adapter} if adapter else {})}
-
-
-def _check_same_adapter(variant: Variant, changes: Mapping[str, Any]) -> None:
-    if peft := changes.get("peft"):
-        raise ValueError(
-            f"peft={peft!r} would change the shape or scale of {variant.name}'s adapter, which its checkpoint holds."
-            " Begin a new variant for another adapter."
-        )
-
-
-def _is_finite(adapter: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    return all(bool(matrix.isfinite().all()) for matrices in adapter.values() for matrix in matrices)
+def _check_counts(**given: Any) -> None:
+    for name, value in given.items():
+        counts = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in counts):
+            raise ValueError(
+                f"{name}={value!r} must be a whole number, 1 or more (of `eval_steps`, a list is allowed)."
+            )

@@ -3,12 +3,13 @@
 import copy
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.state import GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 class Cancelled(BaseException):
@@ -89,3 +90,14 @@ def set_shared_state(state: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state_all(state[3])
     GradientState._shared_state.clear()
     GradientState._shared_state.update(state[4])
+
+
+@contextmanager
+def kept_accelerator() -> Iterator[None]:
+    """Leave accelerate's state of the process as it is: a config that is made without a trainer clears it."""
+    shared = [(one._shared_state, dict(one._shared_state)) for one in (AcceleratorState, PartialState)]
+    try:
+        yield
+    finally:
+        for current, before in shared:
+            current.update(before)

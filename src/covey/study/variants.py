@@ -1,23 +1,28 @@
 """Variants of a study: their settings, descent and state, as `study.json` holds them, and the trainer of each."""
 
+import asyncio
 import copy
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import TrainerCallback
 
-from covey.core.advantages import weighted_total
-from covey.core.records import PromptSample
+from covey.core.engine import EngineTraits, SampleRequest
+from covey.core.records import Completion
+from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
 from covey.study.commands import QUEUE, STATE
-from covey.study.turns import Turn
+from covey.study.turns import Turn, kept_accelerator
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
+
+if TYPE_CHECKING:
+    from covey.study.study import Study
 
 TRAINERS: dict[str, Any] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
 REFUSED = {  # settings that a study cannot have, and why
@@ -34,7 +39,7 @@ REFUSED = {  # settings that a study cannot have, and why
 }
 # settings of the shared model and engine
 OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "max_concurrent_completions")
-OWN_FILES = (QUEUE, STATE, "study.md")
+OWN_FILES = (QUEUE, STATE, "study.md", "study.html")
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 2, "disable_tqdm": True}
 
@@ -46,10 +51,11 @@ class Variant:
     name: str
     changes: dict[str, Any]  # settings that differ from the study's; `peft` and `method` among them
     parent: str | None = None  # the variant that it is a clone of
-    status: str = "running"  # or "stopped", "failed", "finished"
+    status: str = "running"  # or "waiting", "stopped", "failed", "finished"
     reason: str = ""  # of its status
     step: int = 0  # optimizer steps taken
     checkpoint: str | None = None  # its last, relative to the study's folder
+    resumed_at: int = -1  # step of its last `resume`; halving compares it at later ones
     adopts: bool = False  # settings of the optimizer are the config's, not those of the checkpoint
     history: list[str] = field(default_factory=list)  # what was done to it, with the step
     evaluations: dict[int, list[float]] = field(default_factory=dict)  # step: mean reward of each evaluation prompt
@@ -84,8 +90,10 @@ def check_name(name: str, known: Sequence[str] = ()) -> None:
         raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
 
 
-def settings_of(common: Mapping[str, Any], changes: Mapping[str, Any], folder: Path) -> tuple[str, dict[str, Any], Any]:
-    """Method, adapter settings and config of a variant; ValueError for what a study cannot have."""
+def settings_of(
+    common: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
+) -> tuple[str, dict[str, Any] | None, Any]:
+    """Method, adapter (None: the whole model) and config of a variant; ValueError for what a study cannot have."""
     values = {**common, **changes}
     try:
         json.dumps(dict(changes))
@@ -107,19 +115,24 @@ def settings_of(common: Mapping[str, Any], changes: Mapping[str, Any], folder: P
     method = values.pop("method", "grpo")
     if method not in TRAINERS:
         raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(TRAINERS)}.")
-    adapter = {**(common.get("peft") or {}), **(changes.get("peft") or {})}
-    if (start := adapter.get("init_lora_weights", True)) not in UNTOUCHED:
+    own = changes.get("peft", common.get("peft"))
+    if not isinstance(own, Mapping | None):
+        raise ValueError(f"peft={own!r} must be a mapping, such as {{'r': 8}}, or None for the whole model.")
+    adapter = None if own is None else {**(common.get("peft") or {}), **own}
+    if adapter is not None and (start := adapter.get("init_lora_weights", True)) not in UNTOUCHED:
         raise ValueError(
             f"init_lora_weights={start!r} changes weights of the model, which all variants share. Use one of"
             f" {', '.join(map(repr, UNTOUCHED))}."
         )
-    for name in ("peft", "reward_funcs"):
+    for name in ("peft", "reward_funcs", "system_prompt"):
         values.pop(name, None)
     try:
-        args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
+        with kept_accelerator():
+            args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
     except TypeError as error:
         raise ValueError(
-            f"{error}. A variant changes settings of {method.upper()}Config, `peft` and `method`."
+            f"{error}. A variant changes settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and"
+            " `system_prompt`."
         ) from None
     for name, why in REFUSED.items():
         if getattr(args, name, None):
@@ -143,11 +156,48 @@ def check_adapter(model: Any) -> None:
         raise ValueError(f"this adapter cannot be sampled together with others: {obstacle}. Use a plain LoRA.")
 
 
-class FollowsStudy(TrainerCallback):
-    """Evaluates, saves and stops at the end of a step, on the trainer's thread, and notes its progress."""
+def with_system(text: str | None, rows: Any) -> Any:
+    """Rows whose prompts begin with a system message, unless they have one."""
+    if not text or rows is None:
+        return rows
+    if hasattr(rows, "map"):
+        return rows.map(lambda row: {"prompt": with_system_message(text, row["prompt"])})
+    return [{**row, "prompt": with_system_message(text, row["prompt"])} for row in rows]
 
-    def __init__(self, variant: Variant, folder: Path, rows: Sequence[dict[str, Any]], eval_steps: int | None):
-        self.variant, self.folder, self.rows, self.eval_steps = variant, folder, rows, eval_steps
+
+class VariantEngine:
+    """The study's engine as one variant sees it: requests name the variant's adapter."""
+
+    traits = EngineTraits(shares_policy=True, returns_masks=True)
+
+    def __init__(self, study: "Study", adapter: str):
+        self.study, self.adapter = study, adapter
+
+    async def generate(self, request: SampleRequest) -> list[Completion]:
+        assert self.study.engine is not None, "made with the first trainer"
+        return await self.study.engine.generate(replace(request, adapter=self.adapter))
+
+    def load_weights(self, update: Any) -> None:
+        """Do nothing: the study's engine reads the variant's own parameters."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the study wakes the engine, for all variants at once
+
+
+class FollowsStudy(TrainerCallback):
+    """Evaluates, saves and stops at the end of a step, on the trainer's thread, and notes its progress.
+
+    After an evaluation it `pauses`, so that the study can compare the variants and stop some at this very step.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        evaluate: Any,  # `covey.study.evaluation.CommonEvaluation`, or None
+        is_due: Callable[[int], bool],
+        pauses: bool = False,
+    ):
+        self.variant, self.evaluate, self.is_due, self.pauses = variant, evaluate, is_due, pauses
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if self.variant.adopts:
@@ -156,10 +206,16 @@ class FollowsStudy(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         variant, self.variant.step = self.variant, state.global_step
         last = state.global_step >= state.max_steps
-        if self.rows and (last or (self.eval_steps and state.global_step % self.eval_steps == 0)):
-            variant.evaluations[state.global_step] = mean_rewards(variant.trainer, self.rows)
+        if self.evaluate is not None and (last or self.is_due(state.global_step)):
+            variant.evaluations[state.global_step] = self.evaluate(variant.trainer)
+            if self.pauses and not last and variant.turn is not None:
+                variant.turn.wait_for(asyncio.sleep(0))
         control.should_save |= variant.must_save or last
         control.should_training_stop |= variant.must_stop
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if self.evaluate is not None:
+            self.evaluate.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self.variant.must_save = self.variant.adopts = False
@@ -189,19 +245,3 @@ def adopt_settings(args: Any, optimizer: Any, scheduler: Any) -> None:
         for group, factor in zip(optimizer.param_groups, lambdas, strict=True):
             group["lr"] = args.learning_rate * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-
-
-@torch.no_grad()
-def mean_rewards(trainer: Any, rows: Sequence[dict[str, Any]]) -> list[float]:
-    """The mean reward of each prompt, over as many completions as the training groups have, with the same seeds."""
-    count, model = trainer.args.num_generations, trainer.model
-    samples = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(count)]
-    was_training = model.training
-    model.eval()
-    try:
-        scored = trainer.rollouts.sample(("study", 0), samples)
-    finally:
-        model.train(was_training)
-        trainer.context.metrics.drain("eval")
-    totals = weighted_total(scored.rewards.double(), trainer.rewards.weights.double())
-    return totals.view(len(rows), count).nanmean(dim=1).tolist()

@@ -1,0 +1,91 @@
+"""Commands to a study, carried out between steps: stop, clone, resume, change."""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.runtime.files import seal
+from covey.study.commands import Command
+from covey.study.turns import kept_accelerator
+from covey.study.variants import Variant, check_name, settings_of
+
+if TYPE_CHECKING:
+    from covey.study.study import Study
+
+
+def carry_out(study: "Study", command: Command) -> None:
+    """Act on a variant; what cannot be done is written into its history and ends nothing."""
+    variant = study.variants.get(command.name)
+    said = " ".join([command.kind, *(f"{key}={value!r}" for key, value in command.changes.items())])
+    try:
+        if variant is None:
+            raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(study.variants)}.")
+        with kept_accelerator():
+            if command.kind == "clone":
+                variant = _clone(study, variant, command)
+                said += f" of {variant.parent}"
+            elif command.kind == "resume" and variant.status in ("running", "waiting"):
+                raise ValueError(f"{variant.name} is {variant.status} already. Use `change` for other settings.")
+            elif command.kind != "stop":
+                _restart(study, variant, command.changes)
+                if command.kind == "resume":
+                    variant.resumed_at = variant.step
+            elif variant.live or variant.status == "waiting":  # if live, by an earlier command of this round
+                variant.trainer, variant.turn, variant.status = None, None, "stopped"
+        variant.history.append(f"step {variant.step}: {said}")
+    except Exception as error:
+        if variant is not None:
+            variant.history.append(f"step {variant.step}: {said} failed: {error}")
+            if command.kind == "change" and variant.must_stop and variant.status == "stopped":
+                study.begin(variant)  # it was stopped for this alone
+        warnings.warn(f"{said} {command.name}: {error}", stacklevel=2)
+
+
+def _clone(study: "Study", parent: Variant, command: Command) -> Variant:
+    check_name(name := command.to or f"{parent.name}-{len(study.variants)}", list(study.variants))
+    if parent.checkpoint is None:
+        raise ValueError(f"{parent.name} has taken no step yet, so there is nothing to clone.")
+    _check_same_adapter(parent, command.changes)
+    child = Variant(name, merged(parent.changes, command.changes), parent=parent.name, adopts=not command.fresh)
+    child.step, child.history = parent.step, [f"step {parent.step}: cloned from {parent.name}"]
+    child.checkpoint = f"{name}/{Path(parent.checkpoint).name}"
+    folder = study.folder / child.checkpoint
+    settings_of(study.common, child.changes, folder.parent)
+    shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed here
+    shutil.copytree(study.folder / parent.checkpoint, folder)
+    if command.fresh:
+        for file in ("optimizer.pt", "scheduler.pt"):
+            (folder / file).unlink(missing_ok=True)
+        seal(folder)
+    study.begin(child)
+    study.variants[name] = child
+    return child
+
+
+def _restart(study: "Study", variant: Variant, changes: Mapping[str, Any]) -> None:
+    _check_same_adapter(variant, changes)
+    changed = merged(variant.changes, changes)
+    settings_of(study.common, changed, study.folder / variant.name)
+    before = variant.changes, variant.adopts
+    variant.changes, variant.adopts = changed, bool(changes)
+    try:
+        study.begin(variant)
+    except Exception:
+        variant.changes, variant.adopts = before
+        raise
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with later ones; those of `peft` are put together."""
+    adapter = {**(old.get("peft") or {}), **(new.get("peft") or {})}
+    return {**old, **new, **({"peft": adapter} if adapter else {})}
+
+
+def _check_same_adapter(variant: Variant, changes: Mapping[str, Any]) -> None:
+    if "peft" in changes:
+        raise ValueError(
+            f"peft={changes['peft']!r} would change the shape or scale of {variant.name}'s adapter, which its"
+            " checkpoint holds. Begin a new variant for another adapter."
+        )

@@ -1,0 +1,105 @@
+"""Evaluations of a study, which all variants have in common, and what is made of them."""
+
+import pytest
+
+from covey.study import commands
+from covey.study.plan import Halving
+from tests.support import tiny
+from tests.support.studies import study
+
+
+def test_equal_variants_are_seldom_called_different():
+    import random
+
+    from covey.study.report import comparison
+    from covey.study.variants import Variant
+
+    draw, wrong = random.Random(0), 0
+    for _ in range(200):
+        rewards = {name: [draw.gauss(0, 1) for _ in range(6)] for name in "abcdef"}
+        variants = {name: Variant(name, {}, evaluations={1: one}) for name, one in rewards.items()}
+        wrong += any(difference.is_real for difference in comparison(variants)[1].values())
+    assert wrong <= 20  # 0.05 * 200 = 10, and three standard deviations of 3.1
+
+
+def test_halving_stops_those_that_are_really_worse():
+    from covey.study.plan import Halving
+    from covey.study.variants import Variant
+
+    def variant(name, rewards):
+        made = Variant(name, {}, step=2, evaluations={2: rewards})
+        made.turn = type("Running", (), {"ended": False})()
+        return made
+
+    noisy = [1.0, 0.0, 1.0, 0.6]
+    rewards = {"best": [1.0, 0.9, 1.0, 0.8], "unsure": noisy, "worse": [0.1, 0.0, 0.1, 0.0], "worst": [0.0] * 4}
+    made = type("Study", (), {"variants": {name: variant(name, one) for name, one in rewards.items()}})()
+    assert Halving(0.5)(made) == ["worse", "worst"]
+    assert Halving(0.25)(made) == ["worse", "worst"]  # "unsure" may be as good as the best one
+    assert Halving(0.25, certain=False)(made) == ["unsure", "worse", "worst"]
+
+
+def test_variants_are_compared_by_the_rewards_of_the_study(tmp_path):
+    own = {"reward_funcs": "tests.support.runs:digits", "num_generations": 2, "temperature": 0.5}
+    variants = {"a": {}, "own": own, "weighted": {"reward_weights": [2.0]}, "brief": {"system_prompt": "Be brief."}}
+    ended = study(tmp_path, variants, max_steps=1, learning_rate=0.0, eval_dataset=tiny.rows(3)).train()
+    a, *others, brief = [variant.evaluations[1] for variant in ended.values()]
+    assert others == [a, a] and len(a) == 3  # the model has not changed
+    assert brief != a  # another prompt is another policy
+
+
+def test_halving_acts_at_the_step_of_an_evaluation(tmp_path):
+    variants = {name: {"seed": seed} for seed, name in enumerate("abcd")}
+    rule = Halving(certain=False)
+    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule)
+    ended = made.train()
+    assert sorted(variant.step for variant in ended.values()) == [1, 1, 3, 5]
+    assert sorted(max(variant.evaluations) for variant in ended.values()) == [1, 1, 3, 5]
+    assert {variant.status for variant in ended.values()} == {"stopped", "finished"}
+    best = max(ended.values(), key=lambda variant: sum(variant.evaluations[1]))
+    assert best.step > 1
+    stopped = next(name for name, variant in ended.items() if variant.step == 1)
+    commands.send(tmp_path, commands.Command("resume", stopped))  # at that step, of which it has a checkpoint
+    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule)
+    assert list(made.train(resume=True)[stopped].evaluations)[:2] == [1, 3]
+
+
+def test_later_variants_are_compared_with_all_that_were_there():
+    from covey.study.variants import Variant
+
+    def variant(name, step, live, *rewards):
+        made = Variant(name, {}, step=step, evaluations=dict(rewards))
+        made.turn = type("Turn", (), {"ended": not live})()
+        return made
+
+    good, bad = [1.0, 0.9, 1.0, 0.8], [0.1, 0.0, 0.1, 0.0]
+    ended, late = variant("ended", 4, False, (2, good), (4, good)), variant("late", 2, True, (2, bad))
+    coming, far = variant("coming", 1, True), variant("far", 1, True)
+
+    def stopped(*variants):
+        return Halving(0.5)(type("Study", (), {"variants": {one.name: one for one in variants}})())
+
+    assert stopped(ended, late) == ["late"]
+    assert stopped(ended, late, coming) == []  # it will be evaluated at step 2, too
+    assert stopped(ended, variant("late", 4, True, (2, good), (4, bad)), far) == ["late"]  # far is not waited for
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, True, "half"])
+def test_the_share_to_keep_is_checked(keep):
+    with pytest.raises(ValueError, match="is the share of variants to keep"):
+        Halving(keep)
+
+
+@pytest.mark.pages
+def test_the_page_shows_curves_and_descent(tmp_path):
+    made = study(tmp_path, {"a": {}, "b<i>": {}}, max_steps=2, eval_dataset=tiny.rows(2), eval_steps=1)
+
+    def clone(study):
+        if study.round == 1:
+            study.clone("a", "child", learning_rate=1.0)
+        return []
+
+    made.halving = clone
+    made.train()
+    page = (tmp_path / "study.html").read_text()
+    assert page.count("<svg") >= 3 and "&nbsp;&nbsp;child" in page and "b&lt;i&gt;" in page and "<i>" not in page
