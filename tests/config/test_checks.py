@@ -242,6 +242,8 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
     (GRPOConfig, {"pad_to_multiple_of": 8}, "padded"),
     (GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
+    (GRPOConfig, {"optim": "adamw_torch", "optim_args": "a=1"}, "optim='adamw_torch' reads none"),
+    (GRPOConfig, {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}}, "'constant' has no settings"),
     (GRPOConfig, {"remove_unused_columns": True}, "reward functions"),
     (GRPOConfig, {"bf16_full_eval": True}, "evaluation"),
     (GRPOConfig, {"prediction_loss_only": True}, "predictions"),

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from covey import GRPOTrainer, RLOOTrainer
+from covey import GRPOConfig, GRPOTrainer, RLOOTrainer
 from tests.support import runs, tiny
 
 
@@ -50,3 +50,15 @@ def test_a_trainer_needs_a_model():
 
 def test_the_signature_is_the_documented_one():
     assert list(inspect.signature(GRPOTrainer).parameters)[:3] == ["model", "reward_funcs", "args"]
+
+
+def test_a_field_that_was_assigned_later_is_checked_too(tmp_path):
+    args = runs.config(tmp_path)
+    args.temperature = 0.0
+    with pytest.raises(ValueError, match=r"temperature=0\.0 is out of range"):
+        GRPOTrainer(model="no-such/model", reward_funcs=runs.longer, args=args, train_dataset=tiny.rows())
+
+
+def test_none_is_taken_where_scripts_for_earlier_releases_have_it():
+    config = GRPOConfig(top_k=None, report_to=None)
+    assert config.top_k == 0 and config.report_to == GRPOConfig(report_to="none").report_to

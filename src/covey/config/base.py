@@ -211,6 +211,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
         set_fields_from_generation_kwargs(self)
+        self.top_k = 0 if self.top_k is None else self.top_k  # as earlier releases of TRL have it
+        if self.report_to is None:
+            self.report_to = "none"
         scale = str(self.scale_rewards)  # True and "true" mean "group", their opposites "none"
         self.scale_rewards = {"true": "group", "false": "none"}.get(scale.lower(), scale)
         self.vllm_gpu_memory_utilization = as_memory_share(self.vllm_gpu_memory_utilization)

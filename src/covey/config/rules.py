@@ -52,9 +52,11 @@ def _check_number(name: str, value: object, kinds: set[object]) -> None:
         return
     whole = float not in kinds
     if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
-        quotes = " Write it without quotes, such as 1 or 1e-6." if isinstance(value, str) else ""
+        advice = " Write it without quotes, such as 1 or 1.0e-6; YAML takes 1e-6 for text."
         kind = "whole number" if whole else "number"
-        raise ValueError(f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{quotes}")
+        raise ValueError(
+            f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{advice * isinstance(value, str)}"
+        )
     if value != value:
         raise ValueError(f"{name}=nan is not a number: give a number, or leave the field out for its default.")
 

@@ -146,6 +146,14 @@ def one_update_has_many_micro_batches(args: "OnlineConfig") -> None:
         )
 
 
+def optimizers_and_schedules_read_their_options(args: "OnlineConfig") -> None:
+    optimizer, schedule = (str(getattr(name, "value", name)) for name in (args.optim, args.lr_scheduler_type))
+    if optimizer in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad"):
+        ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
+    if schedule == "constant":
+        ignored(args, ["lr_scheduler_kwargs"], "the schedule 'constant' has no settings")
+
+
 def embeddings_are_without_noise(args: "OnlineConfig") -> None:
     if args.neftune_noise_alpha is not None:
         raise ValueError(
@@ -193,7 +201,7 @@ def printing_needs_log_completions(args: "OnlineConfig") -> None:
 
 
 def supervised_options_are_off(args: "OnlineConfig") -> None:
-    names = ("label_smoothing_factor", "train_sampling_strategy", "length_column_name")
+    names = ("label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name")
     ignored(args, names, "it belongs to supervised training")
     ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
     ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")

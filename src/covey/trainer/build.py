@@ -19,6 +19,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.credit import UnreadSettings, signal
 from covey.config.base import OnlineConfig
 from covey.config.messages import is_set
+from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
@@ -90,6 +91,7 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
             " would be lost. Choose another."
         )
     check_trackers(args.report_to)
+    check_fields(args)  # scripts may have assigned some since
     return args
 
 
