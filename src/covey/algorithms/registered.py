@@ -118,6 +118,7 @@ def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, lengths:
             f"advantages={config.advantages!r} returned {given}, but must return a tensor with the advantage of"
             f" each completion, shape {list(totals.shape)}."
         )
+    found = found.float()
     if found.isinf().any():
         raise ValueError(f"advantages={config.advantages!r} returned an infinite advantage. 0 or NaN gives none.")
-    return torch.where(totals.isnan(), 0.0, found).nan_to_num(0.0).float()
+    return torch.where(totals.isnan(), 0.0, found).nan_to_num(0.0)

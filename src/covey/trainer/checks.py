@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -211,16 +211,27 @@ class FiniteCheck:
         )
 
     def check_weights(self, together: bool = True) -> None:
-        """Stop if a trained weight is not finite, so that it is not saved over good ones. Collective if `together`."""
-        named = self._context.loop.policy.named_parameters()
-        found = not_finite((name, weight) for name, weight in named if weight.requires_grad)
+        """Stop if a trained weight, or a moment of it, is not finite, before it is saved. Collective if `together`."""
+        trained = [
+            (name, weight) for name, weight in self._context.loop.policy.named_parameters() if weight.requires_grad
+        ]
+        found = not_finite(trained) or not_finite(self._moments(trained))
         gather = self._context.collectives.gather
         everyone = gather(found, "check that the weights are finite") if together else [found]
         if names := sorted({name for share in everyone for name in share}):
+            what = "moments of the optimizer" if all(" " in name for name in names) else "weights"
             raise NotFiniteError(
-                f"step {self._context.step}: weights are NaN or infinite, so they are not saved: {listed(names)}."
+                f"step {self._context.step}: {what} are NaN or infinite, so they are not saved: {listed(names)}."
                 f" {CAUSES} {self._where_to_resume()}"
             )
+
+    def _moments(self, trained: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """State of the optimizer for each weight: with an infinite second moment it would never change again."""
+        state = getattr(self._context.loop.optimizer, "state", None) or {}
+        for name, weight in trained:
+            for key, value in (state.get(weight) or {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
 
     @property
     def scales_loss(self) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from covey import GRPOTrainer
 from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, register_loss
 from covey.core.engine import EngineTraits
 from covey.trainer.checks import NotFiniteError
@@ -170,6 +172,47 @@ def last_pass(folder):
     return made
 
 
+def infinite_moments(folder):
+    """Second moments so large that no weight changes again, and all weights stay finite."""
+
+    def spoil(made):
+        for state in made.optimizer.state.values():
+            state["exp_avg_sq"].fill_(math.inf)
+
+    return trainer(folder, spoil)
+
+
+def schedule(folder):
+    """A schedule of one's own that ends in NaN."""
+
+    def spoil(made):
+        made.lr_scheduler.lr_lambdas = [lambda step: math.nan] * len(made.lr_scheduler.lr_lambdas)
+
+    return trainer(folder, spoil, steps=4)
+
+
+def overridden_loss(folder):
+    class Spoilt(GRPOTrainer):
+        def compute_loss(self, *given, **named):
+            return super().compute_loss(*given, **named) * (math.inf if self.state.global_step == 1 else 1)
+
+    return runs.trainer(folder, max_steps=3, kind=Spoilt, **SAVES)
+
+
+def adapter(folder):
+    made = trainer(folder, parts={"peft_config": LoraConfig(r=2, target_modules="all-linear")})
+    made.add_callback(
+        From(lambda: next(p for n, p in made.model.named_parameters() if "lora_B" in n).data.fill_(math.nan))
+    )
+    return made
+
+
+def large_advantages(folder):
+    ADVANTAGES.pop("large", None)
+    register_advantages("large", lambda x: (x.totals - x.totals.mean(1, keepdim=True)) * 1e300)
+    return trainer(folder, advantages="large")
+
+
 def second_moments(folder):
     """Finite and below 0, so that their root is not."""
     return trainer(folder, lambda made: next(iter(made.optimizer.state.values()))["exp_avg_sq"].fill_(-1.0))
@@ -253,6 +296,11 @@ WAYS = {
     "rope": Way(buffer, "ended", "logits are NaN or infinite"),
     "gradient nan in the last pass": Way(last_pass, "skipped", "gradient is nan"),
     "second moments": Way(second_moments, "ended", "weights are NaN or infinite, so they are not saved"),
+    "infinite second moments": Way(infinite_moments, "ended", "moments of the optimizer are NaN or infinite"),
+    "a schedule of one's own": Way(schedule, "ended", "weights are NaN or infinite, so they are not saved"),
+    "an overridden compute_loss": Way(overridden_loss, "skipped", "gradient is nan"),
+    "an adapter's weights": Way(adapter, "ended", "logits are NaN or infinite"),
+    "advantages beyond float32": Way(large_advantages, "refused", "infinite advantage"),
     "advantages": Way(advantages, "ended", "advantages='spoilt' returned an infinite advantage"),
     "penalty": Way(penalty, "ended", "the KL divergence from the reference model is NaN"),
     "scheduler": Way(setting(lr_scheduler_kwargs={"power": math.nan}), "refused", "lr_scheduler_kwargs="),
@@ -266,7 +314,7 @@ WAYS = {
 
 def whole(folder):
     """The checkpoint's files hold finite numbers alone."""
-    values = load_file(folder / "model.safetensors").values()
+    values = load_file(next(folder.glob("*model.safetensors"))).values()
     moments = torch.load(folder / "optimizer.pt", weights_only=True)["state"].values()
     tensors = [*values, *(value for state in moments for value in state.values() if isinstance(value, torch.Tensor))]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
