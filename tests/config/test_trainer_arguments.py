@@ -59,6 +59,6 @@ def test_a_field_that_was_assigned_later_is_checked_too(tmp_path):
         GRPOTrainer(model="no-such/model", reward_funcs=runs.longer, args=args, train_dataset=tiny.rows())
 
 
-def test_none_is_taken_where_scripts_for_earlier_releases_have_it():
+def test_none_is_taken_where_earlier_releases_had_it():
     config = GRPOConfig(top_k=None, report_to=None)
     assert config.top_k == 0 and config.report_to == GRPOConfig(report_to="none").report_to
