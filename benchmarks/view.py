@@ -64,6 +64,7 @@ async def measure(folder: Path, out: Path) -> dict[str, Any]:
             found = {"largest gap": await largest_gap(tab, base, planted)}
             found["views, ms"] = await times(tab, base, planted)
             found["scrolling"] = await scrolling(tab, base, planted)
+            found["a new step shown after, ms"] = await followed(tab, base, second)
             found["hostile text"] = await attacked(tab, base)
             found["wider than 400 px"] = await pictures(tab, base, planted, out)
             found["requests elsewhere"] = [one for one in tab.requests if not one.startswith((base, "data:", "about:"))]
@@ -102,23 +103,35 @@ def views(planted: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [
         ("step", "#/0/step/5", "document.querySelector('.groups .strip')"),
         ("group", f"#/0/group/{rollout.rpartition('.')[0]}.3", "document.querySelector('.aligned li')"),
-        ("rollout", f"#/0/rollout/{rollout}", "document.querySelector('.tok.s1, .tok.s4, .tok.s8')"),
+        ("rollout", f"#/0/rollout/{rollout}", "document.querySelector('.tok.s')"),
         ("rollouts", "#/0/rollouts?sort=gap", "document.querySelector('.rows td')"),
         ("search", "#/0/rollouts?q=7%20%2B%203", "document.querySelector('.rows td')"),
         ("two runs", "#/0/pair/4.0.3/1", "document.querySelectorAll('.pair .aligned li').length > 8"),
-        ("100,000 tokens", f"#/0/rollout/{planted['last']}", "document.querySelector('.tok.s1, .tok.s4, .tok.s8')"),
+        ("100,000 tokens", f"#/0/rollout/{planted['last']}", "document.querySelector('.tok.s')"),
         ("run", "#/0/", "document.querySelector('.chart .curve')"),
     ]
 
 
 async def scrolling(tab: browser.Tab, base: str, planted: dict[str, Any]) -> dict[str, float]:
     await tab.open(f"{base}#/0/rollout/{planted['last']}?by=entropies")
-    await tab.until("document.querySelector('.tok.s1, .tok.s4')")
+    await tab.until("document.querySelector('.tok.s')")
     measured = await tab.run(SCROLL)
     last = await tab.run(BOTTOM)
     drawn = await tab.run("document.querySelectorAll('.tok').length")
     assert last == 99_999, last
     return {**{name: round(value, 1) for name, value in measured.items()}, "elements": drawn}
+
+
+async def followed(tab: browser.Tab, base: str, folder: Path) -> int:
+    """A step that is written while the page is open."""
+    last = folder / "record" / "generation_00015.parquet"
+    aside = last.rename(folder / last.name)
+    await tab.open("about:blank")
+    await tab.open(f"{base}#/1/")
+    await tab.until("document.querySelectorAll('.chips a').length === 15")
+    aside.rename(last)
+    await tab.run("window.went = performance.now()")
+    return round(await tab.until("document.querySelectorAll('.chips a').length === 16"))
 
 
 async def attacked(tab: browser.Tab, base: str) -> dict[str, Any]:

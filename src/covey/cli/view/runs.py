@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -9,11 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from covey.cli.view.tables import Generation, Lists, Update
+from covey.cli.view.tables import Generation, Update
 from covey.core.transcript import as_text
 from covey.observability.record_files import (
     FOLDER,
@@ -35,28 +34,27 @@ class RecordedRun:
     def __init__(self, folder: Path):
         read_run(folder)
         self.folder, self.record = folder, folder / FOLDER
-        self._updates: dict[Path, dict[str, Update]] = {}
-        self._tables: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
+        self._read: dict[Path, int] = {}  # files of updates and when they were written
+        self._updates: dict[str, list[Update]] = {}  # by generation and process, in the order of steps
+        self._generations: OrderedDict[str, tuple[str, Generation]] = OrderedDict()
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._metrics: tuple[int, list[dict[str, Any]]] = 0, []
         self._vocabulary: list[bytes] | None = None
 
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
-        blocks = [[key, self._version(key, path)] for key, path in self._files().items()]
-        watched = [self.record / name for name in ("run.json", METRICS, FINDINGS)]
-        times = [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
-        written = max([times[1], *(path.stat().st_mtime_ns for path in [*self._files().values()][-1:])]) / 1e9
-        lines = read_metrics(self.record)
+        files = self._files()
+        times = [_written(self.record / name) for name in ("run.json", METRICS, FINDINGS)]
+        written = max(times[1], *(map(_written, [*files.values()][-1:] or [self.record]))) / 1e9
+        lines = self._lines()
         ended = bool(lines) and lines[-1].get("event") == "end"
-        live = "ended" if ended else "running" if time.time() - written < QUIET else "stopped"
-        name = self.folder.name or self.folder.resolve().name
         return {
-            "name": name,
+            "name": self.folder.name or self.folder.resolve().name,
             "folder": str(self.folder),
-            "live": live,
+            "live": "ended" if ended else "running" if time.time() - written < QUIET else "stopped",
             "written": written,
             "version": "-".join(map(str, times)),
-            "blocks": blocks,
+            "blocks": [[key, self._version(key, path)] for key, path in files.items()],
         }
 
     def described(self) -> dict[str, Any]:
@@ -66,7 +64,7 @@ class RecordedRun:
         findings = []
         with suppress(OSError, ValueError):
             findings = json.loads((self.record / FINDINGS).read_text())
-        return {"described": described, "metrics": _finite(read_metrics(self.record)), "findings": findings}
+        return {"described": described, "metrics": _finite(self._lines()), "findings": findings}
 
     def blocks(self, keys: list[str]) -> dict[str, Any]:
         """Summaries of the rollouts of generations, by key."""
@@ -116,32 +114,39 @@ class RecordedRun:
         return path
 
     def _files(self) -> dict[str, Path]:
-        """Files of generations by `generation.rank`."""
+        """Files of generations by `generation.rank`; new files of updates are read."""
+        updates = {path: _written(path) for path in self.record.glob("update_*.parquet")}
+        if any(updates.get(path) != time for path, time in self._read.items()):  # a resumed run wrote others
+            self._read, self._updates = {}, {}
+        for path in sorted(updates.keys() - self._read.keys(), key=number_of):
+            for key, rows in _rows_of(path):
+                self._updates.setdefault(key, []).append(Update(number_of(path), rows, path, updates[path]))
+                self._updates[key].sort(key=lambda update: update.step)
+        self._read = updates
         found = {}
         for path in sorted(self.record.glob("generation_*.parquet"), key=lambda path: (number_of(path), path.name)):
             found[f"{number_of(path)}.{path.stem.partition('_rank')[2] or 0}"] = path
         return found
 
     def _version(self, key: str, path: Path) -> str:
-        return f"{path.stat().st_mtime_ns}-{len(self._updates_of(key))}"
+        return f"{_written(path)}-{len(self._updates.get(key, ()))}"
 
     def _generation(self, key: str, path: Path) -> Generation:
-        updates = self._updates_of(key)
-        version = path.stat().st_mtime_ns + len(updates)
-        if self._tables.get(key, (0,))[0] != version:
-            self._tables[key] = version, Generation(pq.read_table(path).combine_chunks(), updates)
-        self._tables.move_to_end(key)
-        while len(self._tables) > CACHED:
-            self._tables.popitem(last=False)
-        return self._tables[key][1]
+        version = self._version(key, path)
+        if self._generations.get(key, ("",))[0] != version:
+            self._generations[key] = (
+                version,
+                Generation(pq.read_table(path).combine_chunks(), self._updates.get(key, [])),
+            )
+        self._generations.move_to_end(key)
+        while len(self._generations) > CACHED:
+            self._generations.popitem(last=False)
+        return self._generations[key][1]
 
-    def _updates_of(self, key: str) -> list[Update]:
-        """Updates with rollouts of a generation, in the order of steps; new files are read."""
-        for path in self.record.glob("update_*.parquet"):
-            if path not in self._updates:
-                self._updates[path] = dict(_parts(path))
-        found = [parts[key] for parts in self._updates.values() if key in parts]
-        return sorted(found, key=lambda update: update.step)
+    def _lines(self) -> list[dict[str, Any]]:
+        if self._metrics[0] != (now := _written(self.record / METRICS)):
+            self._metrics = now, read_metrics(self.record)
+        return self._metrics[1]
 
     def _words(self) -> list[bytes]:
         if self._vocabulary is None:
@@ -150,16 +155,21 @@ class RecordedRun:
         return self._vocabulary
 
 
-def _parts(path: Path) -> Iterator[tuple[str, Update]]:
-    """Updates of a file by the generation and process that sampled."""
-    table = pq.read_table(path)
-    lists = Lists(table, pc.list_value_length(table["logprobs"]).to_numpy().astype(np.int64))
+def _rows_of(path: Path) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """First token and row of the rollouts in a file of updates, by the generation and process that sampled them."""
+    table = pq.read_table(path, columns=["generation", "rank", "first"])
     rows: dict[str, list[tuple[int, int]]] = {}
-    cells = zip(*(table[name].to_pylist() for name in ("generation", "rank", "first")), strict=True)
-    for row, (generation, rank, first) in enumerate(cells):
-        rows.setdefault(f"{generation}.{rank}", []).append((first, row))
-    for key, of_key in rows.items():
-        yield key, Update(number_of(path), of_key, lists)
+    for row, cell in enumerate(table.to_pylist()):
+        rows.setdefault(f"{cell['generation']}.{cell['rank']}", []).append((cell["first"], row))
+    yield from rows.items()
+
+
+def _written(path: Path) -> int:
+    """When a file was written, in nanoseconds; 0 for none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _literal(text: Any) -> Any:
@@ -172,11 +182,8 @@ def _literal(text: Any) -> Any:
 
 def _finite(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without NaN and infinities, which JSON does not know."""
-    return [
-        {
-            name: value if value == value and abs(value) != float("inf") else None
-            for name, value in line.items()
-            if isinstance(value, int | float)
-        }
-        for line in lines
-    ]
+
+    def known(value: Any) -> bool:
+        return not isinstance(value, float) or math.isfinite(value)
+
+    return [{name: value for name, value in line.items() if known(value)} for line in lines]

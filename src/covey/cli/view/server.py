@@ -45,9 +45,7 @@ def application(runs: list[RecordedRun]) -> web.Application:
                 value = await asyncio.to_thread(lambda: json.dumps(read(*args)))
         except (LookupError, ValueError, OSError) as error:
             return web.Response(status=404, text=str(error))
-        response = web.json_response(text=value)
-        response.enable_compression()
-        return response
+        return web.json_response(text=value)
 
     def run_of(request: web.Request) -> RecordedRun:
         number = request.match_info["run"]

@@ -1,21 +1,24 @@
 """Rollouts of a generation's file as columns: one value each for lists, and values of tokens for the page of one."""
 
+import functools
 import json
 import zlib
 from base64 import b64encode
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from covey.core.transcript import as_text, count
 from covey.observability.record_files import REWARD
 
 Array = NDArray[Any]
-EXCERPT = 240  # characters of texts in lists
+EXCERPT = 200  # characters of texts in lists
 
 COLUMNS = {
     "logprobs": ("log-prob", "log-prob of the token as the engine reported it, in nats", "low"),
@@ -67,18 +70,30 @@ class Update:
     """Values of the rollouts of a generation in an optimizer step, each rollout at the place of its first token."""
 
     step: int
-    rows: list[tuple[int, int]]  # place of a rollout's first token in its generation, and its row in the table
-    lists: Lists
+    rows: list[tuple[int, int]]  # place of a rollout's first token in its generation, and its row in the file
+    path: Path
+    written: int  # when the file was written, which names its content
+
+    @property
+    def lists(self) -> Lists:
+        return _lists_of(self.path, self.written)
 
     def spread(self, name: str, size: int) -> Array | None:
         """Values [size] of all tokens of the generation, NaN where one was not trained on."""
-        if (values := self.lists.flat(name)) is None:
+        lists = self.lists
+        if (values := lists.flat(name)) is None:
             return None
         whole = np.full(size, np.nan, np.float32)
         for first, row in self.rows:
-            start, length = self.lists.firsts[row], self.lists.lengths[row]
+            start, length = lists.firsts[row], lists.lengths[row]
             whole[first : first + length] = values[start : start + length]
         return whole
+
+
+@functools.lru_cache(maxsize=32)
+def _lists_of(path: Path, written: int) -> Lists:
+    table = pq.read_table(path)
+    return Lists(table, pc.list_value_length(table["logprobs"]).to_numpy().astype(np.int64))
 
 
 class Generation:

@@ -9,7 +9,8 @@ function ticks(low, high, count = 4) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= raw);
   const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(Math.abs(value) < step * 1e-6 ? 0 : value);
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(Math.abs(value) < step * 1e-6 ? 0
+      : value);
   return found;
 }
 
@@ -49,12 +50,14 @@ export function curves({ title, note = "", series, height = 150, wide = false, z
         class: "band", style: { fill: colour },
         d: `M${band.map((one) => `${X(one.x)},${Y(one.y + one.half)}`).join("L")}L${[...band].reverse().map((one) => `${X(one.x)},${Y(one.y - one.half)}`).join("L")}Z`,
       }));
-    svg.append(el("polyline", { class: "curve", style: { stroke: colour }, points: known.map((one) => `${X(one.x)},${Y(one.y)}`).join(" ") }));
+    svg.append(el("polyline", { class: "curve", style: { stroke: colour },
+        points: known.map((one) => `${X(one.x)},${Y(one.y)}`).join(" ") }));
     if (known.length === 1) svg.append(el("circle", { cx: X(known[0].x), cy: Y(known[0].y), r: 3, style: { fill: colour } }));
   }
   const cursor = el("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   const dots = series.map(({ colour }) => el("circle", { r: 3.5, visibility: "hidden", style: { fill: colour } }));
-  const place = (node, values) => Object.entries({ visibility: "visible", ...values }).forEach(([name, value]) => node.setAttribute(name, value));
+  const place = (node, values) => Object.entries({ visibility: "visible", ...values }).forEach(([name, value]) => node.setAttribute(name,
+      value));
   svg.append(cursor, ...dots);
   const every = [...new Set(xs)].sort((a, b) => a - b);
   const near = (event) => {
@@ -87,7 +90,8 @@ export function curves({ title, note = "", series, height = 150, wide = false, z
 
 export const legend = (series) =>
   el("ul", { class: "legend" }, series.map(({ name, colour, value }) =>
-    el("li", {}, el("i", { style: { background: colour } }), name, value === undefined ? null : el("span", { class: "faint" }, ` ${value}`))));
+    el("li", {}, el("i", { style: { background: colour } }), name, value === undefined ? null : el("span", { class: "faint" },
+        ` ${value}`))));
 
 /** Stacked bars: `columns`: [{x, parts: Map(name -> seconds)}]. */
 export function stacked(columns, names, colours) {
@@ -95,16 +99,20 @@ export function stacked(columns, names, colours) {
   const totals = columns.map(({ parts }) => names.reduce((sum, name) => sum + (parts.get(name) ?? 0), 0));
   const highest = Math.max(...totals, 1e-9);
   const each = (width - LEFT - RIGHT) / columns.length;
-  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Seconds of each phase by step, at most ${seconds(highest)}` });
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": `Seconds of each phase by step, at most ${seconds(highest)}` });
   for (const value of ticks(0, highest))
-    svg.append(el("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM - (value / highest) * (height - TOP - BOTTOM), y2: height - BOTTOM - (value / highest) * (height - TOP - BOTTOM) }),
-      el("text", { class: "tick", x: LEFT - 6, y: height - BOTTOM + 3.5 - (value / highest) * (height - TOP - BOTTOM), "text-anchor": "end" }, number(value, 2)));
+    svg.append(el("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM - (value / highest) * (height - TOP - BOTTOM),
+        y2: height - BOTTOM - (value / highest) * (height - TOP - BOTTOM) }),
+      el("text", { class: "tick", x: LEFT - 6, y: height - BOTTOM + 3.5 - (value / highest) * (height - TOP - BOTTOM),
+          "text-anchor": "end" }, number(value, 2)));
   columns.forEach(({ x, parts }, i) => {
     let y = height - BOTTOM;
     for (const name of names) {
       const size = ((parts.get(name) ?? 0) / highest) * (height - TOP - BOTTOM);
       y -= size;
-      svg.append(el("rect", { x: LEFT + i * each + 0.08 * each, width: Math.max(each * 0.84, 0.5), y, height: size, style: { fill: colours(name) } }));
+      svg.append(el("rect", { x: LEFT + i * each + 0.08 * each, width: Math.max(each * 0.84, 0.5), y, height: size,
+          style: { fill: colours(name) } }));
     }
     if (columns.length <= 20 || i % Math.ceil(columns.length / 10) === 0)
       svg.append(el("text", { class: "tick", x: LEFT + (i + 0.5) * each, y: height - 5, "text-anchor": "middle" }, String(x)));
@@ -115,7 +123,8 @@ export function stacked(columns, names, colours) {
 /** Rewards of a group as dots on one line; equal ones stand above one another. */
 export function rewardStrip(members, low, high) {
   const width = 150, height = 26;
-  const svg = el("svg", { class: "strip", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `rewards ${members.map((one) => number(one.reward, 2)).join(", ")}` });
+  const svg = el("svg", { class: "strip", viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": `rewards ${members.map((one) => number(one.reward, 2)).join(", ")}` });
   svg.append(el("line", { class: "grid", x1: 4, x2: width - 4, y1: height - 4, y2: height - 4 }));
   const at = new Map();
   for (const one of members) {

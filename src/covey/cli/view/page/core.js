@@ -16,6 +16,10 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** Pairs of a name and a value in a line; pairs that are false are left out. */
+export const facts = (...pairs) =>
+  el("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, said(name)), el("dd", {}, value))));
+
 // ---- text of models --------------------------------------------------------------------------------------------
 
 const CONTROLS = "NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
@@ -165,15 +169,19 @@ export async function refresh(onProgress = () => {}) {
       Object.assign(run, await get(`run/${index}`), { version: now.version });
       changed = true;
     }
-    const wanted = now.blocks.filter(([key, version]) => run.blocks.get(key)?.version !== version);
+    const wanted = now.blocks.filter(([key, version]) => run.blocks.get(key)?.version !== version).reverse();
+    let shown = performance.now();
     for (let first = 0; first < wanted.length; first += 32) {
       const keys = wanted.slice(first, first + 32).map(([key]) => key);
       const fetched = chunks ? await get(`blocks/${index}`) : await get(`blocks/${index}?keys=${keys.join(",")}`);
       for (const key of keys) run.blocks.set(key, { ...fetched[key], version: wanted.find(([one]) => one === key)[1] });
-      run.rollouts = rolloutsOf(run);
       changed = true;
+      if (first + 32 < wanted.length && performance.now() - shown < 2000) continue;
+      run.rollouts = rolloutsOf(run);
+      shown = performance.now();
       if (first + 32 < wanted.length) onProgress();
     }
+    if (index + 1 < state.runs.length && changed) onProgress();
     for (const key of [...run.blocks.keys()].filter((one) => !now.blocks.some(([name]) => name === one))) {
       run.blocks.delete(key);
       run.rollouts = rolloutsOf(run);

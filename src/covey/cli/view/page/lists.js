@@ -2,8 +2,8 @@
 
 import { rewardStrip } from "./charts.js";
 import {
-  colourOf, deviation, el, get, groupBy, interval, isExport, link, mean, number, numbersOf, oneLine, percent, plainText,
-  promptOf, runs, said, search, seconds, short, signed, visible, messagesOf,
+  colourOf, deviation, el, facts, get, groupBy, interval, link, mean, number, numbersOf, oneLine, percent, plainText,
+  messagesOf, promptOf, runs, said, search, seconds, short, signed, visible,
 } from "./core.js";
 
 // ---- what every list shows ---------------------------------------------------------------------------------------
@@ -43,7 +43,8 @@ const advantage = (value) => el("span", { class: value > 0 ? "good" : value < 0 
 
 const COLUMNS = [
   ["step", (one) => one.step, "num"],
-  ["completion", (one) => [said(oneLine(one.excerpt, 200)) , el("small", { class: "faint wide-only" }, said(oneLine(promptOf(one), 110)))], "text"],
+  ["completion", (one) => [said(oneLine(one.excerpt, 200)) , el("small", { class: "faint wide-only" }, said(oneLine(promptOf(one), 110)))],
+      "text"],
   ["reward", (one) => number(one.reward), "num"],
   ["advantage", (one) => advantage(one.advantage), "num less"],
   ["tokens", (one) => number(one.length), "num less"],
@@ -85,21 +86,24 @@ export function rolloutTable(rollouts, sort = "", caption = "Rollouts") {
 // ---- the rollouts of a run ---------------------------------------------------------------------------------------
 
 export function listView(run, query) {
-  const state = { sort: query.get("sort") ?? "newest", fate: query.get("fate") ?? "", finish: query.get("finish") ?? "", step: query.get("step") ?? "", low: query.get("low") ?? "", high: query.get("high") ?? "", q: query.get("q") ?? "" };
+  const state = { sort: query.get("sort") ?? "newest", fate: query.get("fate") ?? "", finish: query.get("finish") ?? "",
+      step: query.get("step") ?? "", low: query.get("low") ?? "", high: query.get("high") ?? "", q: query.get("q") ?? "" };
   const result = el("div", { "aria-live": "polite" });
   const kinds = (name) => [...new Set(run.rollouts.map((one) => one[name]))].sort();
   const choose = (name, title, options) =>
     el("label", {}, title, el("select", { onchange: (event) => set(name, event.target.value) },
       options.map(([value, text]) => el("option", { value, selected: value === state[name] }, text))));
   const type = (name, title, kind, width) =>
-    el("label", {}, title, el("input", { type: kind, value: state[name], step: "any", style: { width }, onchange: (event) => set(name, event.target.value) }));
+    el("label", {}, title, el("input", { type: kind, value: state[name], step: "any", style: { width }, onchange: (event) =>
+        set(name, event.target.value) }));
   const set = (name, value) => {
     state[name] = value;
     const kept = Object.entries(state).filter(([, one]) => one);
     history.replaceState(null, "", link(run.index, "rollouts") + (kept.length ? `?${new URLSearchParams(kept)}` : ""));
     show();
   };
-  const available = Object.entries(SORTS).filter(([name]) => name === "newest" || run.rollouts.some((one) => !Number.isNaN(SORTS[name][1](one))));
+  const available = Object.entries(SORTS).filter(([name]) => name === "newest"
+      || run.rollouts.some((one) => !Number.isNaN(SORTS[name][1](one))));
   async function show() {
     const found = state.q ? await search(run.index, state.q) : null;
     const reward = (one) => one.reward ?? NaN;
@@ -115,7 +119,8 @@ export function listView(run, query) {
   return [
     el("h1", {}, "Rollouts"),
     el("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-      el("label", { class: "grow" }, "Text", el("input", { type: "search", value: state.q, placeholder: "in prompts and completions", onchange: (event) => set("q", event.target.value) })),
+      el("label", { class: "grow" }, "Text", el("input", { type: "search", value: state.q, placeholder: "in prompts and completions",
+          onchange: (event) => set("q", event.target.value) })),
       choose("sort", "Order", available.map(([name, [title]]) => [name, title])),
       choose("fate", "Fate", [["", "any"], ...kinds("fate").map((one) => [one, one])]),
       choose("finish", "Ended by", [["", "any"], ...kinds("finish").map((one) => [one, one.replace("_", " ")])]),
@@ -135,29 +140,34 @@ export function stepView(run, step) {
   const groups = [...groupBy(members, (one) => one.cluster).values()];
   const known = members.map((one) => one.reward).filter(Number.isFinite);
   const [low, high] = [Math.min(...known), Math.max(...known)];
-  const best = Math.max(...run.rollouts.map((one) => one.reward ?? -Infinity));
-  const kinds = { "With signal": [], "No signal: all rewards are the highest": [], "No signal: all rewards are equal": [], "No signal": [], "Nothing to learn from": [] };
+  const best = run.rollouts.reduce((most, one) => Math.max(most, one.reward ?? -Infinity), -Infinity);
+  const kinds = { "With signal": [], "No signal: all rewards are the highest": [], "No signal: all rewards are equal": [], "No signal": [],
+      "Nothing to learn from": [] };
   for (const group of groups) {
     const rewards = new Set(group.map((one) => one.reward));
     const kind = hasSignal(group) ? "With signal"
       : group.every((one) => one.fate === "failed" || one.fate === "masked") ? "Nothing to learn from"
-        : rewards.size > 1 ? "No signal" : [...rewards][0] === best ? "No signal: all rewards are the highest" : "No signal: all rewards are equal";
+        : rewards.size > 1 ? "No signal" : [...rewards][0] === best ? "No signal: all rewards are the highest"
+            : "No signal: all rewards are equal";
     kinds[kind].push(group);
   }
   const steps = [...run.steps.keys()].sort((a, b) => a - b);
   const place = steps.indexOf(step);
-  const go = (to, text, key) => (to === undefined ? el("span", { class: "faint" }, text) : el("a", { href: link(run.index, "step", to), "aria-keyshortcuts": key }, text));
+  const go = (to, text, key) => (to === undefined ? el("span", { class: "faint" }, text) : el("a", { href: link(run.index, "step", to),
+      "aria-keyshortcuts": key }, text));
   const total = interval(members.map((one) => one.reward ?? NaN), members.map((one) => one.cluster));
+  const sum = (name) => members.reduce((all, one) => all + one[name], 0);
   const line = run.metrics.filter((one) => one.step === step).reduce((all, one) => ({ ...all, ...one }), {});
   return [
-    el("div", { class: "head" }, el("h1", {}, `Step ${step}`), el("nav", { class: "steps", "aria-label": "Steps" }, go(steps[place - 1], "← earlier", "["), go(steps[place + 1], "later →", "]"))),
-    el("dl", { class: "facts" }, [
+    el("div", { class: "head" }, el("h1", {}, `Step ${step}`), el("nav", { class: "steps", "aria-label": "Steps" },
+        go(steps[place - 1], "← earlier", "["), go(steps[place + 1], "later →", "]"))),
+    facts(
       ["reward", `${number(total.mean)} ± ${number(total.half, 2)}`],
       ["rollouts", `${number(members.length)} in ${groups.length} groups`],
       ["groups with signal", `${kinds["With signal"].length} of ${groups.length}`],
-      ["tokens", `${short(members.reduce((sum, one) => sum + one.sampled, 0))}, ${percent(members.reduce((sum, one) => sum + one.taught, 0) / members.reduce((sum, one) => sum + one.sampled, 0))} taught`],
+      ["tokens", `${short(sum("sampled"))}, ${percent(sum("taught") / sum("sampled"))} taught`],
       ["cut off", percent(members.filter((one) => one.finish === "length").length / members.length)],
-    ].map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    ),
     Object.entries(kinds).filter(([, own]) => own.length).map(([title, own]) => el("section", {},
       el("h2", {}, title, el("span", { class: "faint count" }, ` ${own.length}`)),
       el("ul", { class: "groups" }, own.sort((a, b) => spread(b) - spread(a)).map((group) => el("li", {},
@@ -167,7 +177,8 @@ export function stepView(run, step) {
           el("span", { class: "num" }, number(mean(group.map((one) => one.reward).filter(Number.isFinite)), 3)),
           el("span", { class: "num faint" }, `± ${number(spread(group), 2)}`),
           el("span", { class: "num faint less" }, `${short(mean(group.map((one) => one.length)))} tokens`))))))),
-    Object.keys(line).length ? el("details", {}, el("summary", {}, "Metrics of this step"), settingsTable(Object.entries(line).sort())) : null,
+    Object.keys(line).length ? el("details", {}, el("summary", {}, "Metrics of this step"), settingsTable(Object.entries(line).sort()))
+        : null,
     el("details", {}, el("summary", {}, `All ${members.length} rollouts`), rolloutTable(members)),
   ];
 }
@@ -175,16 +186,20 @@ export function stepView(run, step) {
 export const settingsTable = (entries) =>
   el("div", { class: "scroll" }, el("table", { class: "settings" }, el("tbody", {}, entries.map(([name, ...values]) =>
     el("tr", {}, el("th", { scope: "row" }, name), values.map((value) =>
-      el("td", {}, said(value === null || value === undefined ? "unset" : typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? number(value, 5) : value))))))));
+      el("td", {}, said(value === null || value === undefined ? "unset" : typeof value === "object" ? JSON.stringify(value)
+          : typeof value === "number" ? number(value, 5) : value))))))));
 
 // ---- a group -----------------------------------------------------------------------------------------------------
 
 /** Messages as text, each foldable; what the policy is not shown at length is folded. */
 export function transcript(value, role, open = true) {
-  return el("div", { class: "transcript" }, messagesOf(value, role).map((message) => el("details", { class: `message ${message.role.split(" ")[0]}`, open: open && (message.text.length < 4000 || !message.role.startsWith("tool")) },
+  return el("div", { class: "transcript" },
+      messagesOf(value, role).map((message) => el("details", { class: "message",
+      open: open && (message.text.length < 4000 || !message.role.startsWith("tool")) },
     el("summary", {}, said(message.role || "text"), el("span", { class: "faint" }, ` ${number(message.text.length)} characters`)),
     message.text ? el("pre", {}, said(message.text)) : null,
-    message.calls.map((call) => el("pre", { class: "call" }, "→ ", said(`${call?.name ?? "call"}(${typeof call?.arguments === "string" ? call.arguments : JSON.stringify(call?.arguments ?? {})})`))))));
+    message.calls.map((call) => el("pre", { class: "call" }, "→ ",
+        said(`${call?.name ?? "call"}(${typeof call?.arguments === "string" ? call.arguments : JSON.stringify(call?.arguments ?? {})})`))))));
 }
 
 /** Parts of a completion that are compared with others': tokens, or words where no tokens are on record. */
@@ -195,16 +210,22 @@ export function partsOf(rollout) {
   }
   const ids = numbersOf(rollout.tokens.ids, Int32Array);
   const piece = (i) => rollout.tokens.pieces[ids[i]];
+  const texts = new Map();
   const bytes = (one) => (Array.isArray(one) ? one : [...new TextEncoder().encode(one)]);
   return {
     keys: ids,
     text: (i) => {
-      if (typeof piece(i) === "string") return visible(piece(i));
+      if (typeof piece(i) === "string") {
+        if (!texts.has(ids[i])) texts.set(ids[i], visible(piece(i)));
+        return texts.get(ids[i]);
+      }
       let [first, last] = [i, i];
       while (first > 0 && Array.isArray(piece(first - 1)) && i - first < 4) first--;
       while (last < ids.length - 1 && Array.isArray(piece(last + 1)) && last - i < 4) last++;
-      const whole = new TextDecoder().decode(new Uint8Array(Array.from({ length: last - first + 1 }, (_, k) => bytes(piece(first + k))).flat()));
-      return whole.includes("�") ? piece(i).map((byte) => `⟨${byte.toString(16).toUpperCase()}⟩`).join("") : i === last ? visible(whole) : "⋅";
+      const whole = new TextDecoder().decode(new Uint8Array(Array.from({ length: last - first + 1 },
+          (_, k) => bytes(piece(first + k))).flat()));
+      return whole.includes("�") ? piece(i).map((byte) => `⟨${byte.toString(16).toUpperCase()}⟩`).join("") : i === last ? visible(whole)
+          : "⋅";
     },
   };
 }
@@ -229,7 +250,9 @@ async function aligned(members) {
   const list = el("ol", { class: "aligned" });
   const dense = (row, i) => row.text(i).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   const joined = (row, from, to) => Array.from({ length: Math.max(0, to - from) }, (_, i) => dense(row, from + i)).join("");
-  if (all) list.append(el("li", { class: "shared" }, el("span", { class: "faint" }, `all begin with ${all} equal ${whole[0].tokens ? "tokens" : "words"}: `), said(joined(rows[0], Math.max(0, all - 60), all))));
+  if (all) list.append(el("li", { class: "shared" },
+      el("span", { class: "faint" }, `all begin with ${all} equal ${whole[0].tokens ? "tokens" : "words"}: `),
+      said(joined(rows[0], Math.max(0, all - 60), all))));
   rows.forEach((row, i) => {
     const leave = i ? Math.max(common(row, rows[i - 1]), all) : all;
     const same = i > 0 && leave === row.keys.length && leave === rows[i - 1].keys.length;
@@ -249,11 +272,12 @@ async function aligned(members) {
   return { list, whole };
 }
 
-const facts = (members) => el("dl", { class: "facts" }, [
+const groupFacts = (members) => facts(
   ["reward", `${number(mean(members.map((one) => one.reward).filter(Number.isFinite)))} ± ${number(spread(members), 2)}`],
-  ["rollouts", members.length], ["row", members[0].row], ["mean length", `${short(mean(members.map((one) => one.length)))} tokens`],
+  ["rollouts", members.length],
+  ["mean length", `${short(mean(members.map((one) => one.length)))} tokens`],
   ["fates", [...groupBy(members, (one) => one.fate)].map(([fate, own]) => `${own.length} ${fate}`).join(", ")],
-].map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+);
 
 export async function groupView(run, cluster) {
   const members = run.groups.get(cluster);
@@ -263,10 +287,12 @@ export async function groupView(run, cluster) {
   const same = runs.filter((other) => other !== run && twinsOf(other, members).length);
   return [
     el("h1", {}, `Group of row ${members[0].row}`),
-    facts(members),
-    same.map((other) => el("p", {}, el("a", { href: link(run.index, "pair", cluster, other.index) }, `Beside the same prompt's completions in ${other.name} →`))),
+    groupFacts(members),
+    same.map((other) => el("p", {}, el("a", { href: link(run.index, "pair", cluster, other.index) },
+        `Beside the same prompt's completions in ${other.name} →`))),
     el("section", {}, el("h2", {}, "Prompt"), transcript(first.prompt, "prompt")),
-    Object.keys(first.data).length ? el("details", {}, el("summary", {}, "Other columns of the row"), settingsTable(Object.entries(first.data))) : null,
+    Object.keys(first.data).length ? el("details", {}, el("summary", {}, "Other columns of the row"),
+        settingsTable(Object.entries(first.data))) : null,
     el("section", {}, el("h2", {}, "Completions, up to where they part"), list),
     el("section", {}, el("h2", {}, "One by one"), rolloutTable(members)),
   ];
@@ -283,6 +309,6 @@ export async function pairView(run, cluster, other) {
     el("h1", {}, `Row ${members[0].row} in two runs`),
     el("section", {}, transcript(sides[0].whole[0].prompt, "prompt")),
     el("div", { class: "pair" }, [[run, members], [other, twinsOf(other, members)]].map(([one, own], i) => el("section", {},
-      el("h2", {}, el("i", { class: "dot", style: { background: colourOf(one.index) } }), one.name), facts(own), sides[i].list))),
+      el("h2", {}, el("i", { class: "dot", style: { background: colourOf(one.index) } }), one.name), groupFacts(own), sides[i].list))),
   ];
 }

@@ -58,16 +58,24 @@ function bar({ run, view, rest }) {
   document.getElementById("bar").replaceChildren(
     ...[el("a", { class: "brand", href: link(0, "") }, "covey"),
     runs.length > 1
-      ? el("nav", { class: "runs", "aria-label": "Runs" }, runs.map((one) => el("a", { href: link(one.index, ""), "aria-current": one === run ? "true" : null }, el("i", { class: "dot", style: { background: colourOf(one.index) } }), said(one.name))))
+      ? el("nav", { class: "runs", "aria-label": "Runs" },
+          runs.map((one) => el("a", { href: link(one.index, ""), "aria-current": one === run ? "true" : null },
+          el("i", { class: "dot", style: { background: colourOf(one.index) } }), said(one.name))))
       : null,
-    el("nav", { class: "crumbs", "aria-label": "Place" }, crumbs.map(([address, text], i) => [i ? el("span", { class: "faint", "aria-hidden": "true" }, " / ") : null, address && i < crumbs.length - 1 ? el("a", { href: address }, text) : el("span", { "aria-current": "page" }, text)])),
-    el("form", { role: "search", onsubmit: (event) => { event.preventDefault(); const words = new FormData(event.target).get("q"); location.hash = link(run.index, "rollouts") + (words ? `?${new URLSearchParams({ q: words })}` : ""); } },
-      el("input", { type: "search", name: "q", placeholder: "Search completions", "aria-label": "Search completions", "aria-keyshortcuts": "/" })),
+    el("nav", { class: "crumbs", "aria-label": "Place" },
+        crumbs.map(([address, text], i) => [i ? el("span", { class: "faint", "aria-hidden": "true" }, " / ") : null,
+        address && i < crumbs.length - 1 ? el("a", { href: address }, text) : el("span", { "aria-current": "page" }, text)])),
+    el("form", { role: "search", onsubmit: (event) =>
+        { event.preventDefault(); const words = new FormData(event.target).get("q"); location.hash = link(run.index, "rollouts")
+        + (words ? `?${new URLSearchParams({ q: words })}` : ""); } },
+      el("input", { type: "search", name: "q", placeholder: "Search completions", "aria-label": "Search completions",
+          "aria-keyshortcuts": "/" })),
     el("button", { class: "plain", title: "Light or dark (t)", "aria-label": "Light or dark", onclick: theme }, "◐"),
     el("button", { class: "plain", title: "Keys (?)", "aria-label": "Keys", onclick: help }, "?")].filter(Boolean));
 }
 
-const stored = (value) => { try { return value === undefined ? localStorage.getItem("covey-theme") : localStorage.setItem("covey-theme", value); } catch { return null; } };
+const stored = (value) => { try { return value === undefined ? localStorage.getItem("covey-theme") : localStorage.setItem("covey-theme",
+    value); } catch { return null; } };
 function theme() {
   const root = document.documentElement;
   const dark = (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
@@ -75,10 +83,14 @@ function theme() {
   stored(root.dataset.theme);
 }
 
-const KEYS = [["/", "search"], ["j, k", "next and previous rollout of a group"], ["g", "the group"], ["[, ]", "earlier and later step"], ["n, p", "next and previous token that stands out"], ["← →", "move through tokens"], ["u", "one level up"], ["t", "light or dark"], ["?", "this list"]];
+const KEYS = [["/", "search"], ["j, k", "next and previous rollout of a group"], ["g", "the group"], ["[, ]", "earlier and later step"],
+    ["n, p", "next and previous token that stands out"], ["← →", "move through tokens"], ["u", "one level up"], ["t", "light or dark"],
+    ["?", "this list"]];
 function help() {
   const dialog = document.getElementById("help");
-  dialog.replaceChildren(el("h2", {}, "Keys"), el("dl", { class: "keys" }, KEYS.map(([key, text]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, text)))), el("form", { method: "dialog" }, el("button", {}, "Close")));
+  dialog.replaceChildren(el("h2", {}, "Keys"),
+      el("dl", { class: "keys" }, KEYS.map(([key, text]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, text)))),
+      el("form", { method: "dialog" }, el("button", {}, "Close")));
   dialog.showModal();
 }
 

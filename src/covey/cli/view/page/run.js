@@ -24,17 +24,22 @@ const trained = (members) => members.some((one) => one.fate === "trained");
 
 function charts(run, others, open) {
   const all = [run, ...others];
-  const series = (points) => all.map((one) => ({ name: one.name, colour: colourOf(one.index), points: points(one) })).filter((one) => one.points.some((point) => Number.isFinite(point.y)));
+  const series = (points) => all.map((one) => ({ name: one.name, colour: colourOf(one.index), points: points(one) })).filter((one) =>
+      one.points.some((point) => Number.isFinite(point.y)));
   const names = rewardNames(run);
   const wanted = [
     ["Reward", "mean, 95% interval over prompts", (one) => ofSteps(one, (rollout) => rollout.reward), { wide: true }],
-    ...(names.length > 1 ? names.map((name) => [name.replace(/_reward$/, "").replaceAll("_", " "), "", (one) => ofSteps(one, (rollout) => rollout.rewards[name])]) : []),
+    ...(names.length > 1 ? names.map((name) => [name.replace(/_reward$/, "").replaceAll("_", " "), "",
+        (one) => ofSteps(one, (rollout) => rollout.rewards[name])]) : []),
     ["Groups with signal", "share", (one) => shareOfGroups(one, trained), { zero: true }],
     ["Completion length", "tokens", (one) => ofSteps(one, (rollout) => rollout.length), { zero: true }],
     ["Cut off", "share", (one) => ofSteps(one, (rollout) => Number(rollout.finish === "length")), { zero: true }],
     ["Entropy", "nats per token", (one) => ofSteps(one, (rollout) => rollout.entropy)],
-    ["Largest gap to the engine", "nats, of any token", (one) => [...one.steps].sort(([a], [b]) => a - b).map(([step, members]) => ({ x: step, y: Math.max(...members.map((rollout) => Math.abs(rollout.gap ?? NaN)).filter(Number.isFinite), -Infinity) })).filter((point) => point.y > -Infinity), { zero: true }],
-    ["Clipped tokens", "share", (one) => ofSteps(one, (rollout) => (Number.isFinite(rollout.clipped) ? rollout.clipped / Math.max(1, rollout.sampled) : NaN)), { zero: true }],
+    ["Largest gap to the engine", "nats, of any token", (one) => [...one.steps].sort(([a], [b]) => a - b).map(([step, members]) =>
+        ({ x: step, y: Math.max(...members.map((rollout) => Math.abs(rollout.gap ?? NaN)).filter(Number.isFinite),
+        -Infinity) })).filter((point) => point.y > -Infinity), { zero: true }],
+    ["Clipped tokens", "share", (one) => ofSteps(one, (rollout) => (Number.isFinite(rollout.clipped) ? rollout.clipped / Math.max(1,
+        rollout.sampled) : NaN)), { zero: true }],
     ["Log-prob minus reference", "nats per token", (one) => ofSteps(one, (rollout) => rollout.drift)],
     ["Loss", "", (one) => ofLogs(one, "loss")],
     ["Gradient norm", "", (one) => ofLogs(one, "grad_norm"), { zero: true }],
@@ -49,16 +54,19 @@ function charts(run, others, open) {
 
 /** Seconds of phases by step; one that is within another's is not counted twice. */
 function phases(run) {
-  const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)).filter((name) => name.startsWith("phase/") && !name.includes("overlap")))];
+  const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)).filter((name) => name.startsWith("phase/")
+      && !name.includes("overlap")))];
   if (!names.length) return null;
-  const columns = run.metrics.filter((line) => names.some((name) => name in line)).map((line) => ({ x: line.step, parts: new Map(names.map((name) => [name, line[name] ?? 0])) }));
+  const columns = run.metrics.filter((line) => names.some((name) => name in line)).map((line) =>
+      ({ x: line.step, parts: new Map(names.map((name) => [name, line[name] ?? 0])) }));
   const total = (name) => columns.reduce((sum, { parts }) => sum + parts.get(name), 0);
   names.sort((a, b) => total(b) - total(a));
   const all = names.reduce((sum, name) => sum + total(name), 0);
   const colours = (name) => `var(${PHASES[names.indexOf(name) % PHASES.length]})`;
   return el("section", {}, el("h2", {}, "Time"),
     el("div", { class: "chart wide" }, stacked(columns, names, colours),
-      legend(names.map((name) => ({ name: name.replace("phase/", ""), colour: colours(name), value: `${seconds(total(name))}, ${percent(total(name) / all)}` })))));
+      legend(names.map((name) => ({ name: name.replace("phase/", ""), colour: colours(name),
+          value: `${seconds(total(name))}, ${percent(total(name) / all)}` })))));
 }
 
 function tiles(run) {
@@ -74,27 +82,38 @@ function tiles(run) {
   const groups = [...run.groups.values()];
   const tile = (name, value, note) => el("div", {}, el("dt", {}, name), el("dd", {}, value), note ? el("small", {}, note) : null);
   return el("dl", { class: "tiles" },
-    tile("Reward", [number(before.mean, 2), el("span", { class: "faint" }, " → "), number(after.mean, 2)], `± ${number(after.half, 2)}, steps ${steps[0]} to ${steps.at(-1)}`),
+    tile("Reward", [number(before.mean, 2), el("span", { class: "faint" }, " → "), number(after.mean, 2)],
+        `± ${number(after.half, 2)}, steps ${steps[0]} to ${steps.at(-1)}`),
     tile("Tokens sampled", short(sampled), `${percent(taught / sampled)} taught something`),
-    tile("Groups with signal", percent(groups.filter(trained).length / groups.length), `${number(groups.filter(trained).length)} of ${number(groups.length)}`),
+    tile("Groups with signal", percent(groups.filter(trained).length / groups.length),
+        `${number(groups.filter(trained).length)} of ${number(groups.length)}`),
     Number.isFinite(time) ? tile("Time", seconds(time), `since the first log; ${number(Math.round(cores))} core-seconds`) : null,
-    tile("Rollouts", number(run.rollouts.length), `${number(run.rollouts.filter((one) => one.finish === "length").length)} cut off, ${number(run.rollouts.filter((one) => one.fate === "failed").length)} failed`));
+    tile("Rollouts", number(run.rollouts.length),
+        `${number(run.rollouts.filter((one) => one.finish === "length").length)} cut off, ${number(run.rollouts.filter((one) => one.fate === "failed").length)} failed`));
 }
 
 /** Links to what one looks for first; the largest gap is one click away. */
 function lookAt(run) {
-  const found = ["gap", "clipped", "ratio", "odd", "longest", "entropy"].map((sort) => [sort, sorted(run.rollouts, sort)[0]]).filter(([sort, one]) => one && (sort !== "odd" || one.odd > 0.5));
+  const found = ["gap", "clipped", "ratio", "odd", "longest", "entropy"].map((sort) => [sort, sorted(run.rollouts, sort)[0]]).filter(([sort,
+      one]) => one && (sort !== "odd" || one.odd > 0.5));
   return el("nav", { class: "look", "aria-label": "Where to look" },
-    found.map(([sort, one]) => el("a", { href: rolloutLink(one, sort) }, el("small", {}, SORTS[sort][0]), el("b", {}, SORTS[sort][2](one)), el("span", { class: "faint" }, `step ${one.step}`))),
-    el("a", { href: link(run.index, "rollouts"), class: "all" }, el("small", {}, "All rollouts"), el("b", {}, number(run.rollouts.length)), el("span", { class: "faint" }, "search, filter, sort")));
+    found.map(([sort, one]) => el("a", { href: rolloutLink(one, sort) }, el("small", {}, SORTS[sort][0]), el("b", {}, SORTS[sort][2](one)),
+        el("span", { class: "faint" }, `step ${one.step}`))),
+    el("a", { href: link(run.index, "rollouts"), class: "all" }, el("small", {}, "All rollouts"), el("b", {}, number(run.rollouts.length)),
+        el("span", { class: "faint" }, "search, filter, sort")));
 }
 
 function findings(run) {
   const list = Array.isArray(run.findings) ? run.findings : run.findings?.findings ?? [];
   if (!list.length) return null;
-  return el("section", { "aria-label": "Findings" }, el("h2", {}, "Findings"), el("ul", { class: "findings" }, list.map((one) => el("li", { class: String(one.level ?? "") },
-    el("p", {}, el("span", { class: `chip ${one.level === "error" ? "bad" : one.level === "warning" ? "warn" : "flat"}` }, String(one.level ?? "note")), el("b", {}, said(one.title ?? one.cause ?? "")), el("code", { class: "faint" }, String(one.code ?? ""))),
-    ["evidence", "fix", "proof"].filter((name) => one[name]).map((name) => el("p", {}, el("span", { class: "faint" }, `${name[0].toUpperCase()}${name.slice(1)}: `), said(typeof one[name] === "string" ? one[name] : JSON.stringify(one[name]))))))));
+  return el("section", { "aria-label": "Findings" }, el("h2", {}, "Findings"), el("ul", { class: "findings" },
+      list.map((one) => el("li", { class: ["error", "warning"].find((level) => level === one.level) },
+    el("p", {}, el("span", { class: `chip ${one.level === "error" ? "bad" : one.level === "warning" ? "warn" : "flat"}` },
+        String(one.level ?? "note")), el("b", {}, said(one.title ?? one.cause ?? "")),
+        el("code", { class: "faint" }, String(one.code ?? ""))),
+    ["evidence", "fix", "proof"].filter((name) => one[name]).map((name) =>
+        el("p", {}, el("span", { class: "faint" }, `${name[0].toUpperCase()}${name.slice(1)}: `),
+        said(typeof one[name] === "string" ? one[name] : JSON.stringify(one[name]))))))));
 }
 
 function settings(run, others) {
@@ -104,19 +123,22 @@ function settings(run, others) {
   const show = (words) => body.replaceChildren(...Object.entries(parts).map(([part, title]) => {
     const names = [...new Set(all.flatMap((one) => Object.keys(one.described[part] ?? {})))].sort();
     const rows = names.map((name) => [name, ...all.map((one) => one.described[part]?.[name])])
-      .filter(([name, ...values]) => (others.length && !words ? new Set(values.map((value) => JSON.stringify(value))).size > 1 : name.includes(words)));
+      .filter(([name, ...values]) => (others.length && !words ? new Set(values.map((value) => JSON.stringify(value))).size > 1
+          : name.includes(words)));
     return rows.length ? el("div", {}, el("h3", {}, title), settingsTable(rows)) : "";
   }));
   show("");
   return el("section", {}, el("h2", {}, others.length ? "Settings that differ" : "Settings"),
-    el("label", { class: "inline" }, others.length ? "Find any" : "Find", el("input", { type: "search", oninput: (event) => show(event.target.value.trim()) })),
+    el("label", { class: "inline" }, others.length ? "Find any" : "Find",
+        el("input", { type: "search", oninput: (event) => show(event.target.value.trim()) })),
     others.length ? el("p", { class: "faint" }, all.map((one) => one.name).join(" | ")) : null,
     el("details", { open: others.length > 0 }, el("summary", {}, "Show"), body));
 }
 
 /** Differences between two runs over the rollouts of the same step, row and place in the group. */
 function compared(run, other) {
-  const values = { reward: (one) => one.reward, tokens: (one) => one.length, entropy: (one) => one.entropy, "cut off": (one) => Number(one.finish === "length"), "log-prob": (one) => one.logprob };
+  const values = { reward: (one) => one.reward, tokens: (one) => one.length, entropy: (one) => one.entropy, "cut off": (one) =>
+      Number(one.finish === "length"), "log-prob": (one) => one.logprob };
   const pairs = [];
   const prompts = [];
   for (const members of run.groups.values()) {
@@ -126,38 +148,54 @@ function compared(run, other) {
     pairs.push(...own);
     prompts.push({ members, by: mean(own.map(([one, two]) => (two.reward ?? NaN) - (one.reward ?? NaN)).filter(Number.isFinite)) });
   }
-  if (!pairs.length) return el("p", { class: "notice" }, `${other.name} has no rollouts of the same steps and rows, so there is nothing to pair.`);
-  const difference = (value, list) => interval(list.map(([one, two]) => (value(two) ?? NaN) - (value(one) ?? NaN)), list.map(([one]) => one.cluster));
+  if (!pairs.length) return el("p", { class: "notice" },
+      `${other.name} has no rollouts of the same steps and rows, so there is nothing to pair.`);
+  const difference = (value, list) => interval(list.map(([one, two]) => (value(two) ?? NaN) - (value(one) ?? NaN)),
+      list.map(([one]) => one.cluster));
   const byStep = [...groupBy(pairs, ([one]) => one.step)].sort(([a], [b]) => a - b);
   const rows = Object.entries(values).map(([name, value]) => [name, value, difference(value, pairs)]).filter(([, , found]) => found.count);
   prompts.sort((a, b) => Math.abs(b.by || 0) - Math.abs(a.by || 0));
   return el("div", {},
-    el("div", { class: "charts" }, curves({ title: `Reward: ${other.name} minus ${run.name}`, note: "paired, 95% interval over prompts", wide: true, zero: true, series: [{ name: "difference", colour: colourOf(other.index), points: byStep.map(([step, own]) => { const found = difference(values.reward, own); return { x: step, y: found.mean, half: found.half }; }) }] })),
-    el("div", { class: "scroll" }, el("table", { class: "numbers" }, el("thead", {}, el("tr", {}, ["", run.name, other.name, "difference", "pairs"].map((name) => el("th", { scope: "col" }, name)))),
+    el("div", { class: "charts" }, curves({ title: `Reward: ${other.name} minus ${run.name}`, note: "paired, 95% interval over prompts",
+        wide: true, zero: true,
+        series: [{ name: "difference", colour: colourOf(other.index),
+        points: byStep.map(([step, own]) => { const found = difference(values.reward, own); return { x: step, y: found.mean,
+        half: found.half }; }) }] })),
+    el("div", { class: "scroll" }, el("table", { class: "numbers" },
+        el("thead", {}, el("tr", {}, ["", run.name, other.name, "difference", "pairs"].map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, rows.map(([name, value, found]) => el("tr", {}, el("th", { scope: "row" }, name),
         [0, 1].map((side) => el("td", { class: "num" }, number(mean(pairs.map((pair) => value(pair[side])).filter(Number.isFinite))))),
-        el("td", { class: `num ${Math.abs(found.mean) > found.half ? "sure" : ""}` }, `${signed(found.mean)} ± ${number(found.half, 2)}`), el("td", { class: "num" }, number(found.count))))))),
+        el("td", { class: `num ${Math.abs(found.mean) > found.half ? "sure" : ""}` }, `${signed(found.mean)} ± ${number(found.half, 2)}`),
+            el("td", { class: "num" }, number(found.count))))))),
     el("h3", {}, "Prompts that differ most"),
-    el("ul", { class: "groups" }, prompts.slice(0, 12).map(({ members, by }) => el("li", {}, el("a", { href: link(run.index, "pair", members[0].cluster, other.index) },
-      said(oneLine(members[0].prompt, 150), { class: "what" }), el("span", { class: "num faint" }, `step ${members[0].step}`), el("span", { class: `num ${by > 0 ? "good" : "bad"}` }, signed(by, 2)))))));
+    el("ul", { class: "groups" },
+        prompts.slice(0, 12).map(({ members, by }) => el("li", {},
+        el("a", { href: link(run.index, "pair", members[0].cluster, other.index) },
+      said(oneLine(members[0].prompt, 150), { class: "what" }), el("span", { class: "num faint" }, `step ${members[0].step}`),
+          el("span", { class: `num ${by > 0 ? "good" : "bad"}` }, signed(by, 2)))))));
 }
 
 export function runView(run) {
   const others = runs.filter((other) => other !== run);
   const { settings: given = {}, model = {} } = run.described ?? {};
-  if (!run.rollouts.length) return [el("h1", {}, run.name), el("p", { class: "notice" }, "No step is on record yet. The page follows the run.")];
+  if (!run.rollouts.length) return [el("h1", {}, run.name),
+      el("p", { class: "notice" }, "No step is on record yet. The page follows the run.")];
   const open = (step) => { if (run.steps.has(step)) location.hash = link(run.index, "step", step); };
-  const about = [model.path?.split("/").at(-1), given.loss_type && `loss ${given.loss_type}`, `${run.steps.size} steps of ${Math.round(run.rollouts.length / run.steps.size)} rollouts`].filter(Boolean);
+  const about = [model.path?.split("/").at(-1), given.loss_type && `loss ${given.loss_type}`,
+      `${run.steps.size} steps of ${Math.round(run.rollouts.length / run.steps.size)} rollouts`].filter(Boolean);
   return [
     el("h1", {}, said(run.name)),
-    el("p", { class: "faint about" }, said(about.join(" · ")), " · ", el("span", { class: `live ${run.live}` }, { running: "running", ended: "ended", stopped: "no news" }[run.live]), ` · last written ${new Date(run.written * 1000).toLocaleString()}`),
+    el("p", { class: "faint about" }, said(about.join(" · ")), " · ", el("span", { class: `live ${run.live}` },
+        { running: "running", ended: "ended", stopped: "no news" }[run.live]),
+        ` · last written ${new Date(run.written * 1000).toLocaleString()}`),
     lookAt(run),
     tiles(run),
     findings(run),
     others.length ? el("section", {}, el("h2", {}, "Paired with the first run"), others.map((other) => compared(run, other))) : null,
     el("section", {}, el("h2", {}, "Curves", el("span", { class: "faint count" }, " a click opens the step")), charts(run, others, open)),
     phases(run),
-    el("section", {}, el("h2", {}, "Steps"), el("ul", { class: "chips" }, [...run.steps.keys()].sort((a, b) => a - b).map((step) => el("li", {}, el("a", { href: link(run.index, "step", step) }, String(step)))))),
+    el("section", {}, el("h2", {}, "Steps"), el("ul", { class: "chips" }, [...run.steps.keys()].sort((a, b) => a - b).map((step) =>
+        el("li", {}, el("a", { href: link(run.index, "step", step) }, String(step)))))),
     settings(run, others),
   ];
 }

@@ -1,37 +1,30 @@
 // A rollout: its tokens in rows of which only those in view exist, coloured by a column.
 
-import { el, get, imageAddress, link, messagesOf, number, numbersOf, oneLine, runs, said, seconds, signed, visible } from "./core.js";
+import { el, facts, get, imageAddress, link, number, numbersOf, oneLine, said, seconds, signed } from "./core.js";
 import { fateChip, partsOf, settingsTable, transcript } from "./lists.js";
 
 const ROW = 24; // pixels of a row of tokens
 const BUCKETS = 8; // shades of a scale on each side
+const PLAIN = /^[\x20-\x7e]*$/; // text that has no direction but its own
 const MOST_FOLDED = 400; // tokens of a prompt or tool result that are shown at once
 
 /** Scale of a column: value -> class, and the values at its ends. */
-function scaleOf(column) {
-  const known = Float32Array.from(column.values.filter(Number.isFinite)).sort();
-  const at = (q) => known[Math.min(known.length - 1, Math.max(0, Math.round(q * (known.length - 1))))] ?? 0;
-  if (column.scale === "each") {
-    const kinds = [...new Set(known)].slice(0, 64);
-    return { ends: kinds.length > 1 ? [kinds[0], kinds.at(-1)] : [kinds[0] ?? 0], of: (value) => (Number.isNaN(value) ? "" : `e${kinds.indexOf(value) % 6}`), size: (value) => (Number.isNaN(value) ? 0 : 0.5) };
+function scaleOf({ values, scale }) {
+  const known = values.filter(Number.isFinite).sort();
+  const at = (q) => known[Math.round(q * (known.length - 1))] ?? 0;
+  const shade = (kind, level) => `${kind} h${Math.min(BUCKETS, Math.max(0, Math.round(level * BUCKETS)))}`;
+  if (scale === "each") {
+    const kinds = [...new Set(known)];
+    return { ends: [kinds[0] ?? 0, kinds.at(-1) ?? 0], of: (value) => (Number.isNaN(value) ? "" : `e e${kinds.indexOf(value) % 6}`) };
   }
-  const centre = column.scale === "both1" ? 1 : 0;
-  if (column.scale.startsWith("both")) {
-    const largest = Math.max(...[at(0.002), at(0.998)].map((value) => Math.abs(value - centre)), 1e-12);
-    const level = (value) => Math.min(1, Math.abs(value - centre) / largest);
-    return {
-      ends: [centre - largest, centre + largest],
-      size: (value) => (Number.isNaN(value) ? 0 : level(value)),
-      of: (value) => (Number.isNaN(value) ? "" : `${value < centre ? "n" : "p"}${Math.ceil(level(value) * BUCKETS)}`),
-    };
+  if (scale.startsWith("both")) {
+    const centre = scale === "both1" ? 1 : 0;
+    const largest = Math.max(Math.abs(at(0.002) - centre), Math.abs(at(0.998) - centre), 1e-12);
+    const of = (value) => (Number.isNaN(value) ? "" : shade(value < centre ? "n" : "p", Math.abs(value - centre) / largest + 0.06));
+    return { ends: [centre - largest, centre + largest], of };
   }
-  const [low, high] = [Math.min(at(0.01), column.scale === "high" ? 0 : Infinity), Math.max(at(0.99), column.scale === "low" ? 0 : -Infinity)];
-  const level = (value) => Math.min(1, Math.max(0, column.scale === "low" ? (high - value) / (high - low || 1) : (value - low) / (high - low || 1)));
-  return {
-    ends: column.scale === "low" ? [high, low] : [low, high],
-    size: (value) => (Number.isNaN(value) ? 0 : level(value)),
-    of: (value) => (Number.isNaN(value) ? "" : `s${Math.round(level(value) * BUCKETS)}`),
-  };
+  const ends = scale === "low" ? [Math.max(at(0.99), 0), at(0.01)] : [Math.min(at(0.01), 0), at(0.99)];
+  return { ends, of: (value) => (Number.isNaN(value) ? "" : shade("s", (value - ends[0]) / (ends[1] - ends[0] || 1))) };
 }
 
 /** Runs of tokens by who wrote them: the prompt, the policy's turns, and what came between these. */
@@ -42,7 +35,8 @@ function segmentsOf(sampled, promptLength, ends) {
   for (let i = 0; i < sampled.length; ) {
     let to = i + 1;
     while (to < sampled.length && sampled[to] === sampled[i] && !(sampled[i] && breaks.has(to - 1))) to++;
-    found.push({ kind: sampled[i] ? "policy" : "other", turn: sampled[i] ? ++turn : turn, from: i, to, folded: !sampled[i] && to - i > MOST_FOLDED });
+    if (sampled[i]) found.push({ kind: "policy", turn: ++turn, from: i, to, folded: false });
+    else found.push({ kind: "other", from: i, to, folded: to - i > MOST_FOLDED });
     i = to;
   }
   return found;
@@ -55,7 +49,8 @@ function tokenText(rollout, columns, onToken) {
   const prompt = partsOf({ tokens: { ...tokens, ids: tokens.prompt_ids } });
   const sampled = numbersOf(tokens.sampled, Uint8Array);
   const segments = segmentsOf(sampled, prompt.keys.length, rollout.turn_ends ?? []);
-  const [view, inner] = [el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": `${sampled.length} tokens; arrows move between them` }), el("div", { class: "sheet" })];
+  const [view, inner] = [el("div", { class: "tokens", tabindex: 0, role: "group",
+      "aria-label": `${sampled.length} tokens; arrows move between them` }), el("div", { class: "sheet" })];
   const map = el("canvas", { class: "map", "aria-hidden": "true" });
   const frame = el("div", { class: "frame" }, view, map);
   view.append(inner);
@@ -63,12 +58,15 @@ function tokenText(rollout, columns, onToken) {
   const pieceToken = [], pieceText = [];
   const tokenRow = new Int32Array(sampled.length);
   const live = new Map();
-  let column = columns[0], scale = column ? scaleOf(column) : null, selected = null, marked = null, drawn = 0;
+  let column = columns[0], scale = column ? scaleOf(column) : null, selected = null;
   const pen = document.createElement("canvas").getContext("2d");
   const widths = new Map();
-  const textOf = (token) => (token < 0 ? prompt.text(token + prompt.keys.length) : parts.text(token)).replaceAll("\n", "⏎").replaceAll("\t", "⇥   ");
+  const textOf = (token) => {
+    const text = token < 0 ? prompt.text(token + prompt.keys.length) : parts.text(token);
+    return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥   ");
+  };
   const widthOf = (text) => {
-    if (!widths.has(text)) widths.set(text, pen.measureText(text).width);
+    if (!widths.has(text)) widths.set(text, pen.measureText(text).width + 1); // with its seam
     return widths.get(text);
   };
 
@@ -122,21 +120,22 @@ function tokenText(rollout, columns, onToken) {
     if (segment.kind === "prompt") return `prompt · ${count}`;
     return segment.kind === "policy" ? `turn ${segment.turn} · ${count}` : `not sampled: tool result or template · ${count}`;
   };
-  const classOf = (token) => {
-    if (token < 0) return "tok given";
-    return `tok ${sampled[token] ? "" : "given"} ${scale ? scale.of(column.values[token]) : ""} ${token === selected ? "selected" : ""} ${token === marked ? "marked" : ""}`;
+  const classOf = (token, text) => {
+    const kind = `tok${sampled[token] ? "" : " given"}${PLAIN.test(text) ? "" : " isolated"}${token === selected ? " selected" : ""}`;
+    return scale && token >= 0 ? `${kind} ${scale.of(column.values[token])}` : kind;
   };
   function rowNode(index) {
     const row = rows[index];
     const node = el("div", { class: "row", style: { transform: `translateY(${index * ROW + 6}px)` } });
     if (row.segment !== undefined) {
       const segment = segments[row.segment];
-      node.append(el("button", { class: `fold ${segment.kind}`, "aria-expanded": String(!segment.folded), onclick: () => { segment.folded = !segment.folded; layout(); } },
+      node.append(el("button", { class: `fold ${segment.kind}`, "aria-expanded": String(!segment.folded),
+          onclick: () => { segment.folded = !segment.folded; layout(); } },
         `${segment.folded ? "▸" : "▾"} ${title(segment)}`));
     } else
       for (let i = row.from; i < row.to; i++) {
         const span = document.createElement("span");
-        span.className = classOf(pieceToken[i]);
+        span.className = classOf(pieceToken[i], pieceText[i]);
         span.dataset.token = pieceToken[i];
         span.textContent = pieceText[i];
         node.append(span);
@@ -152,10 +151,19 @@ function tokenText(rollout, columns, onToken) {
         live.set(index, rowNode(index));
         inner.append(live.get(index));
       }
-    drawn++;
+  }
+  const strength = (token) => {
+    const value = column.values[token];
+    return Number.isNaN(value) ? NaN : column.scale === "low" ? -value : Math.abs(value - (column.scale === "both1" ? 1 : 0));
+  };
+  function strongest(count) {
+    if (!scale) return [];
+    const found = [];
+    for (let token = 0; token < sampled.length; token++) if (strength(token) > 0) found.push(token);
+    return found.sort((a, b) => strength(b) - strength(a)).slice(0, count);
   }
   const recolour = () => {
-    for (const node of live.values()) for (const span of node.children) if (span.dataset.token) span.className = classOf(Number(span.dataset.token));
+    for (const span of inner.querySelectorAll(".tok")) span.className = classOf(Number(span.dataset.token), span.textContent);
   };
   /** The whole rollout at a glance: the strongest value of the tokens at each height. */
   function paintMap() {
@@ -168,12 +176,14 @@ function tokenText(rollout, columns, onToken) {
     context.clearRect(0, 0, width, height);
     if (!scale) return;
     const style = getComputedStyle(frame);
-    const colours = { s: style.getPropertyValue("--heat"), p: style.getPropertyValue("--good"), n: style.getPropertyValue("--bad"), e: style.getPropertyValue("--accent") };
+    const colours = { s: style.getPropertyValue("--heat"), p: style.getPropertyValue("--good"), n: style.getPropertyValue("--bad"),
+        e: style.getPropertyValue("--accent") };
     const best = new Map();
+    const largest = sampled.reduce((most, _, token) => Math.max(most, strength(token) || 0), 1e-12);
     for (let token = 0; token < sampled.length; token++) {
       const y = Math.floor((tokenRow[token] / rows.length) * height);
-      const size = scale.size(column.values[token]);
-      if (size > (best.get(y)?.size ?? 0)) best.set(y, { size, kind: scale.of(column.values[token])[0] });
+      const size = column.scale === "each" ? 0.4 : Math.max(0, strength(token) / largest) ** 1.5 || 0;
+      if (size > (best.get(y)?.size ?? 0)) best.set(y, { size, kind: scale.of(column.values[token])[0] ?? "s" });
     }
     for (const [y, { size, kind }] of best) {
       context.globalAlpha = 0.08 + 0.92 * size;
@@ -183,12 +193,18 @@ function tokenText(rollout, columns, onToken) {
   }
   function reveal(token) {
     const segment = segments.find((one) => one.from <= token && token < one.to);
-    if (segment?.folded) { segment.folded = false; layout(); }
+    if (segment?.folded) {
+      segment.folded = false;
+      layout();
+    }
     const y = tokenRow[token] * ROW;
     if (y < view.scrollTop + ROW || y > view.scrollTop + view.clientHeight - 3 * ROW) view.scrollTop = y - view.clientHeight / 2;
     draw();
   }
-  const at = (event) => { const token = event.target.closest?.("[data-token]")?.dataset.token; return token === undefined || token < 0 ? null : Number(token); };
+  const at = (event) => {
+    const token = Number(event.target.dataset?.token ?? -1);
+    return token < 0 ? null : token;
+  };
   const select = (token, moved = true) => {
     selected = token;
     if (moved) reveal(token);
@@ -201,29 +217,31 @@ function tokenText(rollout, columns, onToken) {
     waiting = true;
     requestAnimationFrame(() => { waiting = false; draw(); });
   }, { passive: true });
-  view.addEventListener("pointermove", (event) => { const token = at(event); if (token !== null && event.pointerType !== "touch") onToken(token, false); });
+  view.addEventListener("pointermove", (event) => event.pointerType !== "touch" && at(event) !== null && onToken(at(event), false));
   view.addEventListener("pointerleave", () => onToken(selected, true));
-  view.addEventListener("click", (event) => { const token = at(event); if (token !== null) select(token, false); });
+  view.addEventListener("click", (event) => at(event) !== null && select(at(event), false));
   view.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (by) { event.preventDefault(); select(Math.min(sampled.length - 1, Math.max(0, (selected ?? -by) + by))); }
+    if (!by) return;
+    event.preventDefault();
+    select(Math.min(sampled.length - 1, Math.max(0, (selected ?? -by) + by)));
   });
-  map.addEventListener("click", (event) => { view.scrollTop = (event.offsetY / map.clientHeight) * rows.length * ROW - view.clientHeight / 2; });
+  map.addEventListener("click", (event) => {
+    view.scrollTop = (event.offsetY / map.clientHeight) * rows.length * ROW - view.clientHeight / 2;
+  });
   let width = 0;
-  new ResizeObserver(() => { if (view.clientWidth && view.clientWidth !== width) { width = view.clientWidth; layout(); if (selected !== null) reveal(selected); } }).observe(view);
+  new ResizeObserver(() => {
+    if (!view.clientWidth || view.clientWidth === width) return;
+    width = view.clientWidth;
+    layout();
+    if (selected !== null) reveal(selected);
+  }).observe(view);
   return {
     frame, view, select, sampled, textOf, segments,
-    get selected() { return selected; }, get rows() { return rows.length; }, get draws() { return drawn; },
+    get selected() { return selected; },
     fold(all) { segments.forEach((one) => { if (one.kind !== "policy") one.folded = all; }); layout(); },
     colour(chosen) { column = chosen; scale = chosen ? scaleOf(chosen) : null; recolour(); paintMap(); return scale; },
-    strongest(count) {
-      if (!scale) return [];
-      const centre = column.scale === "both1" ? 1 : 0;
-      const strength = (i) => (column.scale === "low" ? -column.values[i] : Math.abs(column.values[i] - centre));
-      const found = [];
-      for (let i = 0; i < sampled.length; i++) if (Number.isFinite(column.values[i]) && strength(i) > 0) found.push(i);
-      return found.sort((a, b) => strength(b) - strength(a)).slice(0, count);
-    },
+    strongest,
   };
 }
 
@@ -236,7 +254,10 @@ function tokenPanel(rollout, columns, text) {
   const order = columns.map((column) => Float32Array.from(column.values.filter(Number.isFinite)).sort());
   const rank = (i, value) => {
     let [low, high] = [0, order[i].length];
-    while (low < high) { const middle = (low + high) >> 1; if (order[i][middle] < value) low = middle + 1; else high = middle; }
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      [low, high] = order[i][middle] < value ? [middle + 1, high] : [low, middle];
+    }
     return order[i].length ? low / order[i].length : 0;
   };
   const show = (token, announced) => {
@@ -245,14 +266,16 @@ function tokenPanel(rollout, columns, text) {
       list.replaceChildren();
       return;
     }
-    head.replaceChildren(said(text.textOf(token), { class: "big" }), el("span", { class: "faint" }, ` token ${number(token)} · id ${ids[token]} · ${text.sampled[token] ? "sampled" : "not sampled"}`));
+    head.replaceChildren(said(text.textOf(token), { class: "big" }),
+        el("span", { class: "faint" }, ` token ${number(token)} · id ${ids[token]} · ${text.sampled[token] ? "sampled" : "not sampled"}`));
     list.replaceChildren(...columns.map((column, i) => {
       const value = column.values[token];
       return el("div", { title: column.meaning }, el("dt", {}, column.title),
         el("dd", {}, column.scale.startsWith("both") ? signed(value, 4) : number(value, 4)),
         el("i", { class: "rank", "aria-hidden": "true", style: { "--rank": Number.isFinite(value) ? rank(i, value) : 0 } }));
     }));
-    if (announced) document.getElementById("status").textContent = `token ${token} ${oneLine(text.textOf(token))}: ${columns.map((column) => `${column.title} ${number(column.values[token])}`).join(", ")}`;
+    const values = columns.map((column) => `${column.title} ${number(column.values[token])}`);
+    if (announced) document.getElementById("status").textContent = `token ${token} ${oneLine(text.textOf(token))}: ${values.join(", ")}`;
   };
   show(null);
   return { panel, show };
@@ -264,7 +287,8 @@ export async function rolloutView(run, id, token, by) {
   const rollout = await get(`rollout/${run.index}/${id}`);
   const siblings = run.groups.get(brief.cluster);
   const place = siblings.indexOf(brief);
-  const neighbour = (to, text, key) => (to ? el("a", { href: link(run.index, "rollout", to.id) + (by ? `?by=${by}` : ""), "aria-keyshortcuts": key }, text) : el("span", { class: "faint" }, text));
+  const neighbour = (to, text, key) => (to ? el("a", { href: link(run.index, "rollout", to.id) + (by ? `?by=${by}` : ""),
+      "aria-keyshortcuts": key }, text) : el("span", { class: "faint" }, text));
   const images = (rollout.image_files ?? []).map((name, i) => {
     const image = el("img", { alt: `image ${i + 1} that the model was shown`, loading: "lazy" });
     imageAddress(run.index, name).then((address) => (image.src = address)).catch(() => image.remove());
@@ -272,28 +296,37 @@ export async function rolloutView(run, id, token, by) {
   });
   const rewards = Object.entries(rollout.rewards);
   const head = [
-    el("div", { class: "head" }, el("h1", {}, `Rollout ${place + 1} of ${siblings.length}`, el("span", { class: "faint" }, ` row ${brief.row}, step ${brief.step}`)),
-      el("nav", { class: "steps", "aria-label": "Rollouts of the group" }, neighbour(siblings[place - 1], "← previous", "k"), el("a", { href: link(run.index, "group", brief.cluster), "aria-keyshortcuts": "g" }, "group"), neighbour(siblings[place + 1], "next →", "j"))),
-    el("dl", { class: "facts" }, [
+    el("div", { class: "head" }, el("h1", {}, `Rollout ${place + 1} of ${siblings.length}`,
+        el("span", { class: "faint" }, ` row ${brief.row}, step ${brief.step}`)),
+      el("nav", { class: "steps", "aria-label": "Rollouts of the group" }, neighbour(siblings[place - 1], "← previous", "k"),
+          el("a", { href: link(run.index, "group", brief.cluster), "aria-keyshortcuts": "g" }, "group"),
+          neighbour(siblings[place + 1], "next →", "j"))),
+    facts(
       ...rewards.map(([name, value]) => [name.replace(/_reward$/, "").replaceAll("_", " "), number(value)]),
       ["advantage", signed(brief.advantage, 3)],
       ["fate", fateChip(brief)],
       ["tokens", number(brief.length)],
-      brief.turns > 1 ? ["turns", brief.turns] : null,
-      brief.calls ? ["tool calls", `${brief.calls}${brief.failed_calls ? `, ${brief.failed_calls} failed` : ""}`] : null,
-      rollout.seconds ? ["time", `${seconds(rollout.seconds)}${rollout.tool_seconds ? `, ${seconds(rollout.tool_seconds)} for tools` : ""}`] : null,
-      rollout.reused ? ["taken from a draft", number(rollout.reused)] : null,
-    ].filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, said(name)), el("dd", {}, typeof value === "object" ? value : String(value))))),
+      brief.turns > 1 && ["turns", brief.turns],
+      brief.calls && ["tool calls", `${brief.calls}${brief.failed_calls ? `, ${brief.failed_calls} failed` : ""}`],
+      rollout.seconds && ["time", seconds(rollout.seconds)],
+      rollout.tool_seconds && ["of which tools", seconds(rollout.tool_seconds)],
+      rollout.reused && ["taken from a draft", number(rollout.reused)],
+    ),
     rollout.error ? el("p", { class: "notice bad" }, said(rollout.error)) : null,
     images.length ? el("div", { class: "images" }, images) : null,
   ];
+  const folded = (title, entries) => entries.length > 0 && el("details", {}, el("summary", {}, title), settingsTable(entries));
+  const steps = Object.entries(rollout.steps).map(([index, pairs]) =>
+    [rewards[Number(index)]?.[0] ?? index, pairs.map(([end, reward]) => `${end}: ${number(reward)}`).join(", ")]);
   const rest = [
-    el("details", { open: !rollout.tokens }, el("summary", {}, "As text"), transcript(rollout.prompt, "prompt"), transcript(rollout.completion, "assistant")),
-    Object.keys(rollout.data).length ? el("details", {}, el("summary", {}, "Other columns of the row"), settingsTable(Object.entries(rollout.data))) : null,
-    Object.keys(rollout.columns).length ? el("details", {}, el("summary", {}, "Columns that rewards logged"), settingsTable(Object.entries(rollout.columns))) : null,
-    Object.keys(rollout.steps).length ? el("details", {}, el("summary", {}, "Rewards of steps"), settingsTable(Object.entries(rollout.steps).map(([place, pairs]) => [rewards[Number(place)]?.[0] ?? place, pairs.map(([end, reward]) => `${end}: ${number(reward)}`).join(", ")]))) : null,
+    el("details", { open: !rollout.tokens }, el("summary", {}, "As text"),
+      transcript(rollout.prompt, "prompt"), transcript(rollout.completion, "assistant")),
+    folded("Other columns of the row", Object.entries(rollout.data)),
+    folded("Columns that rewards logged", Object.entries(rollout.columns)),
+    folded("Rewards of steps, by their last token", steps),
   ];
-  if (!rollout.tokens) return [...head, el("p", { class: "notice" }, 'Tokens are not on record. Train with record="tokens" to see each with its values.'), ...rest];
+  if (!rollout.tokens) return [...head,
+      el("p", { class: "notice" }, 'Tokens are not on record. Train with record="tokens" to see each with its values.'), ...rest];
   const columns = rollout.tokens.columns.map((column) => ({ ...column, values: numbersOf(column.values, Float32Array) }));
   const shown = columns.filter((column) => column.scale !== "hidden" && column.values.some(Number.isFinite));
   let panel = null;
@@ -308,23 +341,33 @@ export async function rolloutView(run, id, token, by) {
     const kind = !chosen ? "" : chosen.scale.startsWith("both") ? "both" : chosen.scale === "each" ? "each" : "one";
     ends.replaceChildren(...(scale ? [number(scale.ends[0], 2), el("i", { class: `ramp ${kind}` }), number(scale.ends.at(-1), 2)] : []));
     strongest = chosen && chosen.scale !== "each" ? text.strongest(200) : [];
-    jumps.replaceChildren(...strongest.slice(0, 8).map((at) => el("button", { onclick: () => text.select(at) }, said(oneLine(text.textOf(at), 18) || "␣"), " ", el("b", {}, chosen.scale.startsWith("both") ? signed(chosen.values[at], 2) : number(chosen.values[at], 2)))));
+    jumps.replaceChildren(...strongest.slice(0, 8).map((at) => el("button", { onclick: () => text.select(at) },
+        said(oneLine(text.textOf(at), 18) || "␣"), " ", el("b", {}, chosen.scale.startsWith("both") ? signed(chosen.values[at], 2)
+        : number(chosen.values[at], 2)))));
   };
   const step = (by) => {
     if (!strongest.length) return;
     const now = strongest.indexOf(text.selected);
     text.select(strongest[(now + by + strongest.length) % strongest.length]);
   };
-  const first = by && shown.some((column) => column.name === by) ? by : shown.some((column) => column.name === "gap") && token !== null ? "gap" : "logprobs";
+  const first = by && shown.some((column) => column.name === by) ? by : shown.some((column) => column.name === "gap") && token !== null
+      ? "gap" : "logprobs";
   const select = el("select", { onchange: (event) => colour(event.target.value) }, el("option", { value: "" }, "nothing"),
     shown.map((column) => el("option", { value: column.name, selected: column.name === first, title: column.meaning }, column.title)));
-  queueMicrotask(() => { colour(first); if (token !== null && token < text.sampled.length) requestAnimationFrame(() => { text.select(token); if (innerWidth < 600) node.scrollIntoView(); }); });
+  queueMicrotask(() => {
+    colour(first);
+    if (token !== null && token < text.sampled.length)
+      requestAnimationFrame(() => {
+        text.select(token);
+        if (innerWidth < 600) node.scrollIntoView();
+      });
+  });
   const folds = text.segments.filter((one) => one.kind === "other").length;
   const node = el("section", { class: "reader", "aria-label": "Tokens" },
     el("div", { class: "tools" }, el("label", {}, "Colour by", select), ends,
-      folds ? [el("button", { onclick: () => text.fold(true) }, "Fold what tools wrote"), el("button", { onclick: () => text.fold(false) }, "Unfold")] : null),
+      folds ? [el("button", { onclick: () => text.fold(true) }, "Fold what tools wrote"), el("button", { onclick: () => text.fold(false) },
+          "Unfold")] : null),
     jumps, el("div", { class: "columns" }, text.frame, panel.panel));
-  node.tokens = text;
   node.keys = { n: () => step(1), p: () => step(-1) };
   return [...head, node, ...rest];
 }
