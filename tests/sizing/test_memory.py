@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
+from covey.policy.fused_layers import find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
 from covey.sizing.memory import Precision, ShardCounts, estimate, layer_bytes, optimizer_states, readable
 from covey.sizing.model_spec import SavedActivations, count_parameters
@@ -46,10 +47,10 @@ def test_every_part_by_hand():
     m = estimate(LlamaConfig(**TINY), args(beta=0.1, gradient_checkpointing=False, use_cpu=True), prompt_tokens=4)
     assert m.weights == m.reference == m.gradients == 7888 * 4
     assert m.optimizer == 2 * 7888 * 4
-    # per token and layer: 6 * 16 hidden + 2 * 16 query + 2 * 8 key/value + 4 * 32 intermediate = 272; beside the layers
+    # per token and layer: 4 * 16 hidden + 2 * 16 query + 2 * 8 key/value + 2 * 32 intermediate = 176; beside the layers
     # 3 * 16; on the way back 3 * 32 + 2 * 16
     assert (m.pass_tokens, m.passes) == (72, 1)
-    assert m.activations == 72 * (2 * 272 + 48 + 128) * 4
+    assert m.activations == 72 * (2 * 176 + 48 + 128) * 4
     assert m.logits == 2 * 72 * 100 * 4
     assert m.head_gradient == 100 * 16 * 4
     # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
@@ -142,8 +143,12 @@ def test_a_layer_keeps_the_inputs_of_what_is_trained_alone():
 
 
 def test_a_rollout_is_never_cut():
-    m = estimate(LlamaConfig(**TINY), args(max_tokens_per_micro_batch=5, gradient_checkpointing=False), prompt_tokens=4)
-    assert m.activations == (4 + 8) * (2 * 272 + 176) * 4
+    m = estimate(
+        LlamaConfig(**TINY),
+        args(max_tokens_per_micro_batch=5, gradient_checkpointing=False, use_cpu=True),
+        prompt_tokens=4,
+    )
+    assert m.activations == (4 + 8) * (2 * 176 + 176) * 4
 
 
 def test_passes_grow_with_the_memory_of_a_gpu():
@@ -174,8 +179,8 @@ def test_a_cpu_in_float32_samples_from_packed_weights(monkeypatch):
 
 
 def test_checkpointing_keeps_one_layer_and_the_borders():
-    m = estimate(LlamaConfig(**TINY), args(gradient_checkpointing=True), prompt_tokens=4)
-    assert m.activations == 72 * (2 * 16 + 272 + 176) * 4
+    m = estimate(LlamaConfig(**TINY), args(gradient_checkpointing=True, use_cpu=True), prompt_tokens=4)
+    assert m.activations == 72 * (2 * 16 + 176 + 176) * 4
 
 
 def test_no_kl_penalty_means_no_reference():
@@ -238,7 +243,7 @@ WIDE = LlamaConfig(
 PROMPT, LENGTH, GROUP = 64, 64, 8
 
 
-def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter):
+def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter, fused=False):
     """Bytes of all tensors that autograd keeps of one forward pass, weights and autocast's copies of them aside."""
     model = AutoModelForCausalLM.from_config(WIDE, dtype=dtype).train()
     if checkpointing:
@@ -263,6 +268,7 @@ def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter):
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        fused_layers(find_fused_layers(model) if fused else []),
     ):
         scorer(model, batch, entropy=True)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
@@ -288,6 +294,14 @@ def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapte
     updated = 4 if adapter else dtype.itemsize
     precision = Precision(dtype.itemsize, 2 if autocast else dtype.itemsize, updated, False, kept_inputs)
     assert tokens * (6 * layer_bytes(WIDE, precision) + 3 * 64 * 4) == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_fused_layers_keep_less(adapter):
+    kept = kept_by_a_pass("shared_prefix", torch.float32, False, False, adapter, fused=True)
+    kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).saved
+    per_layer = layer_bytes(WIDE, Precision(4, 4, 4, False, kept_inputs, fused=True))
+    assert (PROMPT + GROUP * LENGTH) * (6 * per_layer + 3 * 64 * 4) == pytest.approx(kept, rel=0.1)
 
 
 def test_checkpointed_layers_keep_their_inputs():

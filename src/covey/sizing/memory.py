@@ -33,6 +33,9 @@ LOGIT_COPIES = 2  # tiles of float32 numbers that the head holds at once: logits
 FILLED = {"cpu": 0.5, "cuda": 0.8}
 """Share of the memory that a process can get, up to which micro-batches grow and layers keep their activations."""
 
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Decoders whose norms and MLPs are known to be fused on a CPU; others are estimated as if theirs were not."""
+
 SHARDED = {
     "multi_gpu": (False, False, False),
     "cpu_2proc": (False, False, False),
@@ -194,7 +197,7 @@ def _activation_room(
 ) -> ActivationRoom:
     """Room by which a micro-batch decides; on a CPU layers that keep at most double the memory of the run."""
     text = config.get_text_config()
-    precision = _precision(config, args, counts, sharded=False, whole=whole)
+    precision = _precision(config, args, counts, device, sharded=False, whole=whole)
     size -= _cast_numbers(counts, precision, found.layers, found.layers) * precision.computed - found.casts
     gap = precision.saved.passing * precision.computed if device == "cpu" else 0
     recomputed = activation_bytes(text, precision, kept=0) + gap
@@ -218,14 +221,14 @@ def _estimate(
 ) -> MemoryEstimate:
     """The estimate with micro-batches of up to `room` tokens; `whole`: all weights are trained, not an adapter."""
     text, vision = config.get_text_config(), sees_images(config)
-    precision = _precision(config, args, counts, sharded=spread.weights > 1, whole=whole)
+    precision = _precision(config, args, counts, device, sharded=spread.weights > 1, whole=whole)
     prompt = prompt_tokens + images.tokens
     completion = args.max_completion_length or (text.max_position_embeddings - prompt)
     tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision, room=room)
     rollouts = tokens // (prompt + completion)
     shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
     trainable, unquantised = counts.trainable, counts.parameters - counts.quantised.numbers
-    stored, computed, updated, sharded, _ = precision
+    stored, computed, updated, sharded, *_ = precision
     weights = (unquantised * stored + counts.quantised.size + trainable * (updated - stored)) // spread.weights
     head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, passes, whole, device)
     chunk = min(tokens, args.logprob_chunk_size) * text.vocab_size * 4
@@ -371,6 +374,7 @@ class Precision(NamedTuple):
     updated: int  # bytes of a weight that is trained
     sharded: bool  # weights are gathered in the type of products
     saved: SavedActivations
+    fused: bool = False  # norms and MLPs run as `covey.policy.fused_layers`
 
     @property
     def casts(self) -> bool:
@@ -390,13 +394,15 @@ def layer_bytes(text: Any, precision: Precision) -> int:
     factor of its weight; linear layers that are trained save their inputs: two, or with casts one copy for each of the
     five that read a norm. Queries, attention's result, keys, values, and four of the MLP's width (three if its last
     layer is not trained): with all trained h = 8 + 2 * residual + 2c (or 5c) for H, 2c each for Q and K, 4c for I. Of
-    a mixture, each expert's copy of the token, and its output before and after it is weighed.
+    a mixture, each expert's copy of the token, and its output before and after it is weighed. Fused norms save their
+    input alone, fused MLPs two numbers of their width.
     """
     c, saved = precision.computed, precision.saved
     queries, keys, inner, experts = DecoderWidths.of(text)
     reading = saved.attention + saved.mlp if precision.casts else (saved.attention > 0) + (saved.mlp > 0)
-    norm = 4 + precision.residual * saved.norms
-    wide = 2 * queries + 2 * keys + (3 + saved.down) * inner + saved.ranks
+    norm = 4 + precision.residual * saved.norms * (not precision.fused)
+    fused_mlp = precision.fused and not (saved.ranks and (saved.mlp or saved.down))
+    wide = 2 * queries + 2 * keys + (2 if fused_mlp else 3 + saved.down) * inner + saved.ranks
     wide += experts * (2 + saved.down) * text.hidden_size * (experts > 1)
     return text.hidden_size * (saved.wide * norm + reading * c) + (queries + keys) * saved.heads * norm + wide * c
 
@@ -457,7 +463,7 @@ def readable(size: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _precision(config: Any, args: Any, counts: ModelSpec, sharded: bool, whole: bool) -> Precision:
+def _precision(config: Any, args: Any, counts: ModelSpec, device: str, *, sharded: bool, whole: bool) -> Precision:
     """The policy is loaded in float32 unless `model_init_kwargs` has another dtype; what is quantised is in float32."""
     wanted = (args.model_init_kwargs or {}).get("dtype", torch.float32)
     if wanted == "auto":
@@ -465,4 +471,8 @@ def _precision(config: Any, args: Any, counts: ModelSpec, sharded: bool, whole: 
     dtype = getattr(torch, wanted.removeprefix("torch.")) if isinstance(wanted, str) else wanted
     stored = 4 if counts.quantised.numbers else dtype.itemsize
     computed = 2 if args.bf16 or args.fp16 else stored
-    return Precision(stored, computed, stored if whole else 4, sharded, counts.saved or SavedActivations(norms=whole))
+    saved = counts.saved or SavedActivations(norms=whole)
+    plain = device == "cpu" and computed == stored >= 4 and not sharded and not args.torch_compile
+    text = config.get_text_config()
+    known = text.model_type in FUSED and not getattr(text, "mlp_bias", False) and not counts.quantised.numbers
+    return Precision(stored, computed, stored if whole else 4, sharded, saved, plain and known)

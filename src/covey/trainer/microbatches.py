@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
+from covey.policy.fused_layers import FusedLayer, find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
@@ -42,6 +44,7 @@ class MicroBatchRunner:
     room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
     activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
     layers: Callable[[], Sequence[nn.Module]] = tuple  # looks up the decoder's layers
+    fused: Callable[[], Sequence[FusedLayer]] = tuple  # finds those whose operations are fused
     # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
     limit: int | None = field(default=None, init=False)
     most_kept: int | None = field(default=None, init=False)
@@ -50,6 +53,8 @@ class MicroBatchRunner:
     def of(cls, context: RunContext, scorer: TokenScorer) -> "MicroBatchRunner":
         collectives, sharding = context.collectives, context.sharding
         plan = None if sharding.gradients else _memory_plan(context)
+        sharded = sharding.gradients or sharding.weights
+        plain = context.device.type == "cpu" and not sharded and not context.args.torch_compile
         return cls(
             scorer,
             lambda: context.loop.policy.parameters(),
@@ -60,6 +65,7 @@ class MicroBatchRunner:
             room=plan.room if plan else 0,
             activations=plan.activation_room if plan else None,
             layers=lambda: getattr(decoder_of(context.loop.policy), "layers", ()),
+            fused=cache(lambda: find_fused_layers(context.loop.policy)) if plain else tuple,
         )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
@@ -107,7 +113,8 @@ class MicroBatchRunner:
                 todo += [chosen[piece] for piece in reversed(pieces)]
                 continue
             try:
-                values[token_index(chosen, batch.lengths)] = score(part).float()
+                with fused_layers(self.fused()):
+                    values[token_index(chosen, batch.lengths)] = score(part).float()
                 continue
             except (RuntimeError, MemoryError) as error:
                 self._check_survivable(error, part)
@@ -127,7 +134,8 @@ class MicroBatchRunner:
         for layer in keeping:
             layer.gradient_checkpointing = False
         try:
-            return backward(part)
+            with fused_layers(self.fused()):
+                return backward(part)
         except (RuntimeError, MemoryError) as error:
             if not (keeping and is_out_of_memory(error)):
                 self._check_survivable(error, part)

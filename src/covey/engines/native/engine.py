@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ class NativeEngine(PolicyEngine):
         self._waiting.extend(sequences)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
-        return list(await asyncio.gather(*[sequence.done for sequence in sequences]))
+        return list(await asyncio.gather(*map(attrgetter("done"), sequences)))
 
     def score(
         self, prompt_ids: list[int], completions: list[list[int]], temperature: float = 1.0

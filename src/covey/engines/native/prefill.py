@@ -1,6 +1,7 @@
 """Parallel forward passes before decoding: computed prompts, tokens that continue them, and the masks of both."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ KeysAndValues = list[tuple[Tensor, Tensor]]  # keys and values of each layer
 def keys_and_values(prefilled: Cache) -> KeysAndValues:
     """Per layer, `[prompts, kv_heads, width, head_dim]` each."""
     layers: list[Any] = list(prefilled.layers)
-    return [(layer.keys, layer.values) for layer in layers]
+    return list(map(attrgetter("keys", "values"), layers))
 
 
 def additive_masks(

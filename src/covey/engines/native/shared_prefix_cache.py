@@ -157,7 +157,7 @@ class SharedPrefixCache(Cache):
         """Copy sequences (source, target), then drop all but the first `size` and prompts without sequences."""
         if moves:
             columns = slice(self._first_column, self._column)
-            sources, targets = (list(indices) for indices in zip(*moves, strict=True))
+            sources, targets = map(list, zip(*moves, strict=True))
             for pair in self._own.values():
                 for stored in pair:
                     stored[targets, :, columns] = stored[sources, :, columns]
@@ -170,10 +170,10 @@ class SharedPrefixCache(Cache):
         used = sorted(set(self._owners))
         # A captured step is bound to the stored prompts, so half of them may be idle then.
         if len(used) < len(self._prompt_lengths) / (1 if self._fixed_column is None else 2):
-            self._prompt_lengths = [self._prompt_lengths[group] for group in used]
+            self._prompt_lengths = list(map(self._prompt_lengths.__getitem__, used))
             width = max(self._prompt_lengths, default=0)
             self._prompts = [(k[:, used, :width], v[:, used, :width]) for k, v in self._prompts]
-            self._owners = [used.index(group) for group in self._owners]
+            self._owners = list(map(used.index, self._owners))
         self._slot_map = None
 
     @property
