@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$", re.DOTALL)
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+NAME = re.compile(r"(?<=<code>)[^<]*")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
 IMAGES = (".png", ".svg")
 
@@ -77,6 +79,11 @@ def on_page_markdown(markdown, page, config, files):
     parts = CODE.split(markdown)
     parts[::2] = [FORMULA.sub(drawn, LINK.sub(moved, part)) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(html, page, config, files):
+    """Let names of metrics and settings in tables break after _ and / instead of anywhere."""
+    return CELL.sub(lambda cell: NAME.sub(lambda name: re.sub(r"([_/])(?=\w)", r"\1<wbr>", name[0]), cell[0]), html)
 
 
 def drawn(match):
