@@ -104,18 +104,24 @@ class Result:
 def run(case: Case, rate: float, seed: int, steps: int) -> Result:
     """Train until the engine is called stale, or to the end."""
     seconds: list[float] = []
-    votes = staleness.VersionTest.votes
+    test = staleness.VersionTest
+    looks = {name: getattr(test, name) for name in ("votes", "difference")}
 
-    def timed(self: Any, *given: Any) -> Any:
-        began = time.perf_counter()
-        result = votes(self, *given)
-        seconds.append(time.perf_counter() - began)
-        return result
+    def timed(look: Any) -> Any:
+        def measured(*given: Any) -> Any:
+            began = time.perf_counter()
+            result = look(*given)
+            seconds.append(time.perf_counter() - began)
+            return result
+
+        return measured
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = _trainer(folder, case, rate, seed, steps)
         accusations: list[int] = []
-        began, staleness.VersionTest.votes = time.perf_counter(), timed  # type: ignore[method-assign]
+        began = time.perf_counter()
+        for name, look in looks.items():
+            setattr(test, name, timed(look))
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -125,7 +131,8 @@ def run(case: Case, rate: float, seed: int, steps: int) -> Result:
                 raise
             accusations.append(trainer.state.global_step)
         finally:
-            staleness.VersionTest.votes = votes  # type: ignore[method-assign]
+            for name, look in looks.items():
+                setattr(test, name, look)
         took = time.perf_counter() - began
     if any("has stale weights:" in str(one.message) for one in caught):
         accusations.append(-1)
@@ -166,7 +173,7 @@ def _trainer(folder: str, case: Case, rate: float, seed: int, steps: int) -> GRP
 
 
 def main() -> int:
-    """Measure and print; the exit code is 1 where an engine that takes nothing is missed, or a healthy one accused."""
+    """Measure and print; the exit code is 1 where a stale engine is missed, or a healthy one accused."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.stale_weights",
         description=__doc__,
@@ -180,14 +187,12 @@ def main() -> int:
     print("| stale engine | learning rate | found | optimizer steps without it |\n|---|---|---|---|")
     for case in STALE:
         for rate in RATES:
-            results = [
-                run(case, rate, seed, STEPS if case.engine != {"until": 10} else 100) for seed in range(given.seeds)
-            ]
+            results = [run(case, rate, seed, STEPS) for seed in range(given.seeds)]
             late = [result.found - (case.engine.get("until") or 0) for result in results if result.found is not None]
             print(
                 f"| {case.name} | {rate:g} | {len(late)} of {len(results)} | {', '.join(map(str, late))} |", flush=True
             )
-            good &= case.engine != {"until": 0} or (len(late) == len(results) and max(late) <= 3)
+            good &= len(late) == len(results) and max(late) <= 3
     usual = run(Case("float32"), 1e-5, 0, 200)
     print(f"\nTime of the looks in a healthy run of 200 steps: {usual.share:.2%} ({usual.looks} looks).\n")
     print("| healthy engine | looks | called stale |\n|---|---|---|")

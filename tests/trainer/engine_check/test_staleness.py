@@ -65,9 +65,9 @@ class Run:
         self.version += 1
         self.model.weight.data += 1.0
 
-    def look(self, *engine):
+    def few(self, *engine):
         count = len(engine)
-        few = TrainBatch(
+        return TrainBatch(
             token_ids=torch.zeros(count, dtype=torch.long),
             lengths=torch.ones(count, dtype=torch.long),
             sampled=torch.ones(count, dtype=torch.bool),
@@ -76,7 +76,12 @@ class Run:
             groups=torch.zeros(count, dtype=torch.long),
             engine_logprobs=torch.tensor(engine),
         )
-        return self.test.votes(few, lambda batch: self.model.weight.detach().view(1).expand(batch.num_tokens).clone())
+
+    def rescore(self, batch):
+        return self.model.weight.detach().view(1).expand(batch.num_tokens).clone()
+
+    def look(self, *engine, last=False):
+        return self.test.votes(self.few(*engine), self.rescore, last)
 
 
 def test_each_token_votes_for_the_closer_version():
@@ -125,6 +130,45 @@ def test_looks_are_far_apart_and_a_new_copy_follows_the_last():
     assert looked == [*LOOKS, *(LOOKS[-1] + look for look in LOOKS)]
 
 
+def differences(run, *engine):
+    """The first half of a generation's comparison: is the last version to be asked?"""
+    assert run.test.moved()
+    few = run.few(*engine)
+    asked = run.test.jumped([run.test.difference(few, run.rescore)])
+    assert not run.test.moved()
+    return asked
+
+
+def test_the_last_version_is_asked_when_the_difference_jumps():
+    run = Run()
+    assert not differences(run, *[0.125] * 40)  # version 0: the rounding of this engine
+    run.step()
+    assert not differences(run, *[1.25] * 40)  # twice as much
+    run.step()
+    assert differences(run, *[1.0] * 40)  # it has stayed behind
+    assert "by weights of step 1 or about" in run.test.finding([run.look(*[1.0] * 40, last=True)], last=True)
+
+
+def test_a_difference_that_no_version_explains_is_rounding():
+    run = Run()
+    assert not differences(run, *[0.0] * 40)
+    run.step()
+    assert differences(run, *[1.25, 0.75] * 20)
+    assert run.test.finding([run.look(*[1.25, 0.75] * 20, last=True)], last=True) is None
+    run.step()
+    assert not differences(run, *[2.25, 1.75] * 20)
+
+
+def test_votes_for_the_last_version_add_up_until_they_suffice():
+    run = Run()
+    assert not differences(run, *[0.0] * 20)
+    for _ in range(2):
+        run.step()
+        assert differences(run, *[0.0] * 20)
+        found = run.test.finding([run.look(*[0.0] * 20, last=True)], last=True)
+    assert "40 of its log-probs are explained better by weights of step 0" in found  # 20 are too few
+
+
 # ---- in a run --------------------------------------------------------------------------------------------------------
 
 
@@ -158,13 +202,13 @@ def test_an_engine_that_drops_every_update_is_found_at_once(tmp_path, rate):
     assert dropping.state.global_step <= 3
 
 
-@pytest.mark.slow
-def test_an_engine_that_stops_taking_updates_is_found_later(tmp_path):
-    dropping = trainer(tmp_path, learning_rate=1e-5, max_completion_length=24)
-    dropping.collector.engine.until = 2
-    with pytest.raises(ValueError, match="explained better by weights of step 0 or about"):
+@pytest.mark.parametrize(("rate", "until"), [(1e-6, 5), (1e-3, 12)])
+def test_an_engine_that_stops_taking_updates_is_found_soon(tmp_path, rate, until):
+    dropping = trainer(tmp_path, learning_rate=rate, max_completion_length=12)
+    dropping.collector.engine.until = until
+    with pytest.raises(ValueError, match=f"explained better by weights of step {until} or about"):
         dropping.train()
-    assert dropping.state.global_step in LOOKS[-2:]
+    assert until < dropping.state.global_step <= until + 3
 
 
 def test_an_adapter_that_never_arrives_is_found(tmp_path):

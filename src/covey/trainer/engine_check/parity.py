@@ -223,7 +223,7 @@ class EngineCheck:
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
         """Look at a generation; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
         self._check_reported(batch)
-        looks = self.versions is not None and self.versions.due()
+        looks = self.versions is not None and (self.versions.due() | self.versions.moved())
         if not (looks or self._left):
             return
         comparable = batch if fresh is None else batch.select(fresh)
@@ -248,11 +248,17 @@ class EngineCheck:
     def _look_for_stale_weights(self, batch: TrainBatch) -> None:
         """Compare what current and earlier weights make of a few rollouts. Collective."""
         assert self.versions is not None, "asked where they are looked at"
+        test = self.versions
         few, usable = self._few(batch)
-        votes = None
-        if usable or self.together:
-            votes = self.versions.votes(few, lambda rollouts: self.rescore(rollouts, self.temperature))
-        problem = self.versions.finding([share for share in self.gather(votes) if share is not None])
+
+        def of_all(measure: Callable[..., list[float] | None], *settings: bool) -> list[list[float]]:
+            asked = usable or self.together
+            mine = measure(few, lambda rollouts: self.rescore(rollouts, self.temperature), *settings) if asked else None
+            return [share for share in self.gather(mine) if share is not None]
+
+        problem = test.finding(of_all(test.votes)) if test.due() else None
+        if problem is None and test.moved() and test.jumped(of_all(test.difference)):
+            problem = test.finding(of_all(test.votes, True), last=True)
         if problem is not None:
             self.versions = None
             self._complain(f"{problem} {ADVICE}")

@@ -3,10 +3,14 @@
 A few fresh rollouts are scored twice: with the current weights, and with those of an earlier rollout batch, which are
 put back for a moment. Each token votes for the version that is closer to the engine's log-prob. Rounding, in whatever
 number format, makes votes that cancel; an engine that missed an update gets votes of one sign.
+
+Two earlier versions are asked: an old one at a few versions after it, because differences that rounding hides add up,
+and the last one that the engine had, as soon as the engine differs from the trainer by more than ever before.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,7 @@ Where each vote is as likely to have either sign, the chance to reach it is at m
 """
 
 AGREEMENT = 0.5  # of the votes, by their size: 0 where they cancel, 1 where all are for the earlier version
+JUMP = 2.0  # times the largest difference so far at which the last version is asked
 
 
 class Snapshot:
@@ -39,6 +44,11 @@ class Snapshot:
             if limit < 0:
                 break
             self._pairs.append((weight, weight.to("cpu", copy=True)))
+
+    def renew(self) -> None:
+        """Copy the weights as they are now."""
+        for weight, copy in self._pairs:
+            copy.copy_(weight)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -56,31 +66,95 @@ class Snapshot:
         reshard(self._model)  # what it gathered is of the weights before
 
 
+@dataclass
+class Evidence:
+    """Votes between current weights and a copy of those of `version`, over looks."""
+
+    snapshot: Snapshot
+    version: int
+    sums: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
+
+    def add(self, votes: list[list[float]]) -> bool:
+        """True if the evidence with these votes, of all processes, suffices."""
+        self.sums += torch.tensor(votes, dtype=torch.float64).sum(0)
+        total, squares, sizes, *_ = self.sums.tolist()
+        if total <= 0:  # nothing speaks against the engine: what was is no credit for later
+            self.sums.zero_()
+        return total > 0 and total >= DEVIATIONS * squares**0.5 and total >= AGREEMENT * sizes
+
+    def report(self, current: int) -> str:
+        _, _, _, now, then, tokens = self.sums.tolist()
+        return (
+            f"the engine has stale weights: {int(tokens)} of its log-probs are explained better by weights of step"
+            f" {self.version} or about (mean difference {then / tokens:.2g} nats) than by those of step {current},"
+            f" which it should sample with ({now / tokens:.2g}). It did not take an update, or not all of it: look at"
+            " its `load_weights`, and at the log of its server."
+        )
+
+
 class VersionTest:
     """Evidence, gathered over a run, that earlier weights explain an engine's log-probs better than current ones."""
 
     def __init__(self, policy: Callable[[], nn.Module], version: Callable[[], int]):
         self._policy, self._version = policy, version  # the version is the number of optimizer steps
-        self._snapshot: Snapshot | None = None
-        self._seen = self._copied = -1  # versions: the newest, and the copied one
-        self._age = self._looked = 0  # versions since the copy, and looks that were taken at it
-        self._sums = torch.zeros(6, dtype=torch.float64)
+        self._old: Evidence | None = None
+        self._last: Evidence | None = None  # of the last version that the engine had
+        self._seen = self._compared = -1  # versions: the newest, and the newest whose difference is known
+        self._age = self._looked = 0  # versions since the old copy, and looks that were taken at it
+        self._largest = 0.0  # difference between engine and trainer so far: rounding
 
     def due(self) -> bool:
         """True if rollouts of the current weights are to be compared now; the same in every process."""
         version = self._version()
-        if self._snapshot is None:
+        if self._old is None:
             self._copy()
         elif version != self._seen:
             self._seen, self._age = version, self._age + 1
-        return version != self._copied and self._age >= LOOKS[self._looked]
+        assert self._old is not None
+        return version != self._old.version and self._age >= LOOKS[self._looked]
+
+    def moved(self) -> bool:
+        """True if rollouts of the current weights have not been compared yet; the same in every process."""
+        return self._version() != self._compared
 
     @torch.no_grad()
-    def votes(self, few: TrainBatch, rescore: Callable[[TrainBatch], Tensor]) -> list[float] | None:
-        """This process's sums over tokens: votes, their squares and sizes, differences now and then, and a count."""
-        assert self._snapshot is not None, "asked when due"
+    def difference(self, few: TrainBatch, rescore: Callable[[TrainBatch], Tensor]) -> list[float] | None:
+        """This process's sum of differences between engine and current weights, and number of tokens."""
         current = rescore(few)
-        with self._snapshot.in_place():
+        if few.engine_logprobs is None:
+            return None
+        difference = (few.engine_logprobs - current)[few.sampled].double().abs()
+        known = difference.isfinite()
+        return [difference[known].sum().item(), known.sum().item()]
+
+    def jumped(self, differences: list[list[float]]) -> bool:
+        """True if the last version is to be asked, because the difference, of all processes, is larger than ever."""
+        total, tokens = (sum(column) for column in zip(*differences, strict=True)) if differences else (0.0, 0.0)
+        if not tokens:
+            return False
+        first, self._compared = self._last is None, self._version()
+        if not first and total / tokens > JUMP * self._largest:
+            return True
+        self._accept(total / tokens)
+        return False
+
+    def _accept(self, difference: float) -> None:
+        """The engine has the current weights: a copy of them is what it should have left behind at the next version."""
+        self._largest = max(self._largest, difference)
+        if self._last is None:
+            self._last = Evidence(Snapshot(self._policy()), self._compared)
+            return
+        self._last.snapshot.renew()
+        self._last.version = self._compared
+        self._last.sums.zero_()
+
+    @torch.no_grad()
+    def votes(self, few: TrainBatch, rescore: Callable[[TrainBatch], Tensor], last: bool = False) -> list[float] | None:
+        """This process's sums over tokens: votes, their squares and sizes, differences now and then, and a count."""
+        evidence = self._last if last else self._old
+        assert evidence is not None, "asked when due"
+        current = rescore(few)
+        with evidence.snapshot.in_place():
             earlier = rescore(few)
         if few.engine_logprobs is None:
             return None
@@ -90,27 +164,23 @@ class VersionTest:
         columns = (vote, vote**2, vote.abs(), now, then, torch.ones_like(now))
         return [column[known].sum().item() for column in columns]
 
-    def finding(self, votes: list[list[float]]) -> str | None:
+    def finding(self, votes: list[list[float]], last: bool = False) -> str | None:
         """The error text if the evidence with these votes, of all processes, suffices."""
-        if not votes:
+        evidence = self._last if last else self._old
+        if not votes or evidence is None:
             return None
-        self._sums += torch.tensor(votes, dtype=torch.float64).sum(0)
-        total, squares, sizes, now, then, tokens = self._sums.tolist()
-        since, self._looked = self._copied, sum(look <= self._age for look in LOOKS)
+        found = evidence.report(self._version()) if evidence.add(votes) else None
+        if last:
+            if not evidence.sums.any():  # the current weights explain it better: rounding has grown
+                self._accept(sum(share[3] for share in votes) / sum(share[5] for share in votes))
+            return found
+        self._looked = sum(look <= self._age for look in LOOKS)
         if self._looked == len(LOOKS):
             self._copy()
-        if total <= 0:  # nothing speaks against the engine: what was is no credit for later
-            self._sums.zero_()
-            return None
-        if total < DEVIATIONS * squares**0.5 or total < AGREEMENT * sizes:
-            return None
-        return (
-            f"the engine has stale weights: {int(tokens)} of its log-probs are explained better by weights of step"
-            f" {since} or about (mean difference {then / tokens:.2g} nats) than by those of step {self._seen}, which it"
-            f" should sample with ({now / tokens:.2g}). It did not take an update, or not all of it: look at its"
-            " `load_weights`, and at the log of its server."
-        )
+        return found
 
     def _copy(self) -> None:
-        self._snapshot, self._seen = Snapshot(self._policy()), self._version()
-        self._copied, self._age, self._looked = self._seen, 0, 0
+        self._seen = self._version()
+        sums = {} if self._old is None else {"sums": self._old.sums}
+        self._old = Evidence(Snapshot(self._policy()), self._seen, **sums)
+        self._age = self._looked = 0
