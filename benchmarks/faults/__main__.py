@@ -82,8 +82,7 @@ def diagnosed(entry: Entry) -> dict[str, Any]:
         entry.setup().write(folder, model_folder())
         if entry.when == "after":
             settings = ["--max_steps", str(RECORDED_STEPS), "--record", "tokens"]
-            trained = covey(["grpo_or_rloo", "--config", given, *settings], folder, 1800)
-            assert trained["status"] == 0, f"{entry.name}: {trained['errors'][-2000:]}"
+            covey(["grpo_or_rloo", "--config", given, *settings], folder, 1800)  # a fault may end it early
             given = "out"
         ended = covey(["doctor", given, "--json"], folder, SECONDS)
     findings = read_findings(ended["output"])
