@@ -7,11 +7,16 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from covey.observability.diagnostics import Advice, LogEnds, advice
+from covey.observability.diagnostics import Advice, LogEnds
+from covey.observability.diagnostics import advice as findings_of
 
 ARGS = SimpleNamespace(
     output_dir="out", mask_truncated_completions=True, max_completion_length=8, logging_strategy="steps"
 )
+
+
+def advice(history, args, ended=False):
+    return {finding.code: finding.sentence for finding in findings_of(history, args, ended)}
 
 
 def logs(count, **changes):
@@ -20,12 +25,12 @@ def logs(count, **changes):
 
 
 def test_equal_rewards_are_reported_with_value_and_advice():
-    text = advice(logs(5), ARGS)["equal_rewards"]
+    text = advice(logs(5), ARGS)["signal-sparse"]
     assert "5 logs (steps 1 to 5)" in text and "every reward was 0." in text and "out/completions/" in text
 
 
 def test_rewards_that_differ_between_prompts_are_not_equal():
-    assert "every reward" not in advice(logs(5, reward_std=0.5), ARGS)["equal_rewards"]
+    assert "every reward" not in advice(logs(5, reward_std=0.5), ARGS)["signal-sparse"]
 
 
 def test_one_group_with_a_difference_is_enough_to_say_nothing():
@@ -36,12 +41,12 @@ def test_one_group_with_a_difference_is_enough_to_say_nothing():
 
 def test_refilled_groups_are_something_to_learn_from():
     assert advice(logs(5, **{"dynamic_sampling/trained_signal": 0.25}), ARGS) == {}
-    assert "equal_rewards" in advice(logs(5, **{"dynamic_sampling/trained_signal": 0.0}), ARGS)
+    assert "signal-sparse" in advice(logs(5, **{"dynamic_sampling/trained_signal": 0.0}), ARGS)
 
 
 def test_masking_everything_is_told():
     cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_reward_zero_std": 0.0})
-    assert "max_completion_length=8" in advice(cut, ARGS)["all_masked"]
+    assert "max_completion_length=8" in advice(cut, ARGS)["completions-cut"]
     assert advice(cut, SimpleNamespace(mask_truncated_completions=False)) == {}
 
 
@@ -55,7 +60,7 @@ def test_masking_everything_is_told():
 def test_dropping_most_of_what_an_engine_sampled_is_told(mode, says):
     dropped = logs(5, **{"frac_reward_zero_std": 0.0, "sampling/importance_sampling_ratio/outside": 0.6})
     assert re.search(
-        says, advice(dropped, SimpleNamespace(**vars(ARGS), resolved_mismatch_mode=mode))["masked_by_mismatch"]
+        says, advice(dropped, SimpleNamespace(**vars(ARGS), resolved_mismatch_mode=mode))["engine-mismatch"]
     )
     truncated = SimpleNamespace(**vars(ARGS), resolved_mismatch_mode=mode.replace("mask", "truncate"))
     assert advice(dropped, truncated) == {}
@@ -63,7 +68,7 @@ def test_dropping_most_of_what_an_engine_sampled_is_told(mode, says):
 
 def test_a_short_run_is_told_at_its_end():
     assert advice(logs(3), ARGS) == {}
-    assert "3 logs" in advice(logs(3), ARGS, ended=True)["equal_rewards"]
+    assert "3 logs" in advice(logs(3), ARGS, ended=True)["signal-sparse"]
     assert advice(logs(1), ARGS, ended=True) == {}
 
 
@@ -111,17 +116,17 @@ LEARNS = {"frac_reward_zero_std": 0.0, "tools/call_frequency": 2.0}
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("no_calls", {"tools/call_frequency": 0.0}, "no rollout called a tool, .*now chosen by the chat template"),
-        ("malformed_calls", {"tools/failures/malformed": 0.6}, "could not be read .*out/completions/"),
-        ("failing_tools", {"tools/failures/exception": 0.6}, "raised an exception"),
+        ("tools-unused", {"tools/call_frequency": 0.0}, "no rollout called a tool, .*now chosen by the chat template"),
+        ("tools-malformed", {"tools/failures/malformed": 0.6}, "could not be read .*out/completions/"),
+        ("tools-failing", {"tools/failures/exception": 0.6}, "raised an exception"),
         (
-            "failing_tools",
+            "tools-failing",
             {"tools/failures/timeout": 0.4, "tools/failures/exception": 0.2},
             "took longer than tool_timeout=60 s",
         ),
-        ("tool_budget", {"rollouts/tool_budget": 0.6}, "max_tool_calling_iterations=4 was used up"),
+        ("tools-budget", {"rollouts/tool_budget": 0.6}, "max_tool_calling_iterations=4 was used up"),
         (
-            "slow_tools",
+            "tools-slow",
             {"tools/seconds": 3.0, "rollouts/seconds": 4.0, "phase/generate": 8.0, "phase/train": 2.0},
             "spent 75% of their time waiting for tools",
         ),

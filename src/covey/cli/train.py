@@ -100,26 +100,27 @@ def train(run: RunConfig) -> Any:
     return trainer
 
 
-def build_trainer(run: RunConfig, training: bool = True) -> Any:
+def build_trainer(run: RunConfig, training: bool = True, **further: Any) -> Any:
     """The trainer of a run, with its rewards, data and adapter loaded; the training data only to train."""
     import covey
     from covey.cli.data import load_evaluations, load_rows
 
     trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
     renamed = (run.columns, run.system_prompt)
-    return trainer_class(
-        model=run.model,
-        reward_funcs=rewards(run.reward_funcs) or None,
-        args=run.args,
-        train_dataset=load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset and training else None,
-        eval_dataset=load_evaluations(run.eval_dataset, *renamed),
-        tools=[named(tool, "tool") for tool in run.tools] or None,
-        rollout_func=named(run.rollout_func, "rollout_func"),
-        environment_factory=environments(run.environment_factory),
-        agent=agent_of(run.agent),
-        peft_config=adapter(run.peft),
-        quantization_config=quantisation(run.quantization),
-    )
+    parts: dict[str, Any] = {
+        "model": run.model,
+        "reward_funcs": rewards(run.reward_funcs) or None,
+        "args": run.args,
+        "train_dataset": load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset and training else None,
+        "eval_dataset": load_evaluations(run.eval_dataset, *renamed),
+        "tools": [named(tool, "tool") for tool in run.tools] or None,
+        "rollout_func": named(run.rollout_func, "rollout_func"),
+        "environment_factory": environments(run.environment_factory),
+        "agent": agent_of(run.agent),
+        "peft_config": adapter(run.peft),
+        "quantization_config": quantisation(run.quantization),
+    }
+    return trainer_class(**{**parts, **further})
 
 
 def rewards(names: Sequence[Any]) -> list[Any]:

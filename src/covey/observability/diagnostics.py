@@ -8,41 +8,49 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from covey.observability.findings import Finding
+
 STREAK = 5  # logs in a row that must agree before something is said
 
 Log = dict[str, Any]
+Text = tuple[str, str]  # evidence and fix
 
 
-def advice(log_history: list[Log], args: Any, ended: bool = False) -> dict[str, str]:
-    """Findings about the latest logs of training by name; all of them are enough if a run `ended` before `STREAK`."""
+def advice(log_history: list[Log], args: Any, ended: bool = False) -> list[Finding]:
+    """Findings about the latest logs of training; all of them are enough if a run `ended` before `STREAK`."""
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
     needed = max(2, min(STREAK, len(logs))) if ended else STREAK
-    found = {}
-    for name, (holds, about) in FINDINGS.items():
+    found = []
+    for code, (holds, about) in FINDINGS.items():
         start = len(logs)
         while start and holds(logs[start - 1], args):
             start -= 1
         if len(streak := logs[start:]) >= needed:
             first, last = streak[0].get("step"), streak[-1].get("step")
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
-            text = re.sub(r"\n +", " ", about(streak, args))
-            found[name] = f"In the last {len(streak)} logs ({steps}) {text}"
+            evidence, fix = (re.sub(r"\n +", " ", text) for text in about(streak, args))
+            found.append(Finding(code, "warning", f"In the last {len(streak)} logs ({steps}) {evidence}", fix))
     return found
 
 
-def _about_equal_rewards(logs: list[Log], args: Any) -> str:
+def _equal_rewards(logs: list[Log], args: Any) -> Text:
     value = logs[0].get("reward")
     always = all(log.get("reward") == value and log.get("reward_std") == 0 for log in logs)
     which = f": every reward was {f'{value:g}' if isinstance(value, int | float) else value}" if always else ""
-    return f"""all completions of a prompt got the same reward{which}. Groups without a difference give no gradient, so
-    nothing is learnt from rewards. The task may be too hard or too easy, or the reward may never fire: read the
-    completions in {args.output_dir}/completions/, and call the reward function on one of them."""
+    return (
+        f"""all completions of a prompt got the same reward{which}. Groups without a difference give no gradient, so
+        nothing is learnt from rewards.""",
+        f"""The task may be too hard or too easy, or the reward may never fire: read the completions in
+        {args.output_dir}/completions/, or let `covey doctor {args.output_dir}` look for the cause.""",
+    )
 
 
-def _about_masked(logs: list[Log], args: Any) -> str:
-    return f"""every completion was cut off at max_completion_length={args.max_completion_length}, and
-    mask_truncated_completions=True leaves those out of the loss: nothing is trained. Raise max_completion_length, or
-    set mask_truncated_completions=False."""
+def _masked(logs: list[Log], args: Any) -> Text:
+    return (
+        f"""every completion was cut off at max_completion_length={args.max_completion_length}, and
+        mask_truncated_completions=True leaves those out of the loss: nothing is trained.""",
+        "Raise max_completion_length, or set mask_truncated_completions=False.",
+    )
 
 
 def _most_are_masked(log: Log, args: Any) -> bool:
@@ -50,46 +58,58 @@ def _most_are_masked(log: Log, args: Any) -> bool:
     return outside > 0.5 and args.resolved_mismatch_mode.endswith("mask")
 
 
-def _about_masked_by_mismatch(logs: list[Log], args: Any) -> str:
+def _masked_by_mismatch(logs: list[Log], args: Any) -> Text:
     level = args.resolved_mismatch_mode.partition("_")[0]
-    advice = "Look for the cause of so large a difference"
+    fix = "Look for the cause of so large a difference"
     if level == "sequence":
-        advice = """Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio
+        fix = """Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio
         multiplies that of all its tokens"""
-    return f"""more than half of the {level}s were dropped, because engine and trainer find them too differently
-    probable (sampling/importance_sampling_ratio/outside). {advice}; sampling/sampling_logp_difference/mean says how far
-    apart they are per token."""
+    return (
+        f"""more than half of the {level}s were dropped, because engine and trainer find them too differently
+        probable (sampling/importance_sampling_ratio/outside).""",
+        f"{fix}; sampling/sampling_logp_difference/mean says how far apart they are per token.",
+    )
 
 
-def _about_no_calls(logs: list[Log], args: Any) -> str:
-    return f"""no rollout called a tool, so the model learns nothing about them. Let the prompts say what the tools are
-    for and show a call, or begin with a model that calls them now and then. If calls stand in the completions
-    ({args.output_dir}/completions/) as text, they are written in another notation than they are read in: set
-    tool_parser ({_parser(args)})."""
+def _no_calls(logs: list[Log], args: Any) -> Text:
+    return (
+        "no rollout called a tool, so the model learns nothing about them.",
+        f"""Let the prompts say what the tools are for and show a call, or begin with a model that calls them now and
+        then. If calls stand in the completions ({args.output_dir}/completions/) as text, they are written in another
+        notation than they are read in: set tool_parser ({_parser(args)}).""",
+    )
 
 
-def _about_malformed(logs: list[Log], args: Any) -> str:
-    return f"""more than half of the tool calls could not be read (tools/failures/malformed). The completions in
-    {args.output_dir}/completions/ show what was written and why it could not be read. If it is another notation, set
-    tool_parser ({_parser(args)}); if the model does not know the notation, let the prompts show a call."""
+def _malformed(logs: list[Log], args: Any) -> Text:
+    return (
+        "more than half of the tool calls could not be read (tools/failures/malformed).",
+        f"""The completions in {args.output_dir}/completions/ show what was written and why it could not be read. If
+        it is another notation, set tool_parser ({_parser(args)}); if the model does not know the notation, let the
+        prompts show a call.""",
+    )
 
 
 def _parser(args: Any) -> str:
     return f"now {args.tool_parser!r}" if args.tool_parser else "now chosen by the chat template"
 
 
-def _about_failing_tools(logs: list[Log], args: Any) -> str:
+def _failing_tools(logs: list[Log], args: Any) -> Text:
     slow, raised = (sum(log.get(f"tools/failures/{kind}", 0) for log in logs) for kind in ("timeout", "exception"))
     what = f"took longer than tool_timeout={args.tool_timeout:g} s" if slow > raised else "raised an exception"
-    return f"""more than half of the tool calls failed although they could be read: most of those {what}
-    (tools/failures). That may be the tools' doing rather than the model's: read the errors in
-    {args.output_dir}/completions/, and make such a call yourself."""
+    return (
+        f"more than half of the tool calls failed although they could be read: most of those {what} (tools/failures).",
+        f"""That may be the tools' doing rather than the model's: read the errors in {args.output_dir}/completions/,
+        and make such a call yourself.""",
+    )
 
 
-def _about_budget(logs: list[Log], args: Any) -> str:
-    return f"""more than half of the rollouts ended with a call that was not executed, because
-    max_tool_calling_iterations={args.max_tool_calling_iterations} was used up (rollouts/tool_budget): they have no
-    answer to reward. Raise it, or let the prompts say how many calls there are."""
+def _budget(logs: list[Log], args: Any) -> Text:
+    return (
+        f"""more than half of the rollouts ended with a call that was not executed, because
+        max_tool_calling_iterations={args.max_tool_calling_iterations} was used up (rollouts/tool_budget): they have no
+        answer to reward.""",
+        "Raise it, or let the prompts say how many calls there are.",
+    )
 
 
 def _tools_are_slow(log: Log, args: Any) -> bool:
@@ -99,37 +119,40 @@ def _tools_are_slow(log: Log, args: Any) -> bool:
     return waits and sampling > 0.5 * sum(seconds.values())
 
 
-def _about_slow_tools(logs: list[Log], args: Any) -> str:
+def _slow_tools(logs: list[Log], args: Any) -> Text:
     share = sum(log["tools/seconds"] for log in logs) / sum(log["rollouts/seconds"] for log in logs)
-    return f"""rollouts spent {share:.0%} of their time waiting for tools (tools/seconds of rollouts/seconds), and
-    sampling is most of a step. Have more rollouts under way at a time (a larger generation_batch_size, or
-    max_staleness=1 to train meanwhile), or make the tools faster: async ones, a cache, a smaller tool_timeout (now
-    {args.tool_timeout:g} s)."""
+    return (
+        f"""rollouts spent {share:.0%} of their time waiting for tools (tools/seconds of rollouts/seconds), and
+        sampling is most of a step.""",
+        f"""Have more rollouts under way at a time (a larger generation_batch_size, or max_staleness=1 to train
+        meanwhile), or make the tools faster: async ones, a cache, a smaller tool_timeout (now {args.tool_timeout:g}
+        s).""",
+    )
 
 
-FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], str]]] = {
-    "equal_rewards": (  # none of which was replaced by another group
+FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], Text]]] = {
+    "signal-sparse": (  # no group was replaced by another one that has a signal
         lambda log, args: log["frac_reward_zero_std"] == 1 and log.get("dynamic_sampling/trained_signal", 0) == 0,
-        _about_equal_rewards,
+        _equal_rewards,
     ),
-    "all_masked": (
+    "completions-cut": (
         lambda log, args: bool(args.mask_truncated_completions) and log.get("completions/clipped_ratio") == 1,
-        _about_masked,
+        _masked,
     ),
-    "masked_by_mismatch": (_most_are_masked, _about_masked_by_mismatch),
-    "no_calls": (lambda log, args: log.get("tools/call_frequency") == 0, _about_no_calls),
-    "malformed_calls": (lambda log, args: log.get("tools/failures/malformed", 0) > 0.5, _about_malformed),
-    "failing_tools": (
+    "engine-mismatch": (_most_are_masked, _masked_by_mismatch),
+    "tools-unused": (lambda log, args: log.get("tools/call_frequency") == 0, _no_calls),
+    "tools-malformed": (lambda log, args: log.get("tools/failures/malformed", 0) > 0.5, _malformed),
+    "tools-failing": (
         lambda log, args: log.get("tools/failures/exception", 0) + log.get("tools/failures/timeout", 0) > 0.5,
-        _about_failing_tools,
+        _failing_tools,
     ),
-    "tool_budget": (
+    "tools-budget": (
         lambda log, args: log.get("rollouts/tool_budget", 0) > 0.5 and args.max_tool_calling_iterations is not None,
-        _about_budget,
+        _budget,
     ),
-    "slow_tools": (_tools_are_slow, _about_slow_tools),
+    "tools-slow": (_tools_are_slow, _slow_tools),
 }
-"""Name: what each of the logs must satisfy, and the sentence about those that do."""
+"""Code: what each of the logs must satisfy, and evidence and fix of those that do."""
 
 
 class Advice(TrainerCallback):
@@ -159,10 +182,10 @@ class Advice(TrainerCallback):
     def _say(self, args: Any, state: Any, ended: bool) -> None:
         if not state.is_world_process_zero:
             return
-        for name, sentence in advice(state.log_history, args, ended).items():
-            if name not in self._said:
-                self._said.add(name)
-                warnings.warn(sentence, UserWarning, stacklevel=2)
+        for finding in advice(state.log_history, args, ended):
+            if finding.code not in self._said:
+                self._said.add(finding.code)
+                warnings.warn(finding.sentence, UserWarning, stacklevel=2)
 
 
 class LogEnds(TrainerCallback):

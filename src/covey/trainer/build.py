@@ -53,6 +53,7 @@ from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
+from covey.trainer.integrations.named import named_parts
 from covey.trainer.integrations.replay import ReplayPhase
 from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
@@ -394,6 +395,7 @@ def build_recorder(
             "chat_template": sha256(template.encode("utf-8", "replace")).hexdigest(),
             "model": {"path": str(context.loop.policy.config._name_or_path)},
             "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
+            "parts": named_parts(context.loop),
         }
 
     if args.record == "off":

@@ -100,7 +100,7 @@ class RunReport(TrainerCallback):
             log_history=history,
             timeline=trainer.timeline,
             group=logs.group(),
-            advice=list(advice(history, args, ended=True).values()),
+            advice=[finding.sentence for finding in advice(history, args, ended=True)],
             provenance=provenance(args),
             **shown,
         )

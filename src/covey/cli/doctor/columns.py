@@ -1,0 +1,219 @@
+"""Columns that reward functions read: missing, constant, or of other rows than the prompt."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from covey.cli.doctor.examined import ExaminedRun, SampleBatch
+from covey.cli.doctor.prompts import prompt_text
+from covey.cli.doctor.rewards import solution_columns
+from covey.observability.findings import Finding
+from covey.rewards.functions import NOT_FORWARDED, RESERVED, FunctionReward, arguments_with
+from covey.runtime.user_code import parameters_of, unwrap_partial
+
+SHIFTS = (1, -1, 2, -2, 3, -3)
+CANDIDATES = 16  # prompts and answers that are compared with each other
+
+
+def columns(run: ExaminedRun) -> Iterator[Finding]:
+    """Rewards with the columns of other rows, or under other names."""
+    if not run.rescores or not len(run.base.known):
+        return
+    yield from _unnamed(run)
+    read = [name for name in run.base.samples[0].row if name not in NOT_FORWARDED and _reads(run, name)]
+    for name in read:
+        yield from _constant(run, name)
+    for name in read:
+        yield from _of_other_rows(run, name)
+
+
+def _functions(run: ExaminedRun) -> Iterator[tuple[str, FunctionReward]]:
+    for name, one in zip(run.suite.names, run.suite.functions, strict=True):
+        if isinstance(one, FunctionReward):
+            yield name, one
+
+
+def _wanted(function: FunctionReward) -> set[str]:
+    """Columns that a function may ask for: arguments with a default of None, and keys of its keyword arguments."""
+    inner = unwrap_partial(function.function)
+    parameters = parameters_of(function.function) or ()
+    optional = {p.name for p in parameters if p.default is None or p.default == [] or p.default == ()}
+    keywords = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    try:
+        source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
+    except (OSError, TypeError):
+        return optional
+    for name in keywords:
+        optional |= set(re.findall(rf"\b{name}(?:\.get\(|\[|\.pop\()\s*['\"](\w+)['\"]", source))
+    return optional
+
+
+def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
+    """Optional arguments that no column fills, where a column of another name would change rewards."""
+    base = run.base
+    row = base.samples[0].row
+    for function_name, function in _functions(run):
+        bound = getattr(function.function, "keywords", None) or {}
+        wanted = _wanted(function) - arguments_with(row) - RESERVED - set(bound)
+        for name in sorted(wanted):
+            best: tuple[float, str] | None = None
+            others = [other for other in row if other not in NOT_FORWARDED and other != name]
+            for other in others:
+                rows = [{**sample.row, name: sample.row[other]} for sample in base.samples]
+                totals = run.totals(rows, base.rollouts)
+                known = totals[~totals.isnan()]
+                mean = known.mean().item() if len(known) else base.mean
+                different = bool((totals - base.totals.flatten()).nan_to_num().abs().max() > 1e-9)
+                if different and (best is None or mean > best[0]):
+                    best = mean, other
+            quiet_ = base.signal(run.group) < 0.2
+            if best is not None and (best[0] > base.mean or quiet_):
+                yield Finding(
+                    "data-columns",
+                    "error" if quiet_ or best[0] > base.mean + 0.1 else "warning",
+                    f"{function_name} asks for {name!r}, and no row has it; the rows have {', '.join(row)}.",
+                    f"Write `columns: {{{best[1]}: {name}}}` into the run file, or rename the argument to {best[1]!r}.",
+                    f"Given {best[1]!r} as {name!r}, the same completions get {best[0]:.3g} on average, not"
+                    f" {base.mean:.3g}.",
+                )
+            elif quiet_ and not base.spread.any() and (name in _solutions() or not others):
+                yield Finding(
+                    "data-columns",
+                    "error",
+                    f"{function_name} asks for {name!r}, and no row has it; the rows have {', '.join(row)}.",
+                    f"Add the column {name!r} to the dataset.",
+                    f"All of {len(base.known)} completions get {base.mean:g}, whichever other column it is given.",
+                )
+
+
+def _solutions() -> list[str]:
+    return solution_columns(dict.fromkeys(("solution", "answer", "target", "label", "ground_truth", "reference")))
+
+
+def _reads(run: ExaminedRun, name: str) -> bool:
+    """A function takes the column, and rewards change with it or it holds solutions."""
+    row = run.base.samples[0].row
+    if not isinstance(row[name], str | int | float | list | None):
+        return False
+    for _, function in _functions(run):
+        parameters = {p.name: p for p in parameters_of(function.function) or ()}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if name in parameters or (takes_all and name in _wanted(function)) or not parameters:
+            return True
+    return False
+
+
+def _constant(run: ExaminedRun, name: str) -> Iterator[Finding]:
+    values = {str(row.get(name)) for row in run.taken}
+    prompts = {prompt_text(row) for row in run.taken}
+    empty = values <= {"None", "", "[]"}
+    if len(values) > 1 or len(prompts) < 6 or not (empty or solution_columns({name: 0})):
+        return
+    poor = run.base.signal(run.group) < 0.5
+    samples = run.base.samples
+    rows = [{**sample.row, name: _last_word(run.base, n)} for n, sample in enumerate(samples)]
+    totals = run.totals(rows, run.base.rollouts)
+    changed = int(((totals - run.base.totals.flatten()).abs() > 1e-9).sum())
+    yield Finding(
+        "data-columns",
+        "error" if poor and (changed or empty) else "warning",
+        f"a reward reads the column {name!r}, which is {next(iter(values))!r} in each of {len(run.taken)} rows, whose"
+        f" {len(prompts)} prompts differ.",
+        f"Fill {name!r} with the value of each row.",
+        f"With the last word of a completion in its place, {changed} of {len(samples)} rewards change.",
+    )
+
+
+def _last_word(batch: SampleBatch, number: int) -> str:
+    words = re.findall(r"\w+", str(batch.rollouts[number].completion).partition("'content':")[2] or batch.texts[number])
+    return words[-1] if words else "x"
+
+
+def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
+    """Rewards of the same completions with the column of neighbouring, reversed and any other rows."""
+    base, rows = run.base, run.rows
+    if not hasattr(rows, "__len__") or len(rows) < 8 or len({str(row.get(name)) for row in run.taken}) < 2:
+        return
+    own = base.mean
+    ways: dict[str, Any]
+    count, places = len(rows), [sample.prompt for sample in base.samples]
+
+    def paired(place: Any) -> tuple[float, torch.Tensor]:
+        cells = {n: rows[place(n) % count][name] for n in set(places)}
+        given = [{**sample.row, name: cells[sample.prompt]} for sample in base.samples]
+        totals = run.totals(given, base.rollouts)
+        return totals.nanmean().item(), totals
+
+    ways = {f"of the row {abs(s)} {'after' if s > 0 else 'before'}": (lambda n, s=s: n + s) for s in SHIFTS}
+    ways["of the reversed dataset"] = lambda n: count - 1 - n
+    scored = {way: paired(place)[0] for way, place in ways.items()}
+    way = max(scored, key=lambda one: scored[one])
+    others = sorted(scored.values())[len(scored) // 2]
+    range_ = max((base.known.max() - base.known.min()).item(), abs(scored[way] - own))
+    changed = int(((paired(ways[way])[1] - base.totals.flatten()).abs() > 0.01 * range_).sum())
+    better = scored[way] - max(own, others) > 0.2 * range_ and changed > 0.2 * len(places)
+    if range_ and better:
+        yield Finding(
+            "data-columns",
+            "error",
+            f"the column {name!r} belongs to other rows: with its own the mean reward is {own:.3g}.",
+            f"Make the dataset so that {name!r} is of the same row as the prompt; now it is that {way}.",
+            f"With {name!r} {way}, the mean reward of the same completions is {scored[way]:.3g}.",
+        )
+        return
+    if all(value == own for value in scored.values()) or _is_paired(run, name):
+        return
+    texts = {str(row.get(name)) for row in run.taken}
+    if len(texts) < 8 or not all(isinstance(row.get(name), str | int | float) for row in run.taken):
+        return
+    fits, sure = _fit(run, name)
+    hits = int((base.known > base.known.min()).sum())
+    if fits > 1.2 or hits < 4:
+        return
+    yield Finding(
+        "data-columns",
+        "error" if sure > 2.2 and fits < 1 and own < 0.35 * max(range_, 1e-9) else "warning",
+        f"completions get {own:.3g} on average with {name!r} of their own row, and {others:.3g} with any other:"
+        " the column does not seem to belong to the prompts.",
+        f"Look at a few rows: does {name!r} fit the prompt? Sort or shuffle whole rows, not single columns.",
+        f"The model finds {name!r} of the own row {fits:.1f} deviations more probable than others; where they belong"
+        " together it is 2 and more.",
+    )
+
+
+def _is_paired(run: ExaminedRun, name: str) -> bool:
+    """Completions get more with the column of their own row than with those of the other prompts."""
+    base = run.base
+    own, size, rows = base.totals, base.size, [sample.row for sample in base.samples]
+    others = []
+    for step in range(1, base.prompts):
+        cells = [rows[(n + step * size) % len(rows)][name] for n in range(len(rows))]
+        given = [{**row, name: cell} for row, cell in zip(rows, cells, strict=True)]
+        others.append(run.totals(given, base.rollouts).view_as(own))
+    if not others:
+        return True
+    margin = own.nanmean(1) - torch.stack(others).nanmean((0, 2))  # [P]
+    return bool(margin.nanmean() > 2 * margin.std() / len(margin) ** 0.5 + 1e-9)
+
+
+def _fit(run: ExaminedRun, name: str) -> tuple[float, float]:
+    """Deviations by which answers are more probable after their own prompt than after others; and the largest.
+
+    From log-probabilities of each answer after each prompt, without the means of prompts and of answers.
+    """
+    rows: Sequence[dict[str, Any]] = run.taken[:: max(1, len(run.taken) // CANDIDATES)][:CANDIDATES]
+    prompts = [run.codec.read_row(row).ids for row in rows]
+    answers = [run.tokenizer(str(row[name]), add_special_tokens=False)["input_ids"] for row in rows]
+    if not all(answers):
+        return 2.0, 0.0
+    found = run.likelihoods([(prompt, list(answer)) for prompt in prompts for answer in answers])
+    matrix = torch.tensor(found).view(len(rows), len(rows))
+    matrix = matrix - matrix.mean(1, keepdim=True)
+    matrix = matrix - matrix.mean(0, keepdim=True)
+    own = matrix.diagonal()
+    rest = matrix[~torch.eye(len(rows), dtype=torch.bool)]
+    deviation = rest.std().clamp(min=1e-6)
+    return (own.mean() * len(rows) ** 0.5 / deviation).item(), (matrix.amax(1) / deviation).mean().item()

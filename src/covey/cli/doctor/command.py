@@ -1,0 +1,103 @@
+"""`covey doctor`: find out why a run does not learn, before it is started or from its record, and prove it.
+
+The exit status is 0 without a finding of level error, 1 with one, 2 if nothing can be examined.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.cli.doctor import columns, completions, learning, prompts, recorded, refused, rewards
+from covey.cli.doctor.examined import ExaminedRun, quiet
+from covey.cli.train import build_trainer, read_run, take_config
+from covey.observability.dashboard import duration
+from covey.observability.findings import Finding, ranked, write_findings
+from covey.observability.record import FOLDER
+from covey.runtime.quiet import without_bars
+from covey.runtime.safe_text import printable
+
+Check = Callable[[ExaminedRun], Iterator[Finding]]
+STAGES: tuple[tuple[Check, ...], ...] = (
+    (rewards.failing, prompts.tokenizer_drift, prompts.round_trip, learning.engine),
+    (completions.temperature, completions.experiments, rewards.order),
+    (columns.columns,),
+    (rewards.flat, rewards.scale, rewards.length, rewards.signal),
+    (learning.learning_rate, learning.kl_scale, rewards.slow),
+)
+"""In the order of causes: an error of one stage explains what the next ones would find."""
+
+UNTOUCHED = ("--report_to", "none", "--record", "off", "--push_to_hub", "false")  # a run leaves nothing behind
+
+
+@without_bars()
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="covey doctor", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="a run file with any of its settings (--field value), or output_dir")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("--seconds", type=float, default=75.0, help="for experiments (75)")
+    given, flags = parser.parse_known_args(list(argv))
+    summary: dict[str, Any] = {}
+    if Path(given.run).is_dir():
+        findings = ranked(recorded.examine(Path(given.run), given.seconds, summary, staged))
+        write_findings(Path(given.run) / FOLDER / "findings.json", findings)
+    else:
+        findings = ranked(before(given.run, flags, given.seconds, summary))
+    if given.json:
+        print(json.dumps({"run": given.run, "findings": [one.as_dict() for one in findings], "summary": summary}))
+    else:
+        print(printable_report(findings, summary))
+    return int(any(one.level == "error" for one in findings))
+
+
+def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any]) -> Iterator[Finding]:
+    """Findings about a run file: what can be known without its model, then with a few samples."""
+    began = time.perf_counter()
+    path_of_config, settings = take_config([path, *flags])
+    with tempfile.TemporaryDirectory(prefix="covey-doctor-") as place, quiet():
+        own = (*UNTOUCHED, "--output_dir", place)
+        run = read_run(path_of_config, [*settings, *own], None)
+        found = list(learning.memory(run))
+        yield from found
+        if any(one.level == "error" for one in found):
+            return
+        try:
+            trainer = build_trainer(run)
+        except Exception as error:
+            explained = refused.explain(error, run)
+            if explained is None:
+                raise
+            yield explained
+            return
+        examined = ExaminedRun(trainer, trainer.train_dataset, seconds - (time.perf_counter() - began) / 2, summary)
+        yield from staged(examined)
+        trainer.rollouts.close()
+
+
+def staged(run: ExaminedRun) -> Iterator[Finding]:
+    """All findings up to the first stage with an error."""
+    run.summary.update(rewards.summary_of(run, run.base))
+    for stage in STAGES:
+        found = [finding for check in stage for finding in check(run)]
+        yield from found
+        if any(one.level == "error" for one in found):
+            return
+    per_step = run.summary.get("seconds_of_sampling_and_updates", 0.0)
+    run.summary["steps"], run.summary["hours"] = run.steps, round(per_step * run.steps / 3600, 4)
+
+
+def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
+    lines = [str(finding) for finding in findings] or ["Nothing found: the run looks healthy."]
+    if summary.get("completions"):
+        expected = summary["groups_with_signal_expected"]
+        lines.append(
+            f"Examined {summary['completions']} completions of {summary['prompts']} prompts: mean reward"
+            f" {summary['reward']}, {expected:.0%} of the groups are expected to have a signal, {summary['cut']:.0%} of"
+            " the completions are cut."
+        )
+    if summary.get("hours"):
+        lines.append(f"{summary['steps']} steps take about {duration(3600 * summary['hours'])} on this machine.")
+    return "\n".join("\n".join(map(printable, text.split("\n"))) for text in lines)

@@ -1,0 +1,323 @@
+"""Completions: experiments with the chat template, the end of sequence, length and temperature decide on the cause."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+from covey.cli.doctor.examined import ExaminedRun, SampleBatch
+from covey.core.records import FinishReason
+from covey.observability.findings import LEVELS, Finding
+from covey.policy.loading import end_token_ids
+from covey.rollout.prompts import is_conversational
+
+FAMILIES = {  # prefix of a turn, its end, opening of the answer
+    "ChatML": ("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
+    "Llama 3": (
+        "<|start_header_id|>{role}<|end_header_id|>\n\n",
+        "<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "Gemma": ("<start_of_turn>{role}\n", "<end_of_turn>\n", "<start_of_turn>model\n"),
+    "Phi": ("<|{role}|>\n", "<|end|>\n", "<|assistant|>\n"),
+}
+MARK = re.compile(r"<\|?[a-z_]+\|?>")  # a control token of these
+Encode = Callable[[dict[str, Any]], list[int]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Completions under one change, and the finding if they are better."""
+
+    code: str
+    change: str
+    evidence: str
+    fix: str
+    base: SampleBatch
+    batch: SampleBatch
+    suspected: bool = False  # something else than these completions speaks for it
+
+    @property
+    def worth(self) -> float:
+        return self.base.gain(self.batch)
+
+    @property
+    def ended(self) -> float:
+        return self.base.cut - self.batch.cut
+
+    @property
+    def strength(self) -> float:
+        return self.worth + 0.3 * max(self.ended, 0.0) + 0.05 * self.suspected
+
+    def finding(self, run: ExaminedRun) -> Finding | None:
+        """An error where nothing is learnt as it is; a warning where less is."""
+        base, batch = self.base, self.batch
+        masked = bool(run.args.mask_truncated_completions) and base.cut > 0.95
+        flat = base.signal(run.group) < 0.5 or base.mean <= batch.mean / 3
+        ends = self.ended >= 0.5 and self.worth > -0.1
+        if (self.worth >= 0.2 and flat) or (ends and (masked or self.code == "never-ends")):
+            level = "error"
+        elif self.worth >= 0.1 or (ends and self.code in ("template", "completions-cut")):
+            level = "error" if self.suspected and self.worth >= 0.1 else "warning"
+            level = "note" if self.worth < 0.1 and (not flat or self.code == "completions-cut") else level
+        else:
+            return None
+        many, few = len(base.rollouts), len(batch.rollouts)
+        proof = (
+            f"{self.change} {round((1 - batch.cut) * few)} of {few} samples end by themselves instead of"
+            f" {round((1 - base.cut) * many)} of {many}, and the mean reward is {batch.mean:.3g} instead of"
+            f" {base.mean:.3g}."
+        )
+        return Finding(self.code, level, self.evidence, self.fix, proof)
+
+
+def experiments(run: ExaminedRun) -> Iterator[Finding]:
+    """The best of all changes that make completions better; the others of them are its consequences."""
+    found = [*_templates(run), *_ends(run), *_longer(run)]
+    proven = [(one.strength, finding) for one in found if (finding := one.finding(run)) is not None]
+    if proven:
+        yield min(proven, key=lambda pair: (LEVELS.index(pair[1].level), -pair[0]))[1]
+
+
+def temperature(run: ExaminedRun) -> Iterator[Finding]:
+    """Groups whose samples are alike by the sampling settings, and differ at temperature 1."""
+    args, base = run.args, run.base
+    narrow = {
+        "temperature": args.temperature if args.temperature < 0.9 else None,
+        "top_k": args.top_k if 0 < args.top_k <= 3 else None,
+        "top_p": args.top_p if args.top_p < 0.7 else None,
+        "min_p": args.min_p if (args.min_p or 0) > 0.3 else None,
+    }
+    narrow = {name: value for name, value in narrow.items() if value is not None}
+    before = _different(base)
+    if not narrow or before > 0.6:
+        return
+    open_: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+    other = run.sample(base.prompts, base.size, max_tokens=base.limit, **open_)
+    after, signal, now = _different(other), base.signal(run.group), other.signal(run.group)
+    if after - before < 0.2:
+        return
+    settings = ", ".join(f"{name}={value:g}" for name, value in narrow.items())
+    yield Finding(
+        "temperature-low",
+        "error" if before < 0.2 or (signal < 0.35 and now - signal > 0.15) else "warning",
+        f"with {settings} only {before:.0%} of the samples of a group differ from each other, and {signal:.0%} of the"
+        " groups have a signal.",
+        f"Set {', '.join(f'{name}={open_[name]}' for name in narrow)}.",
+        f"Sampled so, {after:.0%} differ, and {now:.0%} of the groups have a signal.",
+    )
+
+
+def _different(batch: SampleBatch) -> float:
+    """Share of the completions of a group that no earlier one equals, of those that could be."""
+    texts, size = batch.texts, batch.size
+    groups = [texts[start : start + size] for start in range(0, len(texts), size)]
+    return sum(len(set(group)) - 1 for group in groups) / (len(groups) * (size - 1))
+
+
+def _poor(run: ExaminedRun) -> bool:
+    return run.base.signal(run.group) < 0.5 or run.base.cut >= 0.5
+
+
+def _templates(run: ExaminedRun) -> Iterator[Experiment]:
+    """Other ways to write the same prompts."""
+    base = run.base
+    rows = [sample.row for sample in base.samples[:: base.size]]
+    if not run.single or any(row.get("prompt") is None for row in rows):
+        return
+    chat = is_conversational(rows[0]["prompt"])
+    ways: list[tuple[str, str, str, Encode, bool]] = []
+    opening = _opening(run, rows[0]) if chat else None
+    if opening:
+        ids = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
+        ways.append(
+            (
+                f"With {opening!r} at the end of prompts",
+                f"the chat template ignores add_generation_prompt: prompts end without {opening!r}, which opens an"
+                " answer.",
+                "Correct the tokenizer's chat_template: let it write the opening of an answer if"
+                " add_generation_prompt.",
+                lambda row: [*run.codec.read_row(row).ids, *ids],
+                True,
+            )
+        )
+    foreign = _foreign(run, rows[0])
+    if not (_poor(run) or opening or foreign):
+        return
+    if not chat and run.tokenizer.chat_template is not None:
+        ways.append(
+            (
+                "Written as a conversation by the model's chat template,",
+                "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
+                " answering.",
+                "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file"
+                " makes them so.",
+                lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids,
+                False,
+            )
+        )
+    for name, (begin, end, answer) in FAMILIES.items():
+        if _has(run, (begin.format(role="user"), end, answer)) and (foreign or not _uses(run, rows[0], begin)):
+            ways.append(
+                (
+                    f"Written as {name}, whose control tokens the tokenizer has,",
+                    f"the model reads {_shown(run, rows[0])!r}, without the control tokens of {name} that its tokenizer"
+                    " has" + (f"; {foreign!r} is no control token of it." if foreign else "."),
+                    f"Set the tokenizer's chat_template to that of the model ({name}).",
+                    _written(run, begin, end, answer),
+                    bool(foreign) or chat,
+                )
+            )
+    for change, evidence, fix, encode, suspected in ways:
+        if run.left > run.seconds / 4:
+            batch = run.sample(base.prompts, base.size, encode, max_tokens=base.limit)
+            yield Experiment("template", change, evidence, fix, base.first(batch.prompts), batch, suspected)
+
+
+def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
+    """Text that opens an answer in the chat template, where prompts lack it."""
+    messages = row["prompt"]
+    if messages[-1]["role"] == "assistant":
+        return None
+    kwargs = {**run.codec.template_kwargs(row.get("chat_template_kwargs")), "tokenize": False}
+    tools = {"tools": list(run.codec.tools)} if run.codec.tools else {}
+    kwargs.pop("add_generation_prompt", None)
+
+    def rendered(messages: Any, generation: bool) -> str:
+        return str(run.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **tools, **kwargs))
+
+    try:
+        plain, asked = rendered(messages, False), rendered(messages, True)
+        answered = rendered([*messages, {"role": "assistant", "content": "ANSWER"}], False)
+    except Exception:  # templates are programs of their authors
+        return None
+    common = answered.partition("ANSWER")[0]
+    if plain != asked or not common.startswith(plain) or len(common) == len(plain):
+        return None
+    return common[len(plain) :]
+
+
+def _shown(run: ExaminedRun, row: dict[str, Any]) -> str:
+    return str(run.tokenizer.decode(run.codec.read_row(row).ids))[-80:]
+
+
+def _foreign(run: ExaminedRun, row: dict[str, Any]) -> str | None:
+    """A control token of another model's template that this tokenizer takes for text."""
+    try:
+        shown = run.tokenizer.decode(run.codec.read_row(row).ids)
+    except ValueError:
+        return None
+    marks = re.findall(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", shown, re.M)
+    own = run.tokenizer.get_vocab()
+    return next((mark for mark in marks if mark not in own), None)
+
+
+def _has(run: ExaminedRun, texts: tuple[str, ...]) -> bool:
+    """All control tokens of a family are tokens here."""
+    own = run.tokenizer.get_vocab()
+    return all(mark in own for text in texts for mark in MARK.findall(text))
+
+
+def _uses(run: ExaminedRun, row: dict[str, Any], begin: str) -> bool:
+    mark = MARK.findall(begin.format(role="user"))[0]
+    return run.tokenizer.convert_tokens_to_ids(mark) in run.codec.read_row(row).ids
+
+
+def _written(run: ExaminedRun, begin: str, end: str, answer: str) -> Encode:
+    def encode(row: dict[str, Any]) -> list[int]:
+        prompt = row["prompt"]
+        messages = prompt if is_conversational(prompt) else [{"role": "user", "content": prompt}]
+        text = "".join(f"{begin.format(role=one['role'])}{one.get('content') or ''}{end}" for one in messages) + answer
+        return list(run.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return encode
+
+
+def with_template(tokenizer: Any, name: str) -> bool:
+    """Give a tokenizer the template of a family; False if it lacks the control tokens."""
+    begin, end, answer = FAMILIES[name]
+    own = tokenizer.get_vocab()
+    if not all(mark in own for text in (begin.format(role="user"), end) for mark in MARK.findall(text)):
+        return False
+    begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in (begin, end, answer))
+    turn = begin.replace("{role}", "' + m['role'] + '")
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ '{turn}' + m['content'] + '{end}' }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{answer}' }}}}{{% endif %}}"
+    )
+    return True
+
+
+def _ends(run: ExaminedRun) -> Iterator[Experiment]:
+    """Tokens after which a completion should have ended, and settings that keep it from ending."""
+    base = run.base
+    if base.cut < 0.4:
+        return
+    ends = end_token_ids(run.trainer.model, run.tokenizer)
+    special = {n for n, token in run.tokenizer.added_tokens_decoder.items() if token.special} - ends
+    hits: Counter[int] = Counter()
+    for rollout in base.rollouts:
+        pairs = zip(rollout.completion_ids, rollout.logprobs or (), strict=False)
+        sure = [token for token, logprob in pairs if token in special and exp(logprob) >= 0.2]
+        hits.update(sure[:1])
+    extra = dict(run.trainer.rollouts.params.extra)
+    tries: list[tuple[str, str, str, dict[str, Any]]] = []
+    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts):
+        stops = [token for token, _ in hits.most_common(3)]
+        names = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(stops)))
+        known = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(sorted(ends))))
+        tries.append(
+            (
+                f"With {names} as an end of sequence",
+                f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
+                f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
+                f"{{'stop_token_ids': {stops}}}.",
+                {**extra, "stop_token_ids": stops},
+            )
+        )
+    if extra:
+        tries.append(
+            (
+                f"Without generation_kwargs={extra}",
+                f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
+                "Remove what keeps completions from ending from generation_kwargs.",
+                {},
+            )
+        )
+    for change, evidence, fix, settings in tries:
+        batch = run.sample(base.prompts, base.size, max_tokens=base.limit, extra=settings)
+        yield Experiment("never-ends", change, evidence, fix, base, batch)
+
+
+def _longer(run: ExaminedRun) -> Iterator[Experiment]:
+    """Room for longer completions."""
+    base = run.base
+    if base.cut < 0.3 or not run.whole or run.args.max_completion_length is None:
+        return
+    prompts, size = min(base.prompts, 4), base.size
+    context = (run.codec.max_context or 2**20) - max(len(one.prompt_ids) for one in base.rollouts)
+    most = min(4 * base.limit if base.limit >= 32 else 128, context, 1024)
+    fits = run.tokens_within(min(run.seconds / 4, run.left / 2), prompts * size)
+    limit = min(most, fits)
+    if limit < 1.5 * base.limit:
+        return
+    batch = run.sample(prompts, size, max_tokens=limit)
+    ended = [len(one.completion_ids) for one in batch.rollouts if one.finish is FinishReason.STOP]
+    enough = sorted(ended)[int(0.95 * (len(ended) - 1))] if ended else limit
+    yield Experiment(
+        "completions-cut",
+        f"With max_completion_length={limit} instead of {base.limit}",
+        f"{base.cut:.0%} of the completions are cut at max_completion_length={base.limit}.",
+        f"Set max_completion_length={_rounded(enough)}: 95% of those that ended took at most {enough} tokens.",
+        base.first(batch.prompts),
+        batch,
+    )
+
+
+def _rounded(tokens: int) -> int:
+    size = 8
+    while size < tokens:
+        size *= 2
+    return size

@@ -1,0 +1,302 @@
+"""A run under examination: its trainer, a few of its prompts, and experiments on them, each a batch of completions."""
+
+import math
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.advantages import nanstd, weighted_total
+from covey.core.batch import TrainBatch, collate
+from covey.core.records import FinishReason, PromptSample, Rollout
+from covey.core.stats import Stat
+from covey.rewards import RewardError
+from covey.rollout.prompts import is_conversational
+from covey.rollout.tool_agent import ToolAgent
+from covey.rollout.vision import Encoded
+from covey.trainer.rollout_reports import RewardLog
+
+PROMPTS, SAMPLES = 6, 8  # looked at first, and least samples of each
+MOST_ROWS = 1000  # of the dataset, whose columns are compared
+
+
+@dataclass(eq=False)
+class SampleBatch:
+    """Completions of a few prompts, `size` of each one after another, with their rewards."""
+
+    samples: list[PromptSample]
+    rollouts: list[Rollout]
+    rewards: Tensor  # [N, F], NaN where a function gave none
+    weights: Tensor  # [F]
+    size: int
+    limit: int  # most tokens of a completion
+    seconds: float = 0.0  # of sampling
+    stats: dict[str, Stat] = field(default_factory=dict)  # of the reward functions
+    fresh: int | None = None  # how many of the first rollouts the untrained policy has sampled; None: all
+
+    @property
+    def prompts(self) -> int:
+        return len(self.rollouts) // self.size
+
+    @cached_property
+    def totals(self) -> Tensor:  # [P, size]
+        return weighted_total(self.rewards.double(), self.weights.double()).view(-1, self.size)
+
+    @property
+    def known(self) -> Tensor:
+        return self.totals[~self.totals.isnan()]
+
+    @property
+    def mean(self) -> float:
+        return self.known.mean().item() if len(self.known) else math.nan
+
+    @property
+    def spread(self) -> Tensor:  # [P], deviation of the rewards of each group
+        return nanstd(self.totals, dim=1)[:, 0]
+
+    @property
+    def cut(self) -> float:
+        return sum(one.finish is FinishReason.LENGTH for one in self.rollouts) / len(self.rollouts)
+
+    @property
+    def texts(self) -> list[str]:
+        return [str(one.completion) for one in self.rollouts]
+
+    def signal(self, size: int) -> float:
+        """Expected share of groups of `size` whose rewards differ, from all completions of each prompt."""
+        shares = []
+        for row in self.totals:
+            values = [value for value in row.tolist() if value == value]
+            count, equal = len(values), 0.0
+            for times in Counter(values).values():
+                if size <= count:
+                    equal += math.comb(times, size) / math.comb(count, size)
+                else:
+                    equal += (times / count) ** size
+            shares.append(1 - equal if count > 1 else 0.0)
+        return sum(shares) / max(len(shares), 1)
+
+    def first(self, prompts: int) -> "SampleBatch":
+        kept = prompts * self.size
+        return replace(self, samples=self.samples[:kept], rollouts=self.rollouts[:kept], rewards=self.rewards[:kept])
+
+    def range_with(self, other: "SampleBatch") -> float:
+        both = torch.cat([self.known, other.known])
+        return (both.max() - both.min()).item() if len(both) else 0.0
+
+    def gain(self, other: "SampleBatch") -> float:
+        """Rise of the mean reward from this batch to another of the same prompts, as a share of the range; 0 if
+        chance explains it."""
+        scale = self.range_with(other)
+        if not scale or not len(self.known) or not len(other.known):
+            return 0.0
+        error = sum(float(one.known.var(correction=0)) / len(one.known) for one in (self, other)) ** 0.5
+        rise = other.mean - self.mean
+        return rise / scale if abs(rise) > 2 * error + 1e-9 else 0.0
+
+
+@dataclass(eq=False)
+class ExaminedRun:
+    """A run's trainer, the completions to explain, and the means to try other settings within `seconds`."""
+
+    trainer: Any
+    rows: Any  # of the dataset
+    seconds: float = 75.0
+    summary: dict[str, Any] = field(default_factory=dict)  # figures for the report
+    recorded: SampleBatch | None = None  # of the first generation on record; None: sampled here
+    others: list[Rollout] = field(default_factory=list)  # of the last generation on record
+    own_engine: bool = False  # those on record were sampled by an engine with weights of its own
+    _ends: float = field(init=False)
+    _keys: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._ends = time.perf_counter() + self.seconds
+        trainer = self.trainer
+        self.args, self.collector, self.suite = trainer.args, trainer.collector, trainer.rewards
+        self.codec, self.tokenizer = self.collector.codec, self.collector.codec.tokenizer
+        self.suite.timeout = min(self.suite.timeout, self.seconds / 5)
+        self.failure: RewardError | None = None
+        self.group = trainer.context.algebra.num_generations
+        self.weights = self.suite.weights
+        play = self.collector.spec and self.collector.spec.play
+        self.single = play is None and self.codec.vision is None  # one turn of text: prompts can be written otherwise
+        self.rescores = play is None or isinstance(play, ToolAgent)  # rewards read the completion alone
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        args, algebra = self.args, self.trainer.context.algebra
+        if args.max_steps > 0 or not hasattr(self.rows, "__len__"):
+            return max(args.max_steps, 1)
+        generations = len(self.rows) * self.group // algebra.generation_batch_size
+        return max(1, int(generations * algebra.updates_per_generation * args.num_train_epochs))
+
+    @cached_property
+    def entropy_of_samples(self) -> float:
+        """Mean entropy of the sampling distribution, in nats a token."""
+        values = [value for one in self.base.rollouts for value in one.entropies or ()]
+        return sum(values) / max(len(values), 1)
+
+    @property
+    def left(self) -> float:
+        return self._ends - time.perf_counter()
+
+    @cached_property
+    def taken(self) -> list[dict[str, Any]]:
+        """Rows of the dataset, evenly over it."""
+        if not hasattr(self.rows, "__len__"):
+            return [dict(row) for row in islice(iter(self.rows), MOST_ROWS)]
+        count = min(len(self.rows), MOST_ROWS)
+        return [dict(self.rows[number * len(self.rows) // count]) for number in range(count)]
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds for one more token of each of a few completions."""
+        self.sample(1, SAMPLES, max_tokens=2)  # what the first call sets up
+        few = self.sample(1, SAMPLES, max_tokens=min(16, self.limit))
+        longest = max((len(one.completion_ids) for one in few.rollouts), default=1)
+        return few.seconds / max(longest, 1)
+
+    @property
+    def limit(self) -> int:
+        return min(self.trainer.rollouts.params.max_tokens, (self.codec.max_context or 2**20))
+
+    def tokens_within(self, seconds: float, completions: int) -> int:
+        """Tokens of so many completions for which there is time."""
+        return int(seconds / (self.step_seconds * max(1.0, (completions / SAMPLES) ** 0.6)))
+
+    @cached_property
+    def base(self) -> SampleBatch:
+        """The completions to explain: those on record, or samples by the run's own settings."""
+        if self.recorded is not None:
+            self.recorded.stats = self.score(self.recorded.samples, self.recorded.rollouts)[1]
+            return self.recorded
+        prompts, size = min(PROMPTS, len(self.taken)), max(SAMPLES, min(self.group, 16))
+        while prompts > 2 and self.tokens_within(self.seconds / 4, prompts * size) < self.limit:
+            prompts -= 1
+        limit = min(self.limit, max(self.tokens_within(self.seconds / 4, prompts * size), 16))
+        return self.sample(prompts, size, max_tokens=limit)
+
+    @property
+    def whole(self) -> bool:
+        """The completions to explain are as long as the run's."""
+        return self.base.limit >= self.limit
+
+    def sample(
+        self,
+        prompts: int,
+        size: int,
+        encode: Callable[[dict[str, Any]], list[int]] | None = None,
+        start: int = 0,
+        **changes: Any,
+    ) -> SampleBatch:
+        """Sample and reward with other settings, or with prompts that are written in another way."""
+        asked = self._asked(prompts, start)
+        samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
+        params = replace(self.trainer.rollouts.params, **changes)
+        self._keys += 1
+        with quiet(), self._writing(encode):
+            began = time.perf_counter()
+            rollouts = self.collector.collect(samples, params, ("doctor", self._keys))
+            seconds = time.perf_counter() - began
+        rewards, stats = self.score(samples, rollouts)
+        if self.collector.spec is not None:
+            self.collector.spec.release(rollouts)
+        return SampleBatch(samples, rollouts, rewards, self.weights, size, params.max_tokens, seconds, stats)
+
+    def _asked(self, prompts: int, start: int) -> list[tuple[int, dict[str, Any]]]:
+        """Prompts of an experiment: the first of those to explain, or others."""
+        if "base" in self.__dict__ and not start:
+            return [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
+        return [(number, self.taken[number]) for number in _evenly(len(self.taken), prompts, start)]
+
+    def score(self, samples: Sequence[PromptSample], rollouts: list[Rollout]) -> tuple[Tensor, dict[str, Stat]]:
+        """Rewards [N, F]; NaN for all, and the error in `failure`, where a function fails on all."""
+        try:
+            with quiet():
+                context = RewardLog().context(self.trainer.state)
+                result = self.suite([sample.row for sample in samples], rollouts, context)
+            return result.rewards, result.stats
+        except RewardError as error:
+            self.failure = error
+            return torch.full((len(rollouts), len(self.suite.names)), math.nan), {}
+
+    def totals(self, rows: Sequence[dict[str, Any]], rollouts: list[Rollout]) -> Tensor:
+        """Weighted rewards [N] of rollouts with other rows than their own."""
+        samples = [PromptSample(row, number, 0) for number, row in enumerate(rows)]
+        return weighted_total(self.score(samples, rollouts)[0].double(), self.weights.double())
+
+    def answering(self, row: dict[str, Any], text: str) -> Rollout:
+        """A rollout whose completion is a text."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        shown = [{"role": "assistant", "content": text}] if is_conversational(row.get("prompt")) else text
+        return Rollout([0], list(ids), [True] * len(ids), None, shown, FinishReason.STOP)
+
+    @contextmanager
+    def _writing(self, encode: Callable[[dict[str, Any]], list[int]] | None) -> Iterator[None]:
+        own = self.collector.codec
+        self.collector.codec = own if encode is None else _OtherPrompts(own, encode)
+        try:
+            yield
+        finally:
+            self.collector.codec = own
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainBatch, temperature: float = 1.0, exact: bool = False) -> Tensor:
+        """Log-probs [N] under the policy; `exact`: in the weights' own precision, in which small updates show."""
+        trainer = self.trainer
+        with quiet(), trainer.scorer.at_temperature(temperature):
+            trainer.behaviour.settle_layout(batch)
+            if exact:
+                found: Tensor = trainer.scorer(trainer.model, batch).logprobs
+                return found
+            return trainer.behaviour.logprobs(trainer.model, batch)
+
+    def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
+        """Mean log-probability, in nats, of the second of each pair of lists of tokens after the first."""
+        batch = self.collated([Rollout(a, b, [True] * len(b), None, "", FinishReason.STOP) for a, b in pairs])
+        scored = self.logprobs(batch).split(batch.lengths.tolist())
+        return [part.mean().item() for part in scored]
+
+    def collated(self, rollouts: list[Rollout]) -> TrainBatch:
+        numbers: dict[tuple[int, ...], int] = {}
+        for one in rollouts:
+            one.group = numbers.setdefault(tuple(one.prompt_ids), len(numbers))
+        return collate(rollouts).to(self.trainer.context.device)
+
+
+@dataclass(eq=False)
+class _OtherPrompts:
+    """A codec that encodes prompts in another way."""
+
+    codec: Any
+    encode: Callable[[dict[str, Any]], list[int]]
+
+    def read_row(self, row: dict[str, Any]) -> Encoded:
+        return Encoded(self.encode(row))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.codec, name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _evenly(total: int, count: int, start: int = 0) -> list[int]:
+    """Numbers of so many rows, evenly over all of them; with a `start` others, at random."""
+    if start:
+        return sorted(random.Random(start).sample(range(total), min(count, total)))
+    return [number * total // min(count, total) for number in range(min(count, total))]

@@ -1,0 +1,327 @@
+"""Updates: their size on a few completions, the KL penalty, the engine's log-probs, memory and time."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from covey.cli.config_file import RunConfig
+from covey.cli.doctor.examined import ExaminedRun, quiet
+from covey.cli.explain.run import ExplainedRun, gpu_bytes, model_plan
+from covey.core.advantages import group_relative, leave_one_out
+from covey.core.batch import TrainBatch, expand
+from covey.core.records import FinishReason
+from covey.observability.findings import Finding
+from covey.sizing.memory import readable
+from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
+
+MOST_TOKENS, FEW = 3000, 12  # of completions in a trial update; completions of a model that is not small
+SHORT = 50  # steps that a run is taken to have at least: one to try things out is no fault
+LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
+MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
+
+
+@dataclass(frozen=True)
+class Update:
+    """A trial update, undone afterwards."""
+
+    moved: float  # mean absolute change of the log-probs of the completions' tokens, in nats
+    seconds: float  # of forward and backward pass and optimizer, for a rollout batch
+    finite: bool
+
+
+class Trials:
+    """Updates of the policy on a few completions."""
+
+    def __init__(self, run: ExaminedRun):
+        self.run, self.trainer = run, run.trainer
+        self.trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+
+    @cached_property
+    def batch(self) -> TrainBatch:
+        """Completions with advantages; of signs in turn where no reward differs."""
+        run, base = self.run, self.run.base
+        totals = base.totals
+        if not base.spread.any():
+            totals = torch.arange(totals.numel(), dtype=torch.double).view_as(totals) % 2
+        if run.args.method == "rloo":
+            advantages = leave_one_out(totals)
+        else:
+            advantages = group_relative(totals, str(run.args.scale_rewards))
+        order = sorted(range(len(base.rollouts)), key=lambda n: (not advantages.flatten()[n], n % base.size))
+        kept: list[int] = []
+        tokens = 0
+        most = FEW if sum(weight.numel() for weight in self.trained) > 10**7 else len(order)
+        for number in order:
+            rollout = base.rollouts[number]
+            if (
+                rollout.finish is not FinishReason.ERROR
+                and tokens < MOST_TOKENS
+                and any(rollout.sampled)
+                and len(kept) < most
+            ):
+                kept.append(number)
+                tokens += len(rollout.completion_ids)
+        kept.sort()
+        batch = run.collated([base.rollouts[number] for number in kept])
+        batch.advantages = expand(advantages.flatten()[kept].to(batch.lengths.device), batch.lengths)
+        batch.weights = batch.sampled.float() / batch.sampled.sum()
+        batch.engine_logprobs = None
+        return batch
+
+    def update(self, learning_rate: float, steps: int = 1) -> Update:
+        """The size of updates at a learning rate; the policy is as before afterwards."""
+        with self.updated(learning_rate, steps) as found:
+            return found
+
+    def updated(self, learning_rate: float, steps: int = 1) -> "Updated":
+        return Updated(self, learning_rate, steps)
+
+
+class Updated:
+    """The policy after a few updates, within this context."""
+
+    def __init__(self, trials: Trials, learning_rate: float, steps: int):
+        self.trials, self.learning_rate, self.steps = trials, learning_rate, steps
+
+    def __enter__(self) -> Update:
+        trials, trainer, args = self.trials, self.trials.trainer, self.trials.run.args
+        batch, model = trials.batch, trainer.model
+        self.saved = [weight.detach().clone() for weight in trials.trained]
+        before = trials.run.logprobs(batch, args.temperature, exact=True)
+        betas = (args.adam_beta1, args.adam_beta2)
+        optimizer = torch.optim.AdamW(trials.trained, lr=self.learning_rate, betas=betas, weight_decay=0.0)
+        trainer.updates._window = args.gradient_accumulation_steps
+        beta = trainer.context.algorithm.beta
+        if trainer.reference is not None and batch.ref_logprobs is None and beta:
+            batch.ref_logprobs = before.clone()
+        finite, passes, steps = True, 0.0, 0.0
+        with quiet():
+            for _ in range(self.steps):
+                began = time.perf_counter()
+                with torch.enable_grad():
+                    loss = trainer.updates.loss(model, batch)
+                    loss.backward()
+                passed = time.perf_counter()
+                norm = torch.nn.utils.clip_grad_norm_(trials.trained, args.max_grad_norm or math.inf)
+                finite = finite and bool(torch.isfinite(norm))
+                optimizer.step()
+                optimizer.zero_grad()
+                passes, steps = passes + passed - began, steps + time.perf_counter() - passed
+        after = trials.run.logprobs(batch, args.temperature, exact=True)
+        moved = (after - before)[batch.sampled].abs().mean().item()
+        scale = trainer.context.algebra.generation_batch_size / max(len(batch), 1)
+        return Update(moved, (passes * scale + steps) / self.steps, finite and math.isfinite(moved))
+
+    def __exit__(self, *raised: Any) -> None:
+        with torch.no_grad():
+            for weight, value in zip(self.trials.trained, self.saved, strict=True):
+                weight.copy_(value)
+
+
+def memory(run: RunConfig) -> Iterator[Finding]:
+    """The estimate of `covey explain` against the memory that there is, and settings with which it is less."""
+    plan = model_plan(run, 1, (512, 512))
+    needed = ExplainedRun(run.args, plan).memory
+    if needed is None:
+        return
+    whole = gpu_bytes() or psutil.virtual_memory().total
+    if needed.peak < 0.9 * whole:
+        return
+    args, fixed = run.args, needed
+    tried: dict[str, Any] = {}
+    for changes in _smaller(args):
+        tried |= changes
+        found = ExplainedRun(args.with_changes(**tried), plan).memory
+        assert found is not None
+        fixed = found
+        if fixed.peak < 0.7 * whole:
+            break
+    if fixed.peak >= 0.7 * whole:
+        fix = "Take a smaller model, train an adapter (peft), or shard the run over more GPUs."
+    else:
+        fix = f"Set {', '.join(f'{name}={value}' for name, value in tried.items())}."
+    yield Finding(
+        "memory",
+        "error",
+        f"the run needs about {readable(needed.peak)} (training {readable(needed.training)}, sampling"
+        f" {readable(needed.sampling)}), and there are {readable(whole)}.",
+        fix,
+        f"With {', '.join(f'{name}={value}' for name, value in tried.items())} the estimate is {readable(fixed.peak)}.",
+    )
+
+
+def _smaller(args: Any) -> Iterator[dict[str, Any]]:
+    """Changes that save memory without another result, the cheapest first."""
+    yield {"max_tokens_per_micro_batch": 4096}
+    if not args.gradient_checkpointing:
+        yield {"gradient_checkpointing": True}
+    if args.max_concurrent_completions > 8:
+        yield {"max_concurrent_completions": 8}
+    yield {"logprob_chunk_size": 256, "max_tokens_per_micro_batch": 1024}
+    if (args.max_completion_length or 2**20) > 1024:
+        yield {"max_completion_length": 1024}
+
+
+def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
+    """The change of log-probs by one update, and over the run."""
+    args, trials = run.args, Trials(run)
+    rate, steps = args.learning_rate, max(run.steps, SHORT)
+    one = trials.update(rate)
+    run.summary["change_by_an_update"] = float(f"{one.moved:.3g}")
+    per_step = one.seconds + run.base.seconds * run.trainer.context.algebra.generation_batch_size / len(
+        run.base.rollouts
+    )
+    run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
+    kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"
+    whole = one.moved * steps * 0.5  # schedules fall to 0
+    if one.finite and whole < LITTLE:
+        better = _aim(trials, rate, one.moved, 0.01 if steps > 50 else 0.03)
+        other = trials.update(better)
+        yield Finding(
+            "learning-rate-low",
+            "error" if whole < LITTLE / 2 else "warning",
+            f"an update of {kind} at learning_rate={rate:g} changes log-probs by {one.moved:.2g} nats a token:"
+            f" {whole:.2g} in all of {steps} steps.",
+            f"Set learning_rate={better:g}.",
+            f"At learning_rate={better:g} the same update changes them by {other.moved:.2g} nats.",
+        )
+    elif run.base.spread.any() and (not one.finite or one.moved > MUCH / 4):
+        yield from _too_high(run, trials, one)
+
+
+def _aim(trials: Trials, rate: float, moved: float, wanted: float) -> float:
+    """A learning rate of one digit whose update changes log-probs about as much as wanted."""
+    guess = max(rate, 1e-9) * (wanted / max(moved, 1e-12))
+    guess = min(max(guess, 1e-6), 1e-2)
+    for _ in range(2):
+        found = trials.update(guess).moved
+        if not found or 0.4 < found / wanted < 2.5:
+            break
+        guess *= min(max(wanted / found, 0.05), 20.0)
+    return float(f"{guess:.0e}")
+
+
+def _too_high(run: ExaminedRun, trials: Trials, one: Update) -> Iterator[Finding]:
+    """Samples after three updates at the learning rate, and at one at which the policy stays."""
+    rate, base = run.args.learning_rate, run.base
+    prompts, size = min(base.prompts, 4), base.size
+    better = _aim(trials, rate, one.moved if one.finite else 100.0, 0.03)
+    found = []
+    for value in (rate, better):
+        with trials.updated(value, 3) as update:
+            batch = run.sample(prompts, size, max_tokens=min(base.limit, 64)) if update.finite else None
+        found.append((update, batch))
+    (high, ruined), (low, kept) = found
+    before = base.first(prompts)
+    fell = (
+        ruined is None
+        or not len(ruined.known)
+        or ruined.mean < before.mean - 0.1 * max(before.range_with(ruined), 1e-9)
+    )
+    learns = ruined is not None and before.gain(ruined) > 0
+    if learns or (high.finite and high.moved < MUCH):
+        return
+    worse = fell or not base.spread.any() or high.moved > 4 * MUCH
+    shown = "NaN" if ruined is None else f"{ruined.mean:.3g}"
+    yield Finding(
+        "learning-rate-high",
+        "error" if worse else "warning",
+        f"three updates at learning_rate={rate:g} change log-probs by {high.moved:.2g} nats a token and the mean reward"
+        f" from {before.mean:.3g} to {shown}.",
+        f"Set learning_rate={better:g}.",
+        f"At learning_rate={better:g} three updates change them by {low.moved:.2g} nats, and the mean reward is"
+        f" {kept.mean if kept is not None else math.nan:.3g}.",
+    )
+
+
+def kl_scale(run: ExaminedRun) -> Iterator[Finding]:
+    """The distance from the reference at which the penalty's gradient is as large as that of the reward."""
+    args = run.args
+    if not args.beta:
+        return
+    batch = Trials(run).batch
+    assert batch.advantages is not None
+    size = batch.advantages[batch.sampled].abs()
+    credit = (size[size > 0].mean() if (size > 0).any() else size.new_tensor(1.0)).item()
+    length = batch.sampled.sum().item() / len(batch)
+    # in the loss: beta * |log-ratio| of a token against |A|; in the reward: beta * the sum over a completion
+    per_nat = args.beta * (length**0.5 if args.penalises_reward else 1.0)
+    balance = credit / per_nat
+    if balance > 0.5:
+        return
+    better = float(f"{args.beta * balance / 10:.0e}")
+    yield Finding(
+        "kl-scale",
+        "error" if balance < 0.15 else "warning",
+        f"advantages are {credit:.2g} on average, and beta={args.beta:g} outweighs them as soon as log-probs are"
+        f" {balance:.2g} nats away from the reference: the policy cannot go further.",
+        f"Set beta={better:g}, or beta=0.",
+        f"On the same completions, with beta={better:g} both are equal at {balance * args.beta / better:.2g} nats.",
+    )
+
+
+def engine(run: ExaminedRun) -> Iterator[Finding]:
+    """Log-probs of the completions by the engine and by the policy, as it is and at other settings."""
+    check = run.trainer.behaviour.engine_check
+    rollouts = [one for one in run.base.rollouts[: run.base.fresh] if one.logprobs and any(one.sampled)][:16]
+    if not rollouts or not check.comparable:
+        return
+    batch = run.collated(rollouts)
+
+    def rescore(batch: TrainBatch, temperature: float) -> Tensor:
+        return run.logprobs(batch, temperature)
+
+    comparison = Comparison(
+        batch, rescore(batch, check.temperature), rescore, check.temperature, check.tolerance, check.bos_token_id
+    )
+    broken = no_numbers(comparison)
+    if broken is None and comparison.gap <= check.tolerance:
+        yield from _stale(run, comparison.gap)
+        return
+    yield Finding(
+        "engine-mismatch",
+        "error",
+        f"engine and policy differ by {comparison.gap:.2g} nats a token; rounding explains {check.tolerance:g}.",
+        broken or likely_cause(comparison),
+        _proof(comparison),
+    )
+
+
+def _stale(run: ExaminedRun, gap: float) -> Iterator[Finding]:
+    """The last generation on record has the log-probs of the untrained policy, though updates change these."""
+    rollouts = [one for one in run.others if one.logprobs and any(one.sampled)][:16]
+    if not run.own_engine or not rollouts:
+        return
+    batch = run.collated(rollouts)
+    assert batch.engine_logprobs is not None
+    still = (batch.engine_logprobs - run.logprobs(batch, run.args.temperature))[batch.sampled].abs().mean().item()
+    moved = Trials(run).update(run.args.learning_rate).moved
+    if still > gap + 0.1 * moved:
+        return
+    yield Finding(
+        "engine-mismatch",
+        "error",
+        "the engine samples with stale weights: log-probs of the last generation are those of the untrained"
+        f" policy (a gap of {still:.2g} nats).",
+        "Look at the engine's log: it does not take the weights that it is sent, or takes them for another model.",
+        f"A single update changes log-probs by {moved:.2g} nats; scored with the weights before all updates, the gap of"
+        f" the last generation is {still:.2g}.",
+    )
+
+
+def _proof(comparison: Comparison) -> str:
+    others = {1.0, comparison.temperature**2, 0.5, 0.7, 0.8, 1.2, 1.5} - {comparison.temperature}
+    sampled = comparison.batch.sampled
+    gaps = {
+        other: (comparison.engine - comparison.rescore(comparison.batch, other))[sampled].abs().mean().item()
+        for other in others
+    }
+    best = min(gaps, key=lambda other: gaps[other])
+    return f"Scored again at temperature {best:g} the gap is {gaps[best]:.2g} instead of {comparison.gap:.2g} nats."

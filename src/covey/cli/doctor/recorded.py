@@ -1,0 +1,206 @@
+"""A run that was recorded: its first generation is examined with its model and rewards, as far as they are there."""
+
+import ast
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import torch
+
+from covey.cli.config_file import config_of, load_run
+from covey.cli.doctor import rewards
+from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
+from covey.cli.train import build_trainer
+from covey.core.records import FinishReason, ScoredRollouts
+from covey.observability.findings import Finding
+from covey.observability.record import FOLDER, Replay, files, number_of, read_run
+
+ELSEWHERE = ("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record")
+"""Prefixes of settings that a second look at a run does without."""
+
+FIRST = 4  # generations that are looked at together, as far as they have few prompts
+
+
+def examine(
+    run: Path, seconds: float, summary: dict[str, Any], staged: Callable[[ExaminedRun], Iterator[Finding]]
+) -> Iterator[Finding]:
+    """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
+    described = read_run(run)
+    settings = settings_of(described)
+    read = Record(run, described, settings)
+    summary["generations"] = len(read.generations)
+    trainer = rebuilt(described, settings, read)
+    if trainer is None:
+        summary["rebuilt"] = False
+        yield from alone(read, summary)
+        yield from read.course()
+        return
+    base = read.batch(trainer.rewards.weights)
+    examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
+    if read.comparable:
+        examined.others = read.replay.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
+        examined.own_engine = not read.replay.traits.shares_policy
+    found = list(staged(examined))
+    yield from found
+    if not any(one.level == "error" for one in found):
+        yield from read.course()
+    trainer.rollouts.close()
+
+
+def settings_of(described: dict[str, Any]) -> dict[str, Any]:
+    """Settings of run.json that differ from their defaults."""
+    config = config_of(described.get("parts", {}).get("method", "grpo"))
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    values = {}
+    for name, text in described["settings"].items():
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            continue
+        if name in defaults and value != defaults[name] and value is not None:
+            values[name] = value
+    return values
+
+
+def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "Record") -> Any:
+    """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
+    parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
+    tokenizer = parts.pop("tokenizer", None)
+    functions = parts.get("reward_funcs") or []
+    if not parts.get("model") or None in functions or not Path(parts["model"]).is_dir():
+        return None
+    kept = {name: value for name, value in settings.items() if not name.startswith(ELSEWHERE)}
+    kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "dataset", "agent")}
+    further: dict[str, Any] = {}
+    try:
+        with quiet(), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
+            if tokenizer:
+                further["processing_class"] = _tokenizer(tokenizer)
+            if not parts.get("dataset"):
+                further["train_dataset"] = datasets.Dataset.from_list(read.data())
+            else:
+                kept["dataset"] = parts["dataset"]
+            return build_trainer(
+                load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"}), **further
+            )
+    except Exception as error:  # the code of a run that is over may raise anything
+        read.problem = f"{type(error).__name__}: {error}"
+        return None
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+class Record:
+    """The generations of a run on record."""
+
+    def __init__(self, run: Path, described: dict[str, Any], settings: dict[str, Any]):
+        self.settings, self.problem = settings, "a part of it has no name"
+        self.generations = [number_of(path) for path in files(run / FOLDER)]
+        if not self.generations:
+            raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
+        self.names = list(described["rewards"])
+        self.replay = Replay(run, self.names, 0, described["processes"])
+        self.size = int(settings.get("num_generations") or config_of(_method(described))().num_generations or 8)
+
+    @property
+    def comparable(self) -> bool:
+        """Log-probs on record are of the distribution that the trainer scores."""
+        cuts = any(name in self.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
+        return not (self.replay.traits.reports_after_cut and cuts)
+
+    def batch(self, weights: torch.Tensor) -> SampleBatch:
+        """The first generation; further ones where it has few prompts."""
+        loaded: list[ScoredRollouts] = []
+        for number in self.generations[:FIRST]:
+            if sum(len(one.rollouts) for one in loaded) < 24:
+                loaded.append(self.replay.load(number))
+        rollouts = [rollout for one in loaded for rollout in one.rollouts]
+        samples = [sample for one in loaded for sample in one.draws]
+        limit = int(self.settings.get("max_completion_length", 512))
+        rewards = torch.cat([one.rewards for one in loaded])
+        return SampleBatch(samples, rollouts, rewards, weights, self.size, limit, fresh=len(loaded[0].rollouts))
+
+    def data(self) -> list[dict[str, Any]]:
+        """Rows of the dataset that are on record, without gaps."""
+        rows: dict[int, dict[str, Any]] = {}
+        for number in self.generations[:64]:
+            rows |= {sample.prompt: sample.row for sample in self.replay.load(number).draws}
+        return [rows[number] for number in sorted(rows)]
+
+    def course(self) -> Iterator[Finding]:
+        """Rewards and entropies from the first to the last generation: a policy that was destroyed."""
+        weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
+        taken = sorted({self.generations[n * (len(self.generations) - 1) // 11] for n in range(12)})
+        if len(taken) < 4:
+            return
+        batches = [self.replay.load(number) for number in taken]
+        rewards = [(one.rewards.double() @ weights.double()).nanmean().item() for one in batches]
+        entropies = [_entropy(one) for one in batches]
+        third = max(1, len(taken) // 3)
+        first, last = _mean(rewards[:third]), _mean(rewards[-third:])
+        before, after = _mean(entropies[:1]), _mean(entropies[-third:])
+        scale = max(max(rewards) - min(rewards), 1e-9)
+        collapsed = after < 0.1 * before or after > 3 * before + 1
+        if collapsed and last < first - 0.3 * scale:
+            rate = self.settings.get("learning_rate", 1e-6)
+            worst = min(range(1, len(taken)), key=lambda n: rewards[n] - rewards[n - 1])
+            yield Finding(
+                "learning-rate-high",
+                "error",
+                f"from the first to the last generations the mean reward went from {first:.3g} to {last:.3g} and the"
+                f" entropy from {before:.2g} to {after:.2g} nats, at learning_rate={rate:g}.",
+                f"Set learning_rate={rate / 10:g}.",
+                f"It fell most at generation {taken[worst]}, from {rewards[worst - 1]:.3g} to {rewards[worst]:.3g}.",
+            )
+
+
+def _method(described: dict[str, Any]) -> str:
+    return str((described.get("parts") or {}).get("method") or "grpo")
+
+
+def _entropy(scored: ScoredRollouts) -> float:
+    pairs = (zip(one.entropies or one.logprobs or (), one.sampled, strict=True) for one in scored.rollouts)
+    values = [abs(value) for both in pairs for value, sampled in both if sampled and value is not None]
+    return _mean(values)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
+def alone(read: Record, summary: dict[str, Any]) -> Iterator[Finding]:
+    """Findings from what is on record, without experiments."""
+    weights = torch.tensor(read.settings.get("reward_weights") or [1.0] * len(read.names))
+    base, settings = read.batch(weights), {"scale_rewards": "group", **read.settings}
+    args = SimpleNamespace(
+        multi_objective_aggregation=settings.get("multi_objective_aggregation"),
+        reward_weights=settings.get("reward_weights"),
+        dynamic_sample=settings.get("dynamic_sample", False),
+        method="grpo",
+    )
+    suite = SimpleNamespace(names=read.names)
+    run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size, rescores=False)
+    summary.update(rewards.summary_of(run, base))
+    lacking = f"The run cannot be made again for experiments ({read.problem})."
+    errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
+    if not base.spread.any() and len(base.known):
+        value = base.known.max().item()
+        cause = "completions-cut" if base.cut > 0.9 else "signal-sparse"
+        yield Finding(
+            cause,
+            "warning",
+            f"all of {len(base.known)} completions of {base.prompts} prompts get equal rewards in their group (at most"
+            f" {value:g}), {base.cut:.0%} are cut and {errors} failed.",
+            "Raise max_completion_length." if base.cut > 0.9 else "Take other prompts, or look at the reward function.",
+            lacking,
+        )
+    yield from rewards.scale(run)
+    yield from rewards.signal(run)

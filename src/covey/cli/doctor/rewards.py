@@ -1,0 +1,415 @@
+"""Rewards: called again, in another order and on other texts, which shows what they depend on."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
+from covey.cli.explain.tryout import SOLUTIONS
+from covey.core.advantages import centred, nanstd
+from covey.core.records import FinishReason, Rollout
+from covey.observability.findings import Finding
+from covey.rewards.contract import MissingArgument
+from covey.rewards.text import completion_text
+from covey.rollout.prompts import is_conversational
+
+FORMS = (
+    "{}",
+    "{}\n",
+    "The answer is {}.",
+    "\\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "<think>\nIt is {}.\n</think>\n<answer>\n{}\n</answer>",
+    "<think>\nIt is {}.\n</think>\n{}",
+    "#### {}",
+    "Answer: {}",
+    "**{}**",
+    "```\n{}\n```",
+)
+"""Ways to write an answer that rewards ask for."""
+
+TEXTS = ("", "?", "yes", "42", "I do not know.", "so " * 200, "AaZz 0123456789 .,;:!?()[]{}<>\"'\n" * 3)
+
+
+def failing(run: ExaminedRun) -> Iterator[Finding]:
+    """Functions that raise, return nonsense or abstain on most completions."""
+    base, error = run.base, run.failure
+    if error is not None:
+        if isinstance(error, MissingArgument):
+            yield Finding("data-columns", "error", str(error), "Rename the column (`columns`), or the argument.")
+            return
+        evidence = str(error).partition(" First sample:")[0]
+        yield Finding("reward-failing", "error", evidence, *_other_form(run))
+        return
+    for index, name in enumerate(run.suite.names):
+        kinds = {kind: base.stats.get(f"rewards/{name}/{kind}") for kind in ("failures", "timeouts")}
+        failures, late = (int(stat.value()) if stat is not None else 0 for stat in kinds.values())
+        missing = int(base.rewards[:, index].isnan().sum()) - failures - late
+        count = len(base.rollouts)
+        if late > count / 4:
+            seconds = run.suite.timeout
+            yield Finding(
+                "reward-slow",
+                "error",
+                f"{name} has not scored {late} of {count} completions within {seconds:g} s.",
+                "Let it answer sooner: score completions concurrently (`async def` with `covey.per_completion`), keep"
+                " what is computed again, or lower the time limits inside of it.",
+                _alone(run, index),
+            )
+        elif failures > count / 10:
+            level = "error" if failures > count / 2 else "warning"
+            fix, proof = _other_form(run)
+            evidence = f"{name} raises or returns no number for {failures} of {count} completions."
+            yield Finding("reward-failing", level, evidence, fix, proof)
+        elif missing == count:
+            yield Finding(
+                "reward-failing",
+                "error" if len(run.suite.names) == 1 else "warning",
+                f"{name} returns None, no reward, for all of {count} completions.",
+                "Let it return a number for what it should judge; None is for rows that are not its own.",
+                f"Called again, one at a time, it returns None for all of {count}.",
+            )
+    unscored = int(base.totals.isnan().sum())
+    if unscored > len(base.rollouts) / 2:
+        evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
+        yield Finding(
+            "reward-failing", "error", evidence, "Let one return a number for every row.", *_other_form(run)[1:]
+        )
+
+
+def _other_form(run: ExaminedRun) -> tuple[str, str]:
+    """Fix and proof: the functions on texts instead of messages, or the other way round."""
+    few = run.base.samples[:8], run.base.rollouts[:8]
+    changed, kept, run.failure = [], run.failure, None
+    conversational = is_conversational(few[0][0].row.get("prompt"))
+    for rollout in few[1]:
+        text = completion_text(rollout.completion)
+        shown: Any = text if conversational else [{"role": "assistant", "content": text}]
+        changed.append(_with(rollout, shown))
+    known = int((~run.score(*few)[0].isnan().all(1)).sum())
+    other = int((~run.score(few[0], changed)[0].isnan().all(1)).sum())
+    run.failure = kept
+    if other > known:
+        given, wanted = ("messages", "text") if conversational else ("text", "messages")
+        fix = (
+            f"Completions are {given} here, as the prompts are: read them with covey.rewards.completion_text."
+            if conversational
+            else "Completions are text here, as the prompts are: use them as they are, without ['content']."
+        )
+        return (
+            fix,
+            f"Given {wanted} instead of {given}, {other} of {len(changed)} completions get a reward, not {known}.",
+        )
+    return (
+        "Correct the function: `covey rewards test` calls it on completions, and shows the error.",
+        f"Called again on {len(changed)} completions, it scores {known} of them.",
+    )
+
+
+def _with(rollout: Rollout, completion: Any) -> Rollout:
+    ids, sampled = list(rollout.completion_ids), list(rollout.sampled)
+    return Rollout(rollout.prompt_ids, ids, sampled, None, completion, FinishReason.STOP, extras=rollout.extras)
+
+
+def _alone(run: ExaminedRun, index: int) -> str:
+    started = time.perf_counter()
+    run.score(run.base.samples[:1], run.base.rollouts[:1])
+    return f"A single completion takes {time.perf_counter() - started:.1f} s."
+
+
+def slow(run: ExaminedRun) -> Iterator[Finding]:
+    """Seconds of rewards for a rollout batch, next to those of sampling and of an update."""
+    base = run.base
+    count, algebra = len(base.rollouts), run.trainer.context.algebra
+    factor = algebra.generation_batch_size / count
+    others = run.summary.get("seconds_of_sampling_and_updates", 0.0)
+    for name in run.suite.names:
+        stat = base.stats.get(f"rewards/{name}/seconds")
+        seconds = stat.value() if stat is not None else 0.0
+        whole = seconds * factor
+        if seconds < 0.3 or whole < 1.0 or whole < 0.5 * others:
+            continue
+        few = max(count // 4, 1)
+        started = time.perf_counter()
+        run.score(base.samples[:few], base.rollouts[:few])
+        part = time.perf_counter() - started
+        yield Finding(
+            "reward-slow",
+            "warning",
+            f"{name} takes {seconds:.2g} s for {count} completions: {whole:.2g} s of a step; sampling and updates take"
+            f" {others:.2g} s.",
+            "Score completions while others are sampled and concurrently: `async def` with `covey.per_completion`;"
+            " stream_rewards=True for functions of a group; keep what is computed again.",
+            f"{few} of the completions take {part:.2g} s: the time is spent on each completion."
+            if part < 0.5 * seconds
+            else f"{few} of the completions take {part:.2g} s as well: the time is spent on each call.",
+        )
+
+
+def order(run: ExaminedRun) -> Iterator[Finding]:
+    """The same completions again, reversed, and one group at a time."""
+    base = run.base
+    if not run.rescores or not len(base.known):
+        return
+    scale = (base.known.max() - base.known.min()).item() or 1.0
+    samples, rollouts = base.samples, base.rollouts
+    first = run.score(samples, rollouts)[0]
+    again = run.score(samples, rollouts)[0] if run.recorded is None else base.rewards
+    back = run.score(samples[::-1], rollouts[::-1])[0].flip(0)
+    half = len(rollouts) // 2 or 1
+    halves = torch.cat([run.score(samples[a:b], rollouts[a:b])[0] for a, b in ((half, None), (0, half))])
+    halves = halves.roll(-(len(rollouts) - half), 0)
+
+    def changed(other: Tensor) -> int:
+        differs = (first - other).abs() > 0.02 * scale
+        return int((differs | (first.isnan() != other.isnan())).any(1).sum())
+
+    repeated, reversed_, parted, count = changed(again), changed(back), changed(halves), len(rollouts)
+    if repeated > count / 10:
+        evidence = f"called twice on the same {count} completions, rewards of {repeated} change."
+        fix = "Remove what it keeps between calls, or draws at random: equal completions must get equal rewards."
+    elif reversed_ > count / 10 or (reversed_ > 1 and not repeated):
+        evidence = f"with the same {count} completions in reverse order, rewards of {reversed_} change."
+        fix = "Let it judge a completion by itself and by its own row: pair lists with zip, without global positions."
+    elif parted > count / 4 and parted > 2:
+        evidence = f"called on one half of {count} completions after the other, rewards of {parted} change."
+        fix = "Compare a completion with those of its own prompt at most, not with a whole batch."
+    else:
+        return
+    varied = torch.stack([first, again, back, halves]).double().std(0).mean().item()
+    yield Finding(
+        "reward-order",
+        "error" if max(repeated, reversed_) > count / 10 else "warning",
+        evidence,
+        fix,
+        f"Over four orders a reward moves by {varied:.3g} on average, in a range of {scale:.3g}; called again,"
+        f" {repeated} of {count} change.",
+    )
+
+
+def flat(run: ExaminedRun) -> Iterator[Finding]:
+    """Rewards without a difference in any group: constant, saturated or out of reach, as other texts show."""
+    base = run.base
+    if not len(base.known):
+        return
+    if len(run.suite.names) > 1:
+        yield from _flat_functions(run)
+    value = base.known.max().item()
+    share = (base.known == value).double().mean().item()
+    high = value > base.known.min().item() or share == 1.0
+    if base.signal(run.group) > 0.2 or not run.rescores:
+        return
+    tried = texts_tried(run)
+    lowest, best = min(low for low, _, _ in tried), max(tried, key=lambda one: one[1])
+    differs = any(high > low for low, high, _ in tried)
+    described = (
+        f"all of {len(base.known)} completions get {value:g}"
+        if share == 1
+        else f"rewards are {base.mean:.3g} on average"
+    )
+    if not differs and not base.spread.any():
+        hits, further = _further(run)
+        if hits:
+            yield _rare(f"{hits} of {further} completions of further prompts differ from their group", "")
+            return
+        by_prompt = "" if share == 1 else ", which depends on the prompt alone"
+        yield Finding(
+            "reward-constant",
+            "error",
+            f"{described}{by_prompt}.",
+            "Correct the reward function so that it reads the completion.",
+            f"Any text gets the same: {len(FORMS) + len(TEXTS)} others were tried for each of {len(tried)} prompts.",
+        )
+    elif high and share > 0.85 and lowest < value - 1e-9 and best[1] <= value + 1e-9:
+        yield Finding(
+            "reward-saturated",
+            "error" if base.signal(run.group) < 0.1 else "warning",
+            f"{share:.0%} of the completions get {value:g}, the most there is, before any training.",
+            "Take harder prompts, or a stricter reward that grades among good completions.",
+            f"Texts without an answer get down to {lowest:g}, so the reward works; none of those tried gets more.",
+        )
+    elif share == 1.0 and best[1] > value:
+        yield from _unreachable(run, value, best)
+
+
+def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
+    base = run.base
+    for index, name in enumerate(run.suite.names):
+        known = base.rewards[:, index][~base.rewards[:, index].isnan()]
+        if len(known) > 1 and (known == known[0]).all() and base.spread.any():
+            evidence = f"{name} gives {known[0]:g} to all of {len(known)} completions; other functions differ."
+            yield Finding("reward-constant", "note", evidence, f"Remove {name}, or check that it can differ.")
+
+
+def texts_tried(run: ExaminedRun) -> list[tuple[float, float, str]]:
+    """For a few prompts the lowest and highest reward of other texts, and the text of the highest."""
+    base, found = run.base, []
+    for start in range(0, min(base.prompts, 4) * base.size, base.size):
+        row = base.samples[start].row
+        answers = [str(row[name]) for name in row if name != "prompt" and isinstance(row[name], str | int | float)]
+        answers.sort(key=len)
+        texts = [
+            form.replace("{}", answer).replace("{{", "{").replace("}}", "}") for answer in answers[:4] for form in FORMS
+        ]
+        texts += [*TEXTS, *(json.dumps({"answer": answer}) for answer in answers[:2])]
+        own = [completion_text(one.completion) for one in base.rollouts[start : start + 2]]
+        texts += [*own, *(form.replace("{}", "0").replace("{{", "{").replace("}}", "}") for form in FORMS)]
+        texts += [f"{text}\n{texts[n]}" for n, text in enumerate(own)]
+        totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts])
+        known = [(value, text) for value, text in zip(totals.tolist(), texts, strict=True) if value == value]
+        if known:
+            found.append((min(known)[0], *max(known, key=lambda pair: pair[0])))
+    return found or [(0.0, 0.0, "")]
+
+
+def _unreachable(run: ExaminedRun, value: float, best: tuple[float, float, str]) -> Iterator[Finding]:
+    """No sample gets more than the least; looked at further prompts, as a hard task has a hit now and then."""
+    hits, further = _further(run)
+    count = len(run.base.known) + further
+    if hits:
+        works = f"The text {best[2][:60]!r} gets {best[1]:g}, so the reward works."
+        yield _rare(f"groups with another reward than {value:g} are {hits} among {count} completions", works)
+        return
+    yield Finding(
+        "reward-unreachable",
+        "error",
+        f"none of {count} completions gets more than {value:g}.",
+        "Let the prompts say (or show) what the reward asks for, reward steps on the way to it, or train the model on"
+        " examples first; then check that some completions get it.",
+        f"The reward works: the text {best[2][:80]!r} gets {best[1]:g}; the model wrote"
+        f" {completion_text(run.base.rollouts[0].completion)[:80]!r}.",
+    )
+
+
+def _rare(evidence: str, proof: str) -> Finding:
+    fix = "Take easier prompts first (prompt_sampler=difficulty, dynamic_sample=True), or a reward that grades parts."
+    return Finding("signal-sparse", "warning", f"most groups have no signal: {evidence}.", fix, proof)
+
+
+def _further(run: ExaminedRun) -> tuple[int, int]:
+    """Groups with a signal among further prompts, and their completions."""
+    hits, further, start = 0, 0, 1
+    while run.left > 0.4 * run.seconds and start < 8 and not hits:
+        batch = run.sample(16, 4, start=start, max_tokens=run.base.limit)
+        further, hits, start = further + len(batch.known), int((batch.spread > 0).sum()), start + 1
+    return hits, further
+
+
+def scale(run: ExaminedRun) -> Iterator[Finding]:
+    """Advantages that follow one function where another one has something to say, too."""
+    base, names, aggregated = run.base, run.suite.names, run.args.multi_objective_aggregation
+    if len(names) < 2 or (aggregated == "normalize_then_sum" and run.args.method == "grpo"):
+        return
+    grouped = base.rewards.double().view(base.prompts, base.size, -1) * base.weights.double()  # [P, G, F]
+    deviations = nanstd(grouped, dim=1)[:, 0]  # [P, F]
+    for loud in range(len(names)):
+        for faint in range(len(names)):
+            both = (deviations[:, loud] > 1e-9) & (deviations[:, faint] > 1e-9)
+            if loud == faint or int(both.sum()) < 1 or both.double().mean() < 0.15:
+                continue
+            ratio = (deviations[both, loud] / deviations[both, faint]).median().item()
+            follows = [_follows(base.totals[both], grouped[both][..., index]) for index in (loud, faint)]
+            if ratio < 8 or follows[0] < 0.97 or follows[1] > 0.6:
+                continue
+            even = (grouped / deviations.nanmean(0).clamp(min=1e-9)).nansum(-1)
+            now = _follows(even[both], grouped[both][..., faint])
+            given = [round(1 / max(float(d), 1e-9), 3) for d in (deviations / base.weights).nanmean(0)]
+            weights = base.weights.tolist()
+            chosen = weights[faint] < 1 and weights[loud] <= 1  # on purpose
+            yield Finding(
+                "reward-scale",
+                "note" if chosen else "error",
+                f"{names[loud]} differs {ratio:.0f} times as much within groups as {names[faint]}: advantages follow it"
+                f" alone (correlation {follows[0]:.2f}, and {follows[1]:.2f} with {names[faint]}).",
+                f"Set reward_weights={given}, or multi_objective_aggregation=normalize_then_sum.",
+                f"With these weights the correlation of advantages with {names[faint]} rises from {follows[1]:.2f} to"
+                f" {now:.2f}.",
+            )
+            return
+
+
+def _follows(totals: Tensor, values: Tensor) -> float:
+    """Correlation within groups of two [P, G]."""
+    one, two = centred(totals).nan_to_num().flatten(), centred(values).nan_to_num().flatten()
+    return (one @ two / (one.norm() * two.norm()).clamp(min=1e-12)).item()
+
+
+def length(run: ExaminedRun) -> Iterator[Finding]:
+    """Rewards that a text of the same length without content gets as well."""
+    base = run.base
+    if not base.spread.any() or not run.rescores:
+        return
+    lengths = torch.tensor([len(completion_text(one.completion)) for one in base.rollouts]).double()
+    correlation = _follows(base.totals, lengths.view_as(base.totals))
+    if abs(correlation) < 0.8:
+        return
+    filled = []
+    for sample, rollout in zip(base.samples, base.rollouts, strict=True):
+        text, tokens = completion_text(rollout.completion), len(rollout.completion_ids)
+        other = run.answering(sample.row, ("so it is " * (len(text) // 9 + 1))[: len(text)])
+        other.completion_ids = (other.completion_ids * (tokens // max(len(other.completion_ids), 1) + 1))[:tokens]
+        other.sampled = [True] * len(other.completion_ids)
+        filled.append(other)
+    totals = run.totals([sample.row for sample in base.samples], filled)
+    range_ = (base.known.max() - base.known.min()).item()
+    equal = int(((totals - base.totals.flatten()).abs() < 0.05 * range_).sum())
+    if equal < 0.8 * len(filled):
+        return
+    yield Finding(
+        "reward-length",
+        "warning",
+        f"within groups the reward follows the length of completions (correlation {correlation:.2f}).",
+        "Add a reward for content that weighs more, or remove the length from the reward if that is not the aim.",
+        f"Filler of the same length gets the same reward for {equal} of {len(filled)} completions.",
+    )
+
+
+def solution_columns(row: dict[str, Any]) -> list[str]:
+    return [name for name in row if name in SOLUTIONS or name in ("ground_truth", "reference", "gold", "expected")]
+
+
+def signal(run: ExaminedRun) -> Iterator[Finding]:
+    """Share of groups with a signal, now and with other group sizes."""
+    base, group = run.base, run.group
+    if not base.spread.any() or run.args.dynamic_sample:
+        return
+    if base.size < SAMPLES and hasattr(run, "sample"):
+        base = run.sample(PROMPTS, SAMPLES, max_tokens=base.limit)
+    now, more = base.signal(group), base.signal(8)
+    size = next((size for size in (8, 16, 32) if base.signal(size) > 0.75 * base.signal(64)), 32)
+    better = base.signal(size)
+    rates = f"{int((base.spread > 0).sum())} of {base.prompts} prompts got different rewards among {base.size} samples"
+    if group < 4 and more > 1.5 * now and more - now > 0.15:
+        yield Finding(
+            "groups-small",
+            "warning",
+            f"with num_generations={group} about {now:.0%} of the groups have a signal; {rates}.",
+            f"Set num_generations={size}.",
+            f"In groups of {size} of the same samples {better:.0%} would have one, and a baseline of {size - 1} others"
+            f" has {(1 + 1 / (size - 1)) / (1 + 1 / max(group - 1, 1)):.2f} times the variance.",
+        )
+    elif now < 0.3:
+        yield Finding(
+            "signal-sparse",
+            "error" if now < 0.05 else "warning",
+            f"about {now:.0%} of the groups have a signal; {rates}.",
+            f"Set dynamic_sample=True (or prompt_sampler=difficulty), take prompts of medium difficulty, or"
+            f" num_generations={max(size, 2 * group)}.",
+            f"In groups of that size {base.signal(max(size, 2 * group)):.0%} of the same prompts would have one.",
+        )
+
+
+def summary_of(run: ExaminedRun, base: SampleBatch) -> dict[str, Any]:
+    return {
+        "completions": len(base.rollouts),
+        "prompts": base.prompts,
+        "reward": None if not len(base.known) else round(base.mean, 6),
+        "groups_with_signal": round(sum((base.spread > 0).double().tolist()) / max(base.prompts, 1), 4),
+        "groups_with_signal_expected": round(base.signal(run.group), 4),
+        "cut": round(base.cut, 4),
+        "seconds_of_sampling": round(base.seconds, 2),
+    }

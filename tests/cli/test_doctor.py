@@ -1,0 +1,118 @@
+"""`covey doctor` names the planted cause first, proves it, and finds nothing grave in healthy runs."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from covey.cli.doctor.command import before, main
+from covey.cli.main import main as covey
+from covey.observability.findings import CODES, Finding, ranked
+from tests.support import faults, runs, tiny
+
+
+def findings(folder, model, *, change=None, eos=None, huge=False, seconds=40.0, **settings):
+    if change is not None or eos is not None:
+        model = faults.changed(model, folder / "model", change, eos)
+    path = faults.write(folder, faults.huge(model, folder / "model") if huge else model, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ranked(before(path, [], seconds, {}))
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory):
+    return faults.repeating_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def unused(tmp_path_factory):
+    return tiny.folder(tmp_path_factory.mktemp("random"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_the_first_finding_is_the_planted_cause(name, tmp_path, repeating):
+    code, settings = faults.FAULTS[name]
+    found = findings(tmp_path, repeating, **settings)
+    assert found and found[0].code == code, list(map(str, found))
+    assert found[0].evidence and found[0].fix and found[0].proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", faults.HEALTHY)
+def test_healthy_runs_have_no_error(name, tmp_path, repeating):
+    found = findings(tmp_path, repeating, **faults.HEALTHY[name])
+    assert [str(one) for one in found if one.level == "error"] == []
+
+
+@pytest.mark.parametrize("name", faults.QUICK)
+def test_a_random_model_is_enough_for_some_causes(name, tmp_path, unused):
+    code, settings = faults.FAULTS[name]
+    settings = {"funcs": None if settings.get("code") or settings.get("rows") else ["digits"], **settings}
+    found = findings(tmp_path, unused, **settings)
+    assert found and found[0].code == code, list(map(str, found))
+
+
+def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
+    found = findings(tmp_path, unused, rows=faults.TEXTS, funcs=["digits"], learning_rate=5e-3)
+    assert [str(one) for one in found if one.level == "error"] == []
+
+
+def test_json_and_exit_status(tmp_path, unused, capsys):
+    path = faults.write(tmp_path, unused, code="def f(completions, **kwargs):\n    return [0.5] * len(completions)\n")
+    assert main([path, "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert shown["findings"][0]["code"] == "reward-constant" and shown["summary"]["reward"] == 0.5
+    assert {"code", "level", "title", "evidence", "fix", "proof"} == set(shown["findings"][0])
+    assert not (tmp_path / "out").exists(), "a run that is only examined leaves nothing behind"
+
+
+def test_a_run_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
+    assert covey(["doctor", str(tmp_path / "none.yaml")]) == 2
+    assert covey(["doctor", str(tmp_path)]) == 2
+    assert "has no record" in capsys.readouterr().err
+
+
+def test_findings_are_ranked_by_level_then_cause():
+    codes = ["reward-slow", "memory", "template"]
+    found = [Finding(code, "warning", "", "") for code in codes] + [Finding("signal-sparse", "error", "", "")]
+    assert [one.code for one in ranked(found)] == ["signal-sparse", "memory", "template", "reward-slow"]
+
+
+def test_the_page_lists_every_code():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    assert [code for code in CODES if f"`{code}`" not in page] == []
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run from Python, whose reward has a name by which it is found again."""
+    folder = tmp_path_factory.mktemp("recorded")
+    model = tiny.folder(folder / "model")
+    from transformers import AutoModelForCausalLM
+
+    parts = {"model": AutoModelForCausalLM.from_pretrained(model), "reward_funcs": always}
+    runs.trainer(folder / "run", parts=parts, record="tokens").train()
+    return folder / "run"
+
+
+def always(completions, **kwargs):
+    """A reward that says nothing."""
+    return [0.25] * len(completions)
+
+
+def test_a_recorded_run_is_examined_with_its_rewards(recorded, capsys):
+    assert main([str(recorded), "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert shown["findings"][0]["code"] == "reward-constant"
+    assert json.loads((recorded / "record" / "findings.json").read_text()) == shown["findings"]
+
+
+def test_a_record_alone_is_enough_for_a_warning(tmp_path, capsys):
+    parts = {"reward_funcs": lambda completions, **kwargs: [0.25] * len(completions)}
+    runs.trainer(tmp_path, parts=parts, record="tokens").train()
+    assert main([str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert shown["findings"][0]["code"] in ("signal-sparse", "completions-cut") and not shown["summary"]["rebuilt"]
