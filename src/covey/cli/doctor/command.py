@@ -16,7 +16,7 @@ from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.cli.train import build_trainer, read_run, take_config
 from covey.observability.dashboard import duration
 from covey.observability.findings import Finding, ranked, write_findings
-from covey.observability.record import FOLDER
+from covey.observability.record_files import FOLDER
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,20 @@ from covey.cli.config_file import config_of, load_run
 from covey.cli.doctor import rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
-from covey.core.records import FinishReason, ScoredRollouts
+from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.observability.diagnostics import advice
 from covey.observability.findings import Finding
-from covey.observability.record import FOLDER, Replay, files, number_of, read_run
+from covey.observability.record import Replay
+from covey.observability.record_files import (
+    FOLDER,
+    REWARD,
+    file_name,
+    files,
+    number_of,
+    read_metrics,
+    read_rows,
+    read_run,
+)
 
 ELSEWHERE = ("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record")
 """Prefixes of settings that a second look at a run does without."""
@@ -31,7 +43,7 @@ def examine(
     """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
     described = read_run(run)
     settings = settings_of(described)
-    read = Record(run, described, settings)
+    read = PastRun(run, described, settings)
     summary["generations"] = len(read.generations)
     trainer = rebuilt(described, settings, read)
     if trainer is None:
@@ -39,15 +51,16 @@ def examine(
         yield from alone(read, summary)
         yield from read.course()
         return
-    base = read.batch(trainer.rewards.weights)
+    base = read.batch(trainer.rewards.weights) if read.tokens else None  # else sampled again
     examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
-    if read.comparable:
-        examined.others = read.replay.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
+    if read.comparable and read.tokens:
+        examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
         examined.own_engine = not read.replay.traits.shares_policy
     found = list(staged(examined))
     yield from found
     if not any(one.level == "error" for one in found):
         yield from read.course()
+        yield from (one for one in advice(read_metrics(run / FOLDER), trainer.args, ended=True) if "tools" in one.code)
     trainer.rollouts.close()
 
 
@@ -66,7 +79,7 @@ def settings_of(described: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "Record") -> Any:
+def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
     parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
     tokenizer = parts.pop("tokenizer", None)
@@ -98,7 +111,7 @@ def _tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-class Record:
+class PastRun:
     """The generations of a run on record."""
 
     def __init__(self, run: Path, described: dict[str, Any], settings: dict[str, Any]):
@@ -107,8 +120,25 @@ class Record:
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
         self.names = list(described["rewards"])
-        self.replay = Replay(run, self.names, 0, described["processes"])
+        self.folder, self.processes = run / FOLDER, described["processes"]
+        self.replay = Replay(run, self.names, 0, self.processes)
+        first = read_rows(self.folder / file_name(self.generations[0], 0, self.processes))
+        self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         self.size = int(settings.get("num_generations") or config_of(_method(described))().num_generations or 8)
+
+    def load(self, generation: int) -> ScoredRollouts:
+        """Rollouts of a generation; without tokens where the record has none."""
+        if self.tokens:
+            return self.replay.load(generation)
+        rows = read_rows(self.folder / file_name(generation, 0, self.processes))
+        rewards = [[row[REWARD + name] for name in self.names] for row in rows]
+        return ScoredRollouts(
+            [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
+            [_without_tokens(row) for row in rows],
+            torch.tensor([[math.nan if value is None else value for value in values] for values in rewards]),
+            {},
+            [{} for _ in rows],
+        )
 
     @property
     def comparable(self) -> bool:
@@ -121,7 +151,7 @@ class Record:
         loaded: list[ScoredRollouts] = []
         for number in self.generations[:FIRST]:
             if sum(len(one.rollouts) for one in loaded) < 24:
-                loaded.append(self.replay.load(number))
+                loaded.append(self.load(number))
         rollouts = [rollout for one in loaded for rollout in one.rollouts]
         samples = [sample for one in loaded for sample in one.draws]
         limit = int(self.settings.get("max_completion_length", 512))
@@ -132,7 +162,7 @@ class Record:
         """Rows of the dataset that are on record, without gaps."""
         rows: dict[int, dict[str, Any]] = {}
         for number in self.generations[:64]:
-            rows |= {sample.prompt: sample.row for sample in self.replay.load(number).draws}
+            rows |= {sample.prompt: sample.row for sample in self.load(number).draws}
         return [rows[number] for number in sorted(rows)]
 
     def course(self) -> Iterator[Finding]:
@@ -141,7 +171,7 @@ class Record:
         taken = sorted({self.generations[n * (len(self.generations) - 1) // 11] for n in range(12)})
         if len(taken) < 4:
             return
-        batches = [self.replay.load(number) for number in taken]
+        batches = [self.load(number) for number in taken]
         rewards = [(one.rewards.double() @ weights.double()).nanmean().item() for one in batches]
         entropies = [_entropy(one) for one in batches]
         third = max(1, len(taken) // 3)
@@ -162,6 +192,11 @@ class Record:
             )
 
 
+def _without_tokens(row: dict[str, Any]) -> Rollout:
+    ids = [0] * row["length"]
+    return Rollout([0], ids, [True] * len(ids), None, row["completion"], FinishReason(row["finish"]), row["group"])
+
+
 def _method(described: dict[str, Any]) -> str:
     return str((described.get("parts") or {}).get("method") or "grpo")
 
@@ -176,7 +211,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def alone(read: Record, summary: dict[str, Any]) -> Iterator[Finding]:
+def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     """Findings from what is on record, without experiments."""
     weights = torch.tensor(read.settings.get("reward_weights") or [1.0] * len(read.names))
     base, settings = read.batch(weights), {"scale_rewards": "group", **read.settings}
