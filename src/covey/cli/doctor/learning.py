@@ -28,7 +28,7 @@ MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 
 @dataclass(frozen=True)
-class Update:
+class TrialUpdate:
     """A trial update, undone afterwards."""
 
     moved: float  # mean absolute change of the log-probs of the completions' tokens, in nats
@@ -75,7 +75,7 @@ class Trials:
         batch.engine_logprobs = None
         return batch
 
-    def update(self, learning_rate: float, steps: int = 1) -> Update:
+    def update(self, learning_rate: float, steps: int = 1) -> TrialUpdate:
         """The size of updates at a learning rate; the policy is as before afterwards."""
         with self.updated(learning_rate, steps) as found:
             return found
@@ -90,7 +90,7 @@ class Updated:
     def __init__(self, trials: Trials, learning_rate: float, steps: int):
         self.trials, self.learning_rate, self.steps = trials, learning_rate, steps
 
-    def __enter__(self) -> Update:
+    def __enter__(self) -> TrialUpdate:
         trials, trainer, args = self.trials, self.trials.trainer, self.trials.run.args
         batch, model = trials.batch, trainer.model
         self.saved = [weight.detach().clone() for weight in trials.trained]
@@ -117,7 +117,7 @@ class Updated:
         after = trials.run.logprobs(batch, args.temperature, exact=True)
         moved = (after - before)[batch.sampled].abs().mean().item()
         scale = trainer.context.algebra.generation_batch_size / max(len(batch), 1)
-        return Update(moved, (passes * scale + steps) / self.steps, finite and math.isfinite(moved))
+        return TrialUpdate(moved, (passes * scale + steps) / self.steps, finite and math.isfinite(moved))
 
     def __exit__(self, *raised: Any) -> None:
         with torch.no_grad():
@@ -208,7 +208,7 @@ def _aim(trials: Trials, rate: float, moved: float, wanted: float) -> float:
     return float(f"{guess:.0e}")
 
 
-def _too_high(run: ExaminedRun, trials: Trials, one: Update) -> Iterator[Finding]:
+def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Finding]:
     """Samples after three updates at the learning rate, and at one at which the policy stays."""
     rate, base = run.args.learning_rate, run.base
     prompts, size = min(base.prompts, 4), base.size
