@@ -5,6 +5,7 @@ import base64
 import gzip
 import json
 import re
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -18,9 +19,11 @@ from covey.cli.view.runs import RecordedRun
 from covey.core.batch import collate
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
-from covey.observability.record import FOLDER, Recorder
+from covey.observability.record import Recorder
+from covey.observability.record_files import FOLDER, files, read_rows
 from covey.observability.updates import vocabulary_of
 from tests.support import records, runs, tiny
+from tests.support.engines import CopyEngine
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +237,16 @@ def test_byte_level_tokens_have_their_bytes():
     found = dict(zip(WORDS, vocabulary_of(Tokenizer()), strict=True))
     assert {word: data for word, data in found.items() if WORDS[word]} == {w: d for w, d in WORDS.items() if d}
     assert found["é"] == b"\xe9"  # one byte of Latin-1, as byte-level tokenizers write it
+
+
+class WithoutEntropies(CopyEngine):
+    async def generate(self, request):
+        return [replace(completion, entropies=None) for completion in await super().generate(request)]
+
+
+def test_entropies_of_updates_stand_in_for_the_engines(tmp_path):
+    runs.trainer(tmp_path, record="tokens", max_steps=1, parts={"engine": WithoutEntropies(tiny.model())}).train()
+    run = RecordedRun(tmp_path)
+    assert read_rows(files(tmp_path / FOLDER)[0])[0]["entropies"] is None
+    entropies = tokens_of(run.rollout("0.0.0"), "entropies")
+    assert len(entropies) and (entropies > 0).all()

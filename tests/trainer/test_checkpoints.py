@@ -201,7 +201,7 @@ def test_a_full_disk_ends_the_run_and_costs_nothing(small_disk, tmp_path, saved)
     filling.write_bytes(bytes(900_000))  # room for one checkpoint
     with pytest.raises(OSError, match=r"checkpoint-2 could not be written into .*: the disk is full\. Earlier"):
         runs.trainer(small_disk / "run", **SAVING, max_steps=3, log_completions=False).train()
-    assert sorted(path.name for path in (small_disk / "run").glob("*")) == ["checkpoint-1", "completions"]
+    assert sorted(path.name for path in (small_disk / "run").glob("*")) == ["checkpoint-1", "completions", "record"]
     filling.unlink()
     shutil.copytree(small_disk / "run", tmp_path / "run")
     assert same(runs.weights(resume(tmp_path / "run", "auto")), saved[1])

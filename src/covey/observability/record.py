@@ -76,6 +76,7 @@ class Recorder(TrainerCallback):
         self._pending.append((step, generation, scored, batch))
         if self.updates is not None:
             self.updates.mark(batch, generation)
+            self.updates.entropies = any(rollout.entropies is None for rollout in scored.rollouts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []

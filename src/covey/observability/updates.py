@@ -26,6 +26,7 @@ class UpdateLog:
     folder: Path
     rank: int
     processes: int
+    entropies: bool = False  # keep those of the updates, as no engine reported any
     _passes: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def mark(self, batch: TrainBatch, generation: int) -> None:
@@ -38,7 +39,7 @@ class UpdateLog:
         if batch.origin is None or not batch.num_tokens:
             return
         kept = {"logprobs": logprobs}
-        if entropies is not None:
+        if entropies is not None and self.entropies:
             kept["entropies"] = entropies
         if batch.old_logprobs is not None:
             kept["clipped"] = clipped_tokens(batch, logprobs, entropies, objective)

@@ -118,6 +118,9 @@ class Generation:
         trained = [values for one in self.updates if (values := one.spread("logprobs", size)) is not None]
         if old is not None or trained:
             found["trainer"] = trained[0] if old is None else old
+        measured = [values for one in self.updates if (values := one.spread("entropies", size)) is not None]
+        if measured and "entropies" not in found:
+            found["entropies"] = measured[0]
         if old is not None and trained:
             found["current"] = _latest(trained)
             ratios = [values for one in self.updates if (values := one.spread("log_ratios", size)) is not None]

@@ -1,6 +1,6 @@
 // Charts as SVG: curves with intervals, stacked bars, and strips of rewards.
 
-import { el, number, seconds } from "./core.js";
+import { el, faint, number, seconds } from "./core.js";
 
 const WIDTH = 340, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
@@ -22,12 +22,13 @@ export function curves({ title, note = "", series, height = 150, wide = false, z
   const points = series.flatMap((one) => one.points).filter((one) => Number.isFinite(one.y));
   const figure = el("figure", { class: `chart ${wide ? "wide" : ""}` });
   const readout = el("span", { class: "readout" });
-  figure.append(el("figcaption", {}, el("b", {}, title), note ? el("span", { class: "faint" }, ` ${note}`) : null, readout));
+  figure.append(el("figcaption", {}, el("b", {}, title), note ? faint(` ${note}`) : null, readout));
   if (!points.length) return figure;
   const xs = points.map((one) => one.x);
   const [first, last] = [Math.min(...xs), Math.max(...xs)];
   const ends = points.flatMap((one) => [one.y - (one.half || 0), one.y + (one.half || 0)]);
   let [low, high] = [Math.min(...ends, zero ? 0 : Infinity), Math.max(...ends, zero ? 0 : -Infinity)];
+  if (zero && low === high) high = 1;
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
   const pad = (high - low) * 0.06;
   if (!(zero && low === 0)) low -= pad;

@@ -16,6 +16,9 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** Text that steps back. */
+export const faint = (...children) => el("span", { class: "faint" }, ...children);
+
 /** Pairs of a name and a value in a line; pairs that are false are left out. */
 export const facts = (...pairs) =>
   el("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, said(name)), el("dd", {}, value))));
@@ -233,6 +236,8 @@ export function groupBy(items, keyOf) {
 export const promptOf = (rollout) => runs[rollout.run].groups.get(rollout.cluster)[0].prompt;
 
 export const rewardNames = (run) => [...new Set([...run.blocks.values()].flatMap((block) => Object.keys(block.rewards)))];
+
+export const stepsOf = (run) => [...run.steps].sort(([a], [b]) => a - b);
 
 export const colourOf = (run) => `var(--run-${run % 4})`;
 export const link = (run, ...parts) => `#/${run}/${parts.join("/")}`;

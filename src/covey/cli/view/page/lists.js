@@ -2,8 +2,8 @@
 
 import { rewardStrip } from "./charts.js";
 import {
-  colourOf, deviation, el, facts, get, groupBy, interval, link, mean, number, numbersOf, oneLine, percent, plainText,
-  messagesOf, promptOf, runs, said, search, seconds, short, signed, visible,
+  colourOf, deviation, el, facts, faint, get, groupBy, interval, link, mean, messagesOf, number, numbersOf, oneLine, percent, plainText,
+  promptOf, runs, said, search, seconds, short, signed, stepsOf, visible,
 } from "./core.js";
 
 // ---- what every list shows ---------------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ export function stepView(run, step) {
             : "No signal: all rewards are equal";
     kinds[kind].push(group);
   }
-  const steps = [...run.steps.keys()].sort((a, b) => a - b);
+  const steps = stepsOf(run).map(([step]) => step);
   const place = steps.indexOf(step);
-  const go = (to, text, key) => (to === undefined ? el("span", { class: "faint" }, text) : el("a", { href: link(run.index, "step", to),
+  const go = (to, text, key) => (to === undefined ? faint(text) : el("a", { href: link(run.index, "step", to),
       "aria-keyshortcuts": key }, text));
   const total = interval(members.map((one) => one.reward ?? NaN), members.map((one) => one.cluster));
   const sum = (name) => members.reduce((all, one) => all + one[name], 0);
@@ -193,10 +193,9 @@ export const settingsTable = (entries) =>
 
 /** Messages as text, each foldable; what the policy is not shown at length is folded. */
 export function transcript(value, role, open = true) {
-  return el("div", { class: "transcript" },
-      messagesOf(value, role).map((message) => el("details", { class: "message",
+  return el("div", { class: "transcript" }, messagesOf(value, role).map((message) => el("details", { class: "message",
       open: open && (message.text.length < 4000 || !message.role.startsWith("tool")) },
-    el("summary", {}, said(message.role || "text"), el("span", { class: "faint" }, ` ${number(message.text.length)} characters`)),
+    el("summary", {}, said(message.role || "text"), faint(` ${number(message.text.length)} characters`)),
     message.text ? el("pre", {}, said(message.text)) : null,
     message.calls.map((call) => el("pre", { class: "call" }, "→ ",
         said(`${call?.name ?? "call"}(${typeof call?.arguments === "string" ? call.arguments : JSON.stringify(call?.arguments ?? {})})`))))));
@@ -250,8 +249,7 @@ async function aligned(members) {
   const list = el("ol", { class: "aligned" });
   const dense = (row, i) => row.text(i).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   const joined = (row, from, to) => Array.from({ length: Math.max(0, to - from) }, (_, i) => dense(row, from + i)).join("");
-  if (all) list.append(el("li", { class: "shared" },
-      el("span", { class: "faint" }, `all begin with ${all} equal ${whole[0].tokens ? "tokens" : "words"}: `),
+  if (all) list.append(el("li", { class: "shared" }, faint(`all begin with ${all} equal ${whole[0].tokens ? "tokens" : "words"}: `),
       said(joined(rows[0], Math.max(0, all - 60), all))));
   rows.forEach((row, i) => {
     const leave = i ? Math.max(common(row, rows[i - 1]), all) : all;
@@ -263,10 +261,10 @@ async function aligned(members) {
         el("span", { class: "side" }, el("b", {}, number(row.one.reward)), advantage(row.one.advantage)),
         el("span", { class: "line" },
           leave > all ? el("span", { class: "as-above" }, from > all ? `⋯${from - all} ` : null, said(joined(row, from, leave))) : null,
-          same ? el("span", { class: "faint" }, " the same again") : null,
+          same ? faint(" the same again") : null,
           leave < row.keys.length ? el("mark", {}, said(dense(row, leave))) : null,
           said(joined(row, leave + 1, end)),
-          end < row.keys.length ? el("span", { class: "faint" }, ` … ${number(row.keys.length - end)} more`) : null,
+          end < row.keys.length ? faint(` … ${number(row.keys.length - end)} more`) : null,
           row.one.finish !== "stop" ? el("span", { class: "chip warn" }, row.one.finish.replace("_", " ")) : null))));
   });
   return { list, whole };

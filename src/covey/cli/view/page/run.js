@@ -2,7 +2,7 @@
 
 import { curves, legend, stacked } from "./charts.js";
 import {
-  colourOf, el, groupBy, interval, link, mean, number, oneLine, percent, rewardNames, runs, said, seconds, short, signed,
+  colourOf, el, faint, groupBy, interval, link, mean, number, oneLine, percent, rewardNames, runs, said, seconds, short, signed, stepsOf,
 } from "./core.js";
 import { SORTS, rolloutLink, settingsTable, sorted, twinsOf } from "./lists.js";
 
@@ -10,12 +10,12 @@ const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5"];
 
 /** A point for each step: mean of a value of its rollouts, with an interval over groups. */
 const ofSteps = (run, value) =>
-  [...run.steps].sort(([a], [b]) => a - b).map(([step, members]) => {
+  stepsOf(run).map(([step, members]) => {
     const { mean: y, half, count } = interval(members.map((one) => value(one) ?? NaN), members.map((one) => one.cluster));
     return { x: step, y: count ? y : NaN, half };
   });
 const shareOfGroups = (run, holds) =>
-  [...run.steps].sort(([a], [b]) => a - b).map(([step, members]) => {
+  stepsOf(run).map(([step, members]) => {
     const groups = [...groupBy(members, (one) => one.cluster).values()];
     return { x: step, y: groups.filter(holds).length / groups.length };
   });
@@ -35,7 +35,7 @@ function charts(run, others, open) {
     ["Completion length", "tokens", (one) => ofSteps(one, (rollout) => rollout.length), { zero: true }],
     ["Cut off", "share", (one) => ofSteps(one, (rollout) => Number(rollout.finish === "length")), { zero: true }],
     ["Entropy", "nats per token", (one) => ofSteps(one, (rollout) => rollout.entropy)],
-    ["Largest gap to the engine", "nats, of any token", (one) => [...one.steps].sort(([a], [b]) => a - b).map(([step, members]) =>
+    ["Largest gap to the engine", "nats, of any token", (one) => stepsOf(one).map(([step, members]) =>
         ({ x: step, y: Math.max(...members.map((rollout) => Math.abs(rollout.gap ?? NaN)).filter(Number.isFinite),
         -Infinity) })).filter((point) => point.y > -Infinity), { zero: true }],
     ["Clipped tokens", "share", (one) => ofSteps(one, (rollout) => (Number.isFinite(rollout.clipped) ? rollout.clipped / Math.max(1,
@@ -70,7 +70,7 @@ function phases(run) {
 }
 
 function tiles(run) {
-  const steps = [...run.steps.keys()].sort((a, b) => a - b);
+  const steps = stepsOf(run).map(([step]) => step);
   const [first, last] = [0, -1].map((i) => run.steps.get(steps.at(i)) ?? []);
   const reward = (members) => interval(members.map((one) => one.reward ?? NaN), members.map((one) => one.cluster));
   const [before, after] = [reward(first), reward(last)];
@@ -82,7 +82,7 @@ function tiles(run) {
   const groups = [...run.groups.values()];
   const tile = (name, value, note) => el("div", {}, el("dt", {}, name), el("dd", {}, value), note ? el("small", {}, note) : null);
   return el("dl", { class: "tiles" },
-    tile("Reward", [number(before.mean, 2), el("span", { class: "faint" }, " → "), number(after.mean, 2)],
+    tile("Reward", [number(before.mean, 2), faint(" → "), number(after.mean, 2)],
         `± ${number(after.half, 2)}, steps ${steps[0]} to ${steps.at(-1)}`),
     tile("Tokens sampled", short(sampled), `${percent(taught / sampled)} taught something`),
     tile("Groups with signal", percent(groups.filter(trained).length / groups.length),
@@ -98,9 +98,9 @@ function lookAt(run) {
       one]) => one && (sort !== "odd" || one.odd > 0.5));
   return el("nav", { class: "look", "aria-label": "Where to look" },
     found.map(([sort, one]) => el("a", { href: rolloutLink(one, sort) }, el("small", {}, SORTS[sort][0]), el("b", {}, SORTS[sort][2](one)),
-        el("span", { class: "faint" }, `step ${one.step}`))),
+        faint(`step ${one.step}`))),
     el("a", { href: link(run.index, "rollouts"), class: "all" }, el("small", {}, "All rollouts"), el("b", {}, number(run.rollouts.length)),
-        el("span", { class: "faint" }, "search, filter, sort")));
+        faint("search, filter, sort")));
 }
 
 function findings(run) {
@@ -111,8 +111,7 @@ function findings(run) {
     el("p", {}, el("span", { class: `chip ${one.level === "error" ? "bad" : one.level === "warning" ? "warn" : "flat"}` },
         String(one.level ?? "note")), el("b", {}, said(one.title ?? one.cause ?? "")),
         el("code", { class: "faint" }, String(one.code ?? ""))),
-    ["evidence", "fix", "proof"].filter((name) => one[name]).map((name) =>
-        el("p", {}, el("span", { class: "faint" }, `${name[0].toUpperCase()}${name.slice(1)}: `),
+    ["evidence", "fix", "proof"].filter((name) => one[name]).map((name) => el("p", {}, faint(`${name[0].toUpperCase()}${name.slice(1)}: `),
         said(typeof one[name] === "string" ? one[name] : JSON.stringify(one[name]))))))));
 }
 
@@ -128,11 +127,12 @@ function settings(run, others) {
     return rows.length ? el("div", {}, el("h3", {}, title), settingsTable(rows)) : "";
   }));
   show("");
+  const details = el("details", { open: others.length > 0 }, el("summary", {}, "Show"), body);
   return el("section", {}, el("h2", {}, others.length ? "Settings that differ" : "Settings"),
     el("label", { class: "inline" }, others.length ? "Find any" : "Find",
-        el("input", { type: "search", oninput: (event) => show(event.target.value.trim()) })),
+        el("input", { type: "search", oninput: (event) => { details.open = true; show(event.target.value.trim()); } })),
     others.length ? el("p", { class: "faint" }, all.map((one) => one.name).join(" | ")) : null,
-    el("details", { open: others.length > 0 }, el("summary", {}, "Show"), body));
+    details);
 }
 
 /** Differences between two runs over the rollouts of the same step, row and place in the group. */
@@ -168,8 +168,7 @@ function compared(run, other) {
         el("td", { class: `num ${Math.abs(found.mean) > found.half ? "sure" : ""}` }, `${signed(found.mean)} ± ${number(found.half, 2)}`),
             el("td", { class: "num" }, number(found.count))))))),
     el("h3", {}, "Prompts that differ most"),
-    el("ul", { class: "groups" },
-        prompts.slice(0, 12).map(({ members, by }) => el("li", {},
+    el("ul", { class: "groups" }, prompts.slice(0, 12).map(({ members, by }) => el("li", {},
         el("a", { href: link(run.index, "pair", members[0].cluster, other.index) },
       said(oneLine(members[0].prompt, 150), { class: "what" }), el("span", { class: "num faint" }, `step ${members[0].step}`),
           el("span", { class: `num ${by > 0 ? "good" : "bad"}` }, signed(by, 2)))))));
@@ -182,7 +181,7 @@ export function runView(run) {
       el("p", { class: "notice" }, "No step is on record yet. The page follows the run.")];
   const open = (step) => { if (run.steps.has(step)) location.hash = link(run.index, "step", step); };
   const about = [model.path?.split("/").at(-1), given.loss_type && `loss ${given.loss_type}`,
-      `${run.steps.size} steps of ${Math.round(run.rollouts.length / run.steps.size)} rollouts`].filter(Boolean);
+      `${run.steps.size} steps, ${number(run.rollouts.length)} rollouts`].filter(Boolean);
   return [
     el("h1", {}, said(run.name)),
     el("p", { class: "faint about" }, said(about.join(" · ")), " · ", el("span", { class: `live ${run.live}` },
@@ -194,7 +193,7 @@ export function runView(run) {
     others.length ? el("section", {}, el("h2", {}, "Paired with the first run"), others.map((other) => compared(run, other))) : null,
     el("section", {}, el("h2", {}, "Curves", el("span", { class: "faint count" }, " a click opens the step")), charts(run, others, open)),
     phases(run),
-    el("section", {}, el("h2", {}, "Steps"), el("ul", { class: "chips" }, [...run.steps.keys()].sort((a, b) => a - b).map((step) =>
+    el("section", {}, el("h2", {}, "Steps"), el("ul", { class: "chips" }, stepsOf(run).map(([step]) => step).map((step) =>
         el("li", {}, el("a", { href: link(run.index, "step", step) }, String(step)))))),
     settings(run, others),
   ];

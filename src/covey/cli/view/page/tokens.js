@@ -1,6 +1,6 @@
 // A rollout: its tokens in rows of which only those in view exist, coloured by a column.
 
-import { el, facts, get, imageAddress, link, number, numbersOf, oneLine, said, seconds, signed } from "./core.js";
+import { el, facts, faint, get, imageAddress, link, number, numbersOf, oneLine, said, seconds, signed } from "./core.js";
 import { fateChip, partsOf, settingsTable, transcript } from "./lists.js";
 
 const ROW = 24; // pixels of a row of tokens
@@ -175,9 +175,11 @@ function tokenText(rollout, columns, onToken) {
     context.scale(ratio, ratio);
     context.clearRect(0, 0, width, height);
     if (!scale) return;
-    const style = getComputedStyle(frame);
-    const colours = { s: style.getPropertyValue("--heat"), p: style.getPropertyValue("--good"), n: style.getPropertyValue("--bad"),
-        e: style.getPropertyValue("--accent") };
+    const resolved = (name) => {
+      map.style.color = `var(--${name})`; // a canvas knows no variables
+      return getComputedStyle(map).color;
+    };
+    const colours = { s: resolved("heat"), p: resolved("good"), n: resolved("bad"), e: resolved("accent") };
     const best = new Map();
     const largest = sampled.reduce((most, _, token) => Math.max(most, strength(token) || 0), 1e-12);
     for (let token = 0; token < sampled.length; token++) {
@@ -262,12 +264,12 @@ function tokenPanel(rollout, columns, text) {
   };
   const show = (token, announced) => {
     if (token === null || token === undefined) {
-      head.replaceChildren(el("span", { class: "faint" }, "Point at a token, or choose one with a click or the arrow keys."));
+      head.replaceChildren(faint("Point at a token, or choose one with a click or the arrow keys."));
       list.replaceChildren();
       return;
     }
     head.replaceChildren(said(text.textOf(token), { class: "big" }),
-        el("span", { class: "faint" }, ` token ${number(token)} · id ${ids[token]} · ${text.sampled[token] ? "sampled" : "not sampled"}`));
+        faint(` token ${number(token)} · id ${ids[token]} · ${text.sampled[token] ? "sampled" : "not sampled"}`));
     list.replaceChildren(...columns.map((column, i) => {
       const value = column.values[token];
       return el("div", { title: column.meaning }, el("dt", {}, column.title),
@@ -288,7 +290,7 @@ export async function rolloutView(run, id, token, by) {
   const siblings = run.groups.get(brief.cluster);
   const place = siblings.indexOf(brief);
   const neighbour = (to, text, key) => (to ? el("a", { href: link(run.index, "rollout", to.id) + (by ? `?by=${by}` : ""),
-      "aria-keyshortcuts": key }, text) : el("span", { class: "faint" }, text));
+      "aria-keyshortcuts": key }, text) : faint(text));
   const images = (rollout.image_files ?? []).map((name, i) => {
     const image = el("img", { alt: `image ${i + 1} that the model was shown`, loading: "lazy" });
     imageAddress(run.index, name).then((address) => (image.src = address)).catch(() => image.remove());
@@ -296,8 +298,7 @@ export async function rolloutView(run, id, token, by) {
   });
   const rewards = Object.entries(rollout.rewards);
   const head = [
-    el("div", { class: "head" }, el("h1", {}, `Rollout ${place + 1} of ${siblings.length}`,
-        el("span", { class: "faint" }, ` row ${brief.row}, step ${brief.step}`)),
+    el("div", { class: "head" }, el("h1", {}, `Rollout ${place + 1} of ${siblings.length}`, faint(` row ${brief.row}, step ${brief.step}`)),
       el("nav", { class: "steps", "aria-label": "Rollouts of the group" }, neighbour(siblings[place - 1], "← previous", "k"),
           el("a", { href: link(run.index, "group", brief.cluster), "aria-keyshortcuts": "g" }, "group"),
           neighbour(siblings[place + 1], "next →", "j"))),
