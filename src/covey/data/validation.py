@@ -4,6 +4,7 @@ import difflib
 import heapq
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -24,6 +25,7 @@ MESSAGES = re.compile(  # messages in JSON or Python, or an object that holds th
     r".*[\"'](role|from)[\"']\s*:\s*[\"'](user|system|assistant|tool|developer|human|gpt)[\"']",
     re.DOTALL,
 )
+ROLES = {"system", "developer", "user", "assistant", "tool"}
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
@@ -34,10 +36,16 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
     for number, row in enumerate(rows):
         _check_row(row, number, role, prompts_required)
     first_of: dict[str, int] = {}
+    roles: set[str] = set()
     for number, prompt in _prompts(dataset, rows):
         if prompt is None and not prompts_required:
             continue  # the environment gives it
         first_of.setdefault(_kind(prompt, number, role), number)
+        roles |= {message["role"] for message in prompt if isinstance(message, dict)}
+    for given in roles - ROLES:  # templates may have more, such as ipython
+        if (known := given.strip().lower()) in ROLES:
+            text = f"messages of `{role}` have the role {given!r}, which chat templates seldom know: write {known!r}."
+            warnings.warn(text, stacklevel=2)
     if len(first_of) > 1:
         raise ValueError(
             f"`{role}` mixes conversational prompts (lists of messages, row {first_of['conversational']}) with plain "
