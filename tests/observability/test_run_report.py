@@ -45,6 +45,12 @@ def test_a_series_leaves_out_what_is_missing_or_undefined():
     assert series(logs, "kl") == ([1.0, 4.0], [0.5, 1.0])
 
 
+def test_lengths_have_a_gap_where_no_completion_ended():
+    name, cut = "completions/mean_terminated_length", "completions/clipped_ratio"
+    logs = [{"step": 1, name: 3.0, cut: 0.5}, {"step": 2, name: 0.0, cut: 1.0}, {"step": 3, name: 0.0, cut: 0.5}]
+    assert series(logs, name) == ([1.0, 3.0], [3.0, 0.0])  # in the third those that ended were empty
+
+
 def test_smoothing_keeps_ends_and_straight_lines():
     assert smooth([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert smooth([0.0, 3.0, 0.0], 3) == [0.0, 1.0, 0.0]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from covey.observability.evaluations import all_sets, prefix
+from covey.observability.metrics import ZERO_WHEN_EMPTY
 from covey.runtime.files import written_whole
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
@@ -149,10 +150,11 @@ def strip(axis: Any, grid: str) -> None:
 
 
 def series(log_history: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of a metric; lengths of completions that ended are 0 in logs where none did, and left out."""
     points = [
         (float(entry.get("step", index)), float(entry[name]))
         for index, entry in enumerate(log_history)
-        if _finite(entry.get(name))
+        if _finite(entry.get(name)) and not (name in ZERO_WHEN_EMPTY and entry.get("completions/clipped_ratio") == 1)
     ]
     return [step for step, _ in points], [value for _, value in points]
 
