@@ -1,6 +1,6 @@
 """A small model learns in unmodified public agents, through the URL; and what the URL costs a call.
 
-    python -m benchmarks.agents --agents openai_agents langgraph_agent mcp_agent --seeds 0 1 2
+    python -m benchmarks.agents --agents openai_agents langgraph_agent anthropic_agent --seeds 0 1 2
     python -m benchmarks.agents --part overhead
 
 The task, its rewards and settings are those of `benchmarks.tools`, whose figures are the native loop's. Each agent runs
@@ -30,7 +30,7 @@ from benchmarks.records import Records
 from benchmarks.tools import CURVES, LEARNING, measure, questions, right_answer, right_calls, torch_threads
 
 ROOT = Path(__file__).resolve().parents[1]
-AGENTS = ("openai_agents", "langgraph_agent", "mcp_agent")
+AGENTS = ("openai_agents", "langgraph_agent", "anthropic_agent")
 AT_ONCE = 64
 TURNS = 8
 """Of each conversation whose overhead is measured."""
@@ -101,7 +101,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         sampled = [run["after"]["sampled"][what] for what in ("call", "answer")]
         shares = [f"{one['mean']:.1%} ({one['interval'][0]:.1%} to {one['interval'][1]:.1%})" for one in sampled]
         first = f"{run['curves']['rewards/right_calls/mean'][0]:.0%}"
-        greedy = f"{run['after']['greedy']['call']['mean']:.0%}"
+        greedy = f"{run['after']['greedy']['answer']['mean']:.0%}"
         cells = [run["agent"], str(run["seed"]), first, *shares, greedy, f"{run['seconds'] / 60:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -243,7 +243,8 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     greedy = replace(trainer.rollouts.params, temperature=0.0)
     for way, params, samples in (("sampled", trainer.rollouts.params, SAMPLES), ("greedy", greedy, 1)):
         draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
-        completions = [one.completion for one in trainer.collector.collect(draws, params, ("tools", name, way))]
+        rollouts = trainer.collector.collect(draws, params, ("tools", name, way))
+        completions = [one.completion or [{"role": "assistant", "content": ""}] for one in rollouts]  # some may fail
         columns = {column: [draw.row[column] for draw in draws] for column in COLUMNS}
         call = [score == 1 for score in right_calls(completions, **columns)]
         answer = [score == 1 for score in right_answer(completions, **columns)]

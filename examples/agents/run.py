@@ -26,31 +26,35 @@ def once(play):
         file.write(str(reward))
 
 
-async def serve(play, url, at_once):
-    """Play rollouts until the trainer has gone."""
+async def serve(play, url, at_once, patience):
+    """Play rollouts until there has been no trainer for `patience` seconds."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(2 * at_once))  # each waits for a session, or runs its agent
+    heard = loop.time()
 
     async def post(path, **body):
         return await loop.run_in_executor(None, post_now, url + path, body)
 
     async def one_after_another():
-        while True:
+        nonlocal heard
+        while loop.time() < heard + patience:
             try:
                 session = await post("/sessions")
             except urllib.error.HTTPError:  # no rollout waits
+                heard = loop.time()
+                continue
+            except OSError:  # nobody listens: the trainer is not there yet, or no longer
+                await asyncio.sleep(0.5)
                 continue
             try:
                 ended = {"reward": await play(session["row"], session["base_url"], session["api_key"])}
             except Exception as error:
                 ended = {"error": f"{type(error).__name__}: {error}"}
-            with contextlib.suppress(urllib.error.HTTPError):  # it was late
+            with contextlib.suppress(OSError):  # it was late
                 await post(f"/sessions/{session['id']}/reward", **ended)
+            heard = loop.time()
 
-    try:
-        await asyncio.gather(*(one_after_another() for _ in range(at_once)))
-    except urllib.error.URLError:
-        return
+    await asyncio.gather(*(one_after_another() for _ in range(at_once)))
 
 
 def post_now(url, body):
@@ -64,10 +68,11 @@ def main():
     parser.add_argument("agent", help="module of this folder")
     parser.add_argument("--serve", metavar="URL", help="play rollouts of the RemoteAgents there")
     parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--patience", type=float, default=600, help="seconds without a trainer after which it ends")
     given = parser.parse_args()
     play = importlib.import_module(given.agent).play
     if given.serve:
-        asyncio.run(serve(play, given.serve, given.at_once))
+        asyncio.run(serve(play, given.serve, given.at_once, given.patience))
     else:
         once(play)
 

@@ -25,6 +25,7 @@ ADD = call("add", a=2, b=3)
 TURNS = {
     "openai_agents": [ADD, "5"],
     "langgraph_agent": [ADD, "5"],
+    "anthropic_agent": [ADD, "5"],
     "mcp_agent": [ADD, "5"],
     "smolagents_agent": [ADD, call("final_answer", answer="5")],
     "mini_swe_agent": ["no block", SHELL],

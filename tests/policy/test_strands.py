@@ -1,6 +1,7 @@
 """Rollouts of several strands against a forward pass of each strand by itself, in float64."""
 
 import random
+from itertools import groupby
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from covey.core.engine import SamplingParams
 from covey.core.objective import policy_loss
 from covey.core.packing import pass_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
-from covey.core.strands import longest, unfolded
+from covey.core.strands import even_shares, longest, unfolded
 from covey.engines.native.engine import NativeEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
@@ -87,9 +88,21 @@ def slow_logprobs(policy, parts):
     return torch.stack(found)
 
 
+def mean_of_means(terms, parts, normalize_over):
+    """Mean over the strands or turns of a rollout, or over itself alone, of the mean over their tokens."""
+    runs = []
+    for one, own in parts:
+        mask = one.sampled[own - len(one.prompt_ids) :]
+        turns = [len(list(run)) for by_policy, run in groupby(mask) if by_policy]
+        runs += {"rollout": [], "strand": [sum(turns)], "turn": turns}[normalize_over]
+    return torch.stack([run.mean() for run in terms.split(runs or len(terms))]).mean()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type):
+@pytest.mark.parametrize(
+    ("loss_type", "normalize_over"), [("grpo", "rollout"), ("grpo", "strand"), ("grpo", "turn"), ("dapo", "rollout")]
+)
+def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, normalize_over):
     """The literal formula: grpo is the mean over rollouts of the mean over their tokens, dapo the mean over tokens."""
     policy, scorer = model(), TokenScorer(lambda model: model, temperature=0.8, layout=layout)
     advantages = torch.tensor([0.7, -1.3, 0.4, 0.9], dtype=torch.float64)
@@ -109,6 +122,8 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type):
         entropy_bonus=False,
     )
     parameters = list(policy.parameters())
+    if normalize_over != "rollout":
+        batch.weights = batch.weights * even_shares(batch, turns=normalize_over == "turn")
     with KeepFloat64():
         slow = [slow_logprobs(policy, parts) for parts in AGENTS]
         with torch.no_grad():
@@ -120,7 +135,8 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type):
         terms = [
             -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) for ratio, a in zip(ratios, advantages, strict=True)
         ]
-        expected = torch.stack([one.mean() for one in terms]).mean() if loss_type == "grpo" else torch.cat(terms).mean()
+        means = [mean_of_means(one, parts, normalize_over) for one, parts in zip(terms, AGENTS, strict=True)]
+        expected = torch.stack(means).mean() if loss_type == "grpo" else torch.cat(terms).mean()
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
         wanted = torch.autograd.grad(expected, parameters)
     assert batch.weights is not None
@@ -131,6 +147,20 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type):
     if loss_type == "grpo":  # each rollout weighs as much as any other, whatever its number of strands
         weights = [part.sum().item() for part in batch.weights.split(batch.lengths.tolist())]
         assert weights == pytest.approx([0.25] * 4)
+
+
+def test_passes_are_normalised_as_the_config_says(tmp_path):
+    """BRANCHING has strands of 2, 2, 2 and 1 tokens; the first of them has two turns."""
+    found = {}
+    for normalize_over in ("rollout", "strand", "turn"):
+        batch = collate([joined(BRANCHING)])
+        batch.weights = torch.where(batch.sampled, 1 / 7, 0.0)
+        runner = runs.trainer(tmp_path, normalize_over=normalize_over).updates.runner
+        (planned,) = runner.plan(batch, 4)
+        found[normalize_over] = planned.weights[planned.sampled].tolist()
+    assert found["rollout"] == pytest.approx([1 / 7] * 7)
+    assert found["strand"] == pytest.approx([1 / 8] * 6 + [1 / 4])
+    assert found["turn"] == pytest.approx([1 / 5] * 2 + [1 / 10] * 4 + [1 / 5])
 
 
 def test_what_strands_have_in_common_is_computed_once():

@@ -114,6 +114,9 @@ class LossFields:
     """clip_cov: smallest covariance of a token that may be chosen."""
     clip_cov_high: float = 5.0
     """clip_cov: largest covariance of a token that may be chosen."""
+    normalize_over: str = limited("rollout", choices=("rollout", "strand", "turn"))
+    """Parts of a rollout that weigh the same in its loss: all its tokens (`rollout`), or first each `strand` of a
+    program that rewrites its history, or each `turn`, and then the tokens of these. A rollout's weight stays."""
     mask_truncated_completions: bool = False
     """Leave completions that reached the length limit out of the loss (DAPO)."""
     off_policy_mask_threshold: float | None = limited(None, ge=0, advice="0.1 to 1 are usual.")

@@ -113,3 +113,33 @@ def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
         media=None if batch.media is None else [batch.media[owner] for owner in owners],
     )
     return rows, torch.tensor(owners, dtype=torch.long, device=device)
+
+
+def even_shares(batch: TrainBatch, *, turns: bool) -> Tensor:
+    """[N] factors of token weights that give each strand, or each turn, the same share of its rollout's weight.
+
+    |o| / (parts |part|) for rollouts of |o| trained tokens, so that a rollout's weight stays as it is. A turn is a run
+    of trained tokens.
+
+    Example:
+        Turns of one token and of three have half of the weight each:
+
+        >>> from covey.core.batch import collate
+        >>> from covey.core.records import FinishReason, Rollout
+        >>> sampled = [True, False, True, True, True]
+        >>> batch = collate([Rollout([1], [5, 6, 7, 8, 9], sampled, None, "", FinishReason.STOP)])
+        >>> even_shares(batch, turns=True).tolist()
+        [2.0, 0.0, 0.6666666865348816, 0.6666666865348816, 0.6666666865348816]
+    """
+    owners = torch.repeat_interleave(torch.arange(len(batch), device=batch.lengths.device), batch.lengths)
+    begins = owners.diff(prepend=owners.new_tensor([-1])) != 0
+    if batch.jumps is not None:
+        begins |= batch.jumps != 0
+    if turns:
+        before = torch.cat([batch.sampled.new_zeros(1), batch.sampled])[:-1]
+        begins |= batch.sampled & ~before
+    parts, trained = begins.cumsum(0) - 1, batch.sampled.float()
+    sizes = torch.zeros(int(begins.sum()), device=trained.device).index_add(0, parts, trained)
+    filled = (begins & (sizes[parts] > 0)).float()
+    counts = torch.zeros(len(batch), device=trained.device).index_add(0, owners, filled)
+    return torch.where(batch.sampled, batch.sampled_lengths[owners] / (counts[owners] * sizes[parts]), 0.0)

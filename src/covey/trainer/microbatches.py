@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
+from covey.core.strands import even_shares
 from covey.policy.fused_layers import FusedLayer, find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
@@ -41,6 +42,7 @@ class MicroBatchRunner:
     # collective: passes of this process -> most of any, where a forward pass takes all; others run idle ones
     most: Callable[[int], int] | None = None
     repeats: bool = True  # a pass that ran out of memory may be run again in parts: no other process takes part
+    normalize_over: str = "rollout"  # or the parts of one that weigh the same: "strand" or "turn"
     room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
     activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
     layers: Callable[[], Sequence[nn.Module]] = tuple  # looks up the decoder's layers
@@ -62,6 +64,7 @@ class MicroBatchRunner:
             context.args.max_tokens_per_micro_batch,
             most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
             repeats=not sharding.gradients,
+            normalize_over=context.args.normalize_over,
             room=plan.room if plan else 0,
             activations=plan.activation_room if plan else None,
             layers=lambda: getattr(decoder_of(context.loop.policy), "layers", ()),
@@ -82,6 +85,10 @@ class MicroBatchRunner:
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
         """Cut a batch into passes, the largest first; skipped rollouts are counted with the first."""
+        if self.normalize_over != "rollout":
+            assert batch.weights is not None, "weights come before passes"
+            shares = even_shares(batch, turns=self.normalize_over == "turn")
+            batch = replace(batch, weights=batch.weights * shares)
         return _with_skipped(batch, [batch.select(part) for part in self._planned(batch, rows, at_least)])
 
     def count(self, batch: RolloutSizes, rows: int) -> int:

@@ -1,7 +1,9 @@
 """Programs as agents: started for each rollout, ended with it, whatever they do."""
 
+import gc
 import json
 import os
+import socket
 import sys
 import textwrap
 import time
@@ -11,6 +13,7 @@ import pytest
 
 from covey.core.records import FinishReason
 from covey.rollout.agents import AgentProgram, RemoteAgents, with_agent
+from covey.rollout.agents.session import AgentSession
 from covey.rollout.environments.agent import REWARD, PlayedEnvironment
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.user_functions import RolloutValidator
@@ -62,7 +65,14 @@ def run(tmp_path):
 
     yield run
     for player in made:
+        endpoint = player._environment._service.endpoint
+        assert soon(lambda endpoint=endpoint: endpoint._sessions == endpoint._busy == {})
         player.close()
+        port = int(endpoint.url.rpartition(":")[2])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, AgentSession)] == []
 
 
 def left(marker):
@@ -79,12 +89,16 @@ def left(marker):
     return found
 
 
-def ended(marker):
-    """True once no process is left, within the grace that kills have."""
+def soon(condition):
+    """True once it holds, within the grace that kills have."""
     until = time.monotonic() + 10
-    while left(marker) and time.monotonic() < until:
+    while not (holds := condition()) and time.monotonic() < until:
         time.sleep(0.05)
-    return not left(marker)
+    return holds
+
+
+def ended(marker):
+    return soon(lambda: not left(marker))
 
 
 def test_a_program_plays_and_gives_its_reward(run):
@@ -172,6 +186,16 @@ HARMLESS = {
         key = os.environ["OPENAI_API_KEY"]
         head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}"
         s.sendall((head + f"\\r\\nContent-Length: {1 << 30}\\r\\n\\r\\n").encode())
+        ask()""",
+    "sends a gigabyte": """
+        import socket
+        host, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
+        s = socket.create_connection((host, int(port)))
+        head = f"POST /v1/messages HTTP/1.1\\r\\nHost: x\\r\\nx-api-key: {os.environ['OPENAI_API_KEY']}\\r\\n"
+        try:
+            s.sendall((head + "Transfer-Encoding: chunked\\r\\n\\r\\n").encode())
+            for _ in range(1 << 10): s.sendall(b"100000\\r\\n" + b"x" * (1 << 20) + b"\\r\\n")
+        except OSError: pass
         ask()""",
     "asks for other paths": "[post(p, {}) for p in ('/files', '/../x', '/embeddings')]; ask()",
     "asks for what is too much": """

@@ -1,12 +1,17 @@
 """Agents that run elsewhere: sessions over HTTP, from the rollout that waits to its reward."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+from covey.core.records import FinishReason
 from covey.rollout.agents import RemoteAgents, remote
 from covey.rollout.environments.agent import REWARD, PlayedEnvironment
 from covey.rollout.user_functions import RolloutValidator
@@ -90,6 +95,42 @@ def test_keys_and_bodies_are_checked(monkeypatch):
     assert "the agent reported: the task is broken" in rollout.error
 
 
+def test_a_session_ends_no_other():
+    """The key of one session opens neither the other's end nor new sessions."""
+
+    async def agent(post):
+        (_, one), (_, other) = await post("/sessions"), await post("/sessions")
+        refused = await post(f"/sessions/{other['id']}/reward", one["api_key"], reward=9)
+        more = await post("/sessions", one["api_key"])
+        for session in (one, other):
+            await asked(post, session)
+            await post(f"/sessions/{session['id']}/reward", session["api_key"], reward=1)
+        return refused[0], more[0]
+
+    rollouts, statuses = played(agent, [{"prompt": None, "question": "1"}] * 2)
+    assert statuses == (401, 401) and [one.extras[REWARD] for one in rollouts] == [1.0, 1.0]
+
+
+def test_the_runner_of_the_examples_serves_many_rollouts():
+    """`examples/agents/run.py calculator --serve URL`: a process that plays until the trainer has gone."""
+    runner = Path(__file__).parents[3] / "examples" / "agents" / "run.py"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rows = [{"prompt": [{"role": "user", "content": f"What is {i} plus 1?"}], "answer": 7} for i in range(6)]
+    player = PlayedEnvironment(RemoteAgents(port, key=KEY), 60.0, RolloutValidator(len(TOKENIZER), None))
+    command = [sys.executable, str(runner), "calculator", "--serve", f"http://127.0.0.1:{port}", "--at-once", "3"]
+    command += ["--patience", "2"]
+    worker = subprocess.Popen(command, env=os.environ | {"COVEY_AGENTS_KEY": KEY})
+    try:
+        rollouts = play(player, says("3 and 4", "7"), rows=rows, seconds=60.0)
+    finally:
+        player.close()
+    assert worker.wait(20) == 0
+    assert [one.error for one in rollouts] == [None] * 6
+    assert all(one.num_turns == 2 and one.extras[REWARD] in (0.0, 1.0) for one in rollouts)
+
+
 def test_an_agent_that_has_gone_gets_no_rollout():
     """Its request for a session still waits at the server; the next rollout is for an agent that is there."""
 
@@ -113,6 +154,21 @@ def test_an_agent_that_has_gone_gets_no_rollout():
 
     played(agent, rows, runs=twice)
     assert "over" in rollouts[0].error and rollouts[1].extras[REWARD] == 1.0
+
+
+def test_an_agent_that_fails_for_want_of_room_is_cut_off():
+    """Each reply has two tokens, and there is room for one reply."""
+
+    async def agent(post):
+        _, session = await post("/sessions")
+        statuses = [(await asked(post, session))[0] for _ in range(2)]
+        await post(f"/sessions/{session['id']}/reward", session["api_key"], error="the second request was refused")
+        return statuses
+
+    rows = [{"prompt": None, "question": "1"}]
+    (rollout,), statuses = played(agent, rows, runs=lambda player: play(player, says("1"), rows=rows, room=2))
+    assert statuses == [200, 400] and rollout.error is None and rollout.extras == {REWARD: None}
+    assert rollout.finish is FinishReason.LENGTH and rollout.num_sampled == 2
 
 
 def test_a_rollout_that_nobody_takes_is_late():

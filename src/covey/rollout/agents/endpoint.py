@@ -55,7 +55,8 @@ class AgentEndpoint:
                 app.router.add_post(prefix + path, self._post)
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A body that was refused is read on for as long as `lingering_time`, so that its client reads the refusal.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, lingering_time=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, *self._address).start()
         self.url = f"http://{self._address[0]}:{self._runner.addresses[0][1]}"

@@ -83,8 +83,12 @@ class RemoteAgents:
         waiting = _Open(row, service.endpoint.open(session), loop.create_future())
         self._waiting.append(waiting)
         self._arrived.set()
+        given = None
         try:
             given = await waiting.reward
+        except EnvironmentFailed:
+            if not session.full:  # as programs may fail where a request found no room
+                raise
         finally:
             service.endpoint.close(waiting.key)
             self._open = {number: one for number, one in self._open.items() if one is not waiting}
