@@ -19,8 +19,9 @@ from covey.cli.view.runs import RecordedRun
 from covey.core.batch import collate
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.observability.findings import Finding, write_findings
 from covey.observability.record import Recorder
-from covey.observability.record_files import FOLDER, files, read_rows
+from covey.observability.record_files import FINDINGS, FOLDER, files, read_rows
 from covey.observability.updates import vocabulary_of
 from tests.support import records, runs, tiny
 from tests.support.engines import CopyEngine
@@ -107,6 +108,25 @@ def test_metrics_are_those_of_the_run(tmp_path):
     lines = run.described()["metrics"]
     assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(runs.history(trained, "loss"))
     assert lines[0]["cpu_seconds"] > 0 and lines[0]["memory_gb"] > 0 and run.state()["live"] == "ended"
+
+
+def test_a_resumed_run_goes_on_with_its_metrics(tmp_path):
+    """A line that a kill cut off is gone, and steps that are taken again replace theirs."""
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    runs.trainer(tmp_path, max_steps=2, **saving).train()
+    with (tmp_path / FOLDER / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    runs.trainer(tmp_path, max_steps=3, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    lines = [line for line in RecordedRun(tmp_path).described()["metrics"] if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+def test_findings_of_the_doctor_are_shown(tmp_path):
+    records.write(tmp_path, steps=1, prompts=1, size=2, length=8)
+    run = RecordedRun(tmp_path)
+    before = run.state()["version"]
+    write_findings(tmp_path / FOLDER / FINDINGS, [Finding("kl-scale", "error", "it is 3", "set beta to 0")])
+    assert run.described()["findings"][0]["title"].startswith("the KL penalty") and run.state()["version"] != before
 
 
 def test_a_default_run_can_be_looked_at(tmp_path):

@@ -27,6 +27,7 @@ from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollou
 from covey.core.transcript import thumbnails
 from covey.observability.record_files import (
     AS_JSON,
+    FINDINGS,
     FOLDER,
     METRICS,
     REWARD,
@@ -127,7 +128,9 @@ class Recorder(TrainerCallback):
             places = (self.folder.with_name(f"{self.folder.name}_{number}") for number in itertools.count(1))
             kept = next(place for place in places if not (place / earlier[0].name).exists())
             kept.mkdir(exist_ok=True)
-            others = [self.folder / name for name in ("run.json", METRICS, VOCABULARY)] if self.rank == 0 else []
+            others = (
+                [self.folder / name for name in ("run.json", METRICS, VOCABULARY, FINDINGS)] if self.rank == 0 else []
+            )
             for path in [*earlier, *update_files(self.folder, self.rank), *others]:
                 if path.exists():
                     path.rename(kept / path.name)
@@ -147,7 +150,7 @@ class Recorder(TrainerCallback):
             self._config = sha256(json.dumps(described["settings"]).encode()).hexdigest()[:12]
             with written_whole(self.folder / "run.json") as new:
                 new.write_text(json.dumps(described, indent=1))
-            if (lines := read_metrics(self.folder)) and lines[-1]["step"] >= step:
+            if lines := read_metrics(self.folder):  # the last one may have been cut off
                 kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
                 with written_whole(self.folder / METRICS) as new:
                     new.write_text("".join(kept_lines))

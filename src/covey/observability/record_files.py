@@ -8,7 +8,7 @@ from typing import Any
 from covey.runtime.user_code import format_error
 
 FOLDER = "record"
-METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
+METRICS, VOCABULARY, FINDINGS = "metrics.jsonl", "vocabulary.parquet", "findings.json"
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls")
 REWARD = "reward/"
 """Prefix of the columns of rewards; null where a function abstained."""

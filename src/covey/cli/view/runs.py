@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from covey.cli.view.tables import Generation, Update
 from covey.core.transcript import as_text
 from covey.observability.record_files import (
+    FINDINGS,
     FOLDER,
     METRICS,
     VOCABULARY,
@@ -23,7 +24,6 @@ from covey.observability.record_files import (
     read_run,
 )
 
-FINDINGS = "findings.json"
 CACHED = 24  # tables of generations in memory
 QUIET = 600.0  # seconds without a new file after which a run without an end counts as stopped
 

@@ -105,7 +105,7 @@ function lookAt(run) {
 
 function findings(run) {
   const list = Array.isArray(run.findings) ? run.findings : run.findings?.findings ?? [];
-  if (!list.length) return null;
+  if (!list.length) return el("p", {}, faint("No findings on record. "), el("code", {}, `covey doctor ${run.folder}`), faint(" looks for them."));
   return el("section", { "aria-label": "Findings" }, el("h2", {}, "Findings"), el("ul", { class: "findings" },
       list.map((one) => el("li", { class: ["error", "warning"].find((level) => level === one.level) },
     el("p", {}, el("span", { class: `chip ${one.level === "error" ? "bad" : one.level === "warning" ? "warn" : "flat"}` },
