@@ -11,7 +11,7 @@ times by SIGKILL, SIGTERM or SIGINT, each time starting the same command again, 
 strikes at a random moment, the others in a named place: a stage of a step, of writing a checkpoint, of deleting an old
 one, or of resuming. Then all of these must be equal to those of an undisturbed run, bit by bit:
 
-- weights, optimizer, logs without times, the completions on record (parquet files);
+- weights, optimizer, logs without times, the completions on record (parquet files), a study's variants;
 - the multiset of (prompt, completion) pairs that were trained on. What a killed run trained on after its last
   checkpoint is trained on again by the next: these must be the same pairs, and count once.
 
@@ -183,13 +183,16 @@ def outcome(folder: Path, size: int) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     files = sorted((folder / "run").rglob("*.parquet"))
-    results = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(size)]
-    trained = [trained_on((folder / f"trained.{rank}").read_text().splitlines()) for rank in range(size)]
+    results = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("result.*.json"))}
+    trained = [trained_on(path.read_text().splitlines()) for path in sorted(folder.glob("trained.*"))]
+    assert len(results) == len(trained) >= size, [*results]
+    study = folder / "run" / "study.json"
     pairs: Counter[str] = sum((once for once, _ in trained), Counter())
     return {
-        "weights": [result["weights"] for result in results],
-        "optimizer": [result["optimizer"] for result in results],
-        "logs": results[0]["logs"],
+        "weights": [result["weights"] for result in results.values()],
+        "optimizer": [result["optimizer"] for result in results.values()],
+        "logs": {name: result["logs"] for name, result in results.items() if name.startswith("result.0.")},
+        "variants": json.loads(study.read_text())["variants"] if study.exists() else None,
         "completions": {str(path.relative_to(folder)): repr(pq.read_table(path).to_pylist()) for path in files},
         "pairs": dict(sorted(pairs.items())),
         "other pairs when trained again": sum(changed for _, changed in trained),

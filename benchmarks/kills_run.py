@@ -8,10 +8,12 @@ Written into FOLDER, by each process of the run:
 
     place.RANK        the innermost place that the process is in
     places.RANK.json  how often each place was entered, once training has ended
-    trained.RANK      a line of JSON for each start (the step it resumed from) and for each micro-batch (its step, and a
+    trained.RANK.RUN  a line of JSON for each start (the step it resumed from) and for each micro-batch (its step, and a
                       digest of prompt and completion for each of its rollouts; of prompt and seed with a vLLM server)
     sampled.RANK      with a vLLM server: a line of JSON for each completion, which seed it was sampled with
-    result.RANK.json  digests of weights and optimizer, and the logs, once training has ended
+    result.RANK.RUN.json  digests of weights and optimizer, and the logs, once training has ended
+
+RUN is the variant of a study, or "run".
 """
 
 import functools
@@ -85,6 +87,7 @@ ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3, "stage3_param_persist
 ZERO3 |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
 HALF = {"per_device_train_batch_size": 2}
 WORKERS = "rewards in workers"
+STUDY = "study"
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "off-policy": {**CYCLE, "epsilon_high": 0.28, "delta": 4.0},
@@ -105,6 +108,7 @@ MODES: dict[str, dict[str, Any]] = {
     "FSDP2": {**HALF, "fsdp": True, "beta": 0.05},
     "ZeRO-3": {**HALF, "deepspeed": ZERO3, "beta": 0.05},
     "command line": {},
+    STUDY: {},
     "vLLM server, max_staleness 1": with_server(max_staleness=1),
     "vLLM server, max_staleness 4": with_server(max_staleness=4),
 }
@@ -130,6 +134,8 @@ class Places:
     def mark(self, place: str, owner: Any, name: str, when: Callable[..., bool] = lambda *a, **k: True) -> None:
         """Name the time that `owner.name` takes, if `when` says so of its arguments."""
         function = getattr(owner, name)
+        if getattr(function, "place", None) == place:  # by another variant of a study
+            return
 
         @functools.wraps(function)
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -144,6 +150,7 @@ class Places:
             finally:
                 self.now[:] = before
 
+        marked.place = place  # type: ignore[attr-defined]
         setattr(owner, name, marked)
 
     def enter(self, place: str) -> None:
@@ -272,15 +279,16 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
 
     def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
         watch(self, places)
+        run = f"{rank()}.{Path(self.args.output_dir).name}"
         seeds = sampled_with(self, folder / f"sampled.{rank()}") if mode in SERVED else None
-        record(self, folder / f"trained.{rank()}", seeds)
+        record(self, folder / f"trained.{run}", seeds)
         places.at("between")
         (folder / f"begun.{rank()}").touch()
         result = train(self, *args, **kwargs)
         places.at("end")
         logs = [without_times(entry) for entry in self.state.log_history if "train_runtime" not in entry]
         logs = [{name: value for name, value in entry.items() if name != SENT_AGAIN} for entry in logs]
-        (folder / f"result.{rank()}.json").write_text(json.dumps({**digests(self), "logs": logs}))
+        (folder / f"result.{run}.json").write_text(json.dumps({**digests(self), "logs": logs}))
         (folder / f"places.{rank()}.json").write_text(json.dumps(places.entered))
         return result
 
@@ -289,6 +297,9 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
         from covey.cli.main import main as covey
 
         status = covey(["grpo", "--config", str(folder / "run.yaml"), "--resume", "auto"])
+    elif mode == STUDY:
+        study(folder / "run", places).train(resume=True)
+        status = 0
     else:
         settings = {**SETTINGS, **MODES[mode]}
         if mode == WORKERS:
@@ -301,6 +312,38 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     os._exit(status)  # threads of engines end with the process
+
+
+def study(folder: Path, places: Places) -> Any:
+    """A study of two variants, one of which is cloned and then stopped."""
+    from covey.study import commands
+    from covey.study import study as module
+    from covey.study.study import Study
+
+    def interventions(study: Study) -> list[str]:
+        if study.round == 4:
+            study.clone("b", "clone", learning_rate=3e-2)
+        return ["b"] if study.variants["b"].step == 5 else []
+
+    adapter = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    variants = {"a": {}, "b": {"learning_rate": 3e-2, "peft": {"r": 2}}}
+    settings = {name: value for name, value in golden.SETTINGS.items() if name not in ("save_strategy", "disable_tqdm")}
+    made = Study(
+        parts.language_model(),
+        variants,
+        {**settings, "max_steps": 8, "peft": adapter, "output_dir": str(folder)},
+        reward_funcs=parts.longer,
+        train_dataset=parts.rows(),
+        eval_dataset=parts.rows(2),
+        processing_class=parts.tokenizer(),
+        eval_steps=4,
+        save_rounds=2,
+        halving=interventions,
+    )
+    places.mark("sampling", made, "_sample")
+    places.mark("study: commands", module, "carry_out")
+    places.mark("study: state", commands, "write_json")
+    return made
 
 
 def prepare(folder: Path, server: bool = False) -> None:

@@ -56,7 +56,8 @@ def test_places_are_entered_as_often_as_there_is_something_to_do(known):
 @pytest.mark.slow
 def test_a_difference_is_seen(known):
     found = known["outcome"]
-    logs = [{**found["logs"][0], "loss": 0.5}, *found["logs"][1:]]
+    ((name, (first, *others)),) = found["logs"].items()
+    logs = {name: [{**first, "loss": 0.5}, *others]}
     assert differences(found, {**found, "logs": logs, "weights": ["other"]}) == ["weights", "logs"]
 
 

@@ -1,6 +1,7 @@
 """Completions reach the disk, the console and the trackers as they were."""
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -57,6 +58,15 @@ def test_only_the_latest_files_are_kept(tmp_path):
     log = filled(tmp_path, total_limit=2)
     written = [log.write(step) for step in (99_999, 100_000, 3)]  # the last by a run that was resumed
     assert sorted(written[0].parent.iterdir()) == sorted(written[1:])
+
+
+def test_a_clock_set_back_costs_no_new_files(tmp_path):
+    log = filled(tmp_path, total_limit=2)
+    written = [log.write(1), log.write(2)]
+    for path in written:
+        os.utime(path, (2**32, 2**32))
+    last = log.write(3)
+    assert sorted(last.parent.iterdir()) == [written[1], last]
 
 
 def test_files_of_sets_with_like_names_are_counted_apart(tmp_path):

@@ -178,6 +178,33 @@ def test_a_locked_folder_is_refused_until_its_process_is_gone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX locks")
+def test_a_lock_whose_file_is_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
+    """Another run ends between opening the file and locking it."""
+    import fcntl
+
+    lock, ends = fcntl.lockf, iter([True])
+
+    def slow(file, how):
+        if next(ends, False):
+            (tmp_path / files.LOCK).unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "lockf", slow)
+    with files.locked(tmp_path):
+        assert (tmp_path / files.LOCK).read_text().startswith(f"process {os.getpid()}")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_lock_of_another_run_stays(tmp_path):
+    place = tmp_path / "run"
+    place.mkdir()
+    with files.locked(place):
+        (place / files.LOCK).rename(tmp_path / "removed")  # the folder is emptied, and another run begins in it
+        (place / files.LOCK).write_text("of another run")
+    assert (place / files.LOCK).read_text() == "of another run"
+
+
 def test_a_locked_folder_that_vanishes_hides_no_error(tmp_path):
     (place := tmp_path / "run").mkdir()
     with pytest.raises(OSError, match="checkpoint-2 could not be written"), files.locked(place):

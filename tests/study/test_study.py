@@ -1,6 +1,8 @@
 """Studies: variants side by side are the runs that they would be alone."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -98,6 +100,20 @@ def test_a_killed_study_resumes_bit_exactly(tmp_path):
         "fast": "finished",
     }
     assert list(whole["a"].evaluations) == [2, 4] and len(whole["a"].evaluations[4]) == 2
+
+
+def test_a_signal_saves_all_variants_and_ends_the_study(tmp_path):
+    two = {"a": {}, "b": {"learning_rate": 3e-2}}
+    study(tmp_path / "whole", two, max_steps=3).train()
+    made = study(tmp_path / "ended", two, max_steps=3)
+    made.halving = lambda study: os.kill(os.getpid(), signal.SIGTERM) or [] if study.round == 2 else []
+    with pytest.raises(SystemExit) as ended:
+        made.train()
+    assert ended.value.code == 143
+    state = json.loads((tmp_path / "ended" / "study.json").read_text())
+    assert [(one["step"], one["status"]) for one in state["variants"].values()] == [(2, "running")] * 2
+    study(tmp_path / "ended", two, max_steps=3).train(resume=True)
+    assert_bit_equal(weights_of(tmp_path / "whole", two), weights_of(tmp_path / "ended", two))
 
 
 def test_a_variant_that_fails_ends_alone(tmp_path):

@@ -1,7 +1,10 @@
 """Checkpoints that are damaged are found before they are loaded, and what interrupts a run costs nothing."""
 
+import dataclasses
 import errno
+import io
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -11,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from covey.runtime import data_files
 from covey.runtime.files import MANIFEST, seal
 from covey.trainer import checkpoint
 from tests.support import runs
@@ -132,6 +137,68 @@ def test_objects_that_could_run_code_are_not_loaded(run, tmp_path, name):
     seal(run / "checkpoint-2")
     with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
         resume(run, True)
+    assert not (tmp_path / "made").exists()
+
+
+class Makes:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, place):
+        self.place = str(place)
+
+    def __reduce__(self):
+        return os.mkdir, (self.place,)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """What FSDP writes of an optimizer by default."""
+    dcp.save({"a": torch.arange(3.0), "step": {"n": 2}}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    return tmp_path / "shards"
+
+
+def load_shards(folder):
+    state = {"a": torch.zeros(3), "step": {"n": 0}}
+    with data_files.refusing_objects(), data_files.loading_data_alone(str(folder)):
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def test_shards_are_loaded_as_data(shards, monkeypatch):
+    monkeypatch.setenv(data_files.WEIGHTS_ONLY, "0")
+    loaded = load_shards(shards)
+    assert loaded["a"].tolist() == [0.0, 1.0, 2.0] and loaded["step"] == {"n": 2}
+    assert os.environ[data_files.WEIGHTS_ONLY] == "0"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("os", "mkdir"), ("torch.distributed.checkpoint.metadata", "os.mkdir"), ("torch", "serialization.os.mkdir")],
+)
+def test_a_description_of_shards_that_calls_is_refused(shards, tmp_path, module, name):
+    """torch reads it by `pickle.load`; names may reach into other modules."""
+    place = str(tmp_path / "made")
+    words = b"".join(b"\x8c" + bytes([len(one)]) + one.encode() for one in (module, name))
+    content = b"\x80\x04" + words + b"\x93\x8c" + bytes([len(place)]) + place.encode() + b"\x85R."
+    (shards / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
+        load_shards(shards)
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_object_within_shards_is_refused(shards, tmp_path):
+    """torch asks itself for any object there, where it is no tensor."""
+    with (shards / ".metadata").open("rb") as file:
+        described = pickle.load(file)
+    (index, info), *_ = [pair for pair in described.storage_data.items() if pair[0].fqn == "step.n"]
+    path = shards / info.relative_path
+    torch.save(Makes(tmp_path / "made"), data := io.BytesIO())
+    described.storage_data[index] = dataclasses.replace(info, offset=path.stat().st_size, length=data.tell())
+    with path.open("ab") as file:
+        file.write(data.getvalue())
+    (shards / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
+        load_shards(shards)
     assert not (tmp_path / "made").exists()
 
 

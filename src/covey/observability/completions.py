@@ -54,7 +54,7 @@ class CompletionLog:
     output_dir: str | Path
     _: KW_ONLY
     limit: int | None = None  # maximum number of stored rows, usually those of one rollout batch; None stores all
-    total_limit: int | None = None  # maximum number of files, the latest written; None keeps all
+    total_limit: int | None = None  # maximum number of files, of the latest steps; None keeps all
     show: bool = False  # also print a table, and send one to trackers, when published
     num_to_print: int | None = None  # maximum rows of the printed table; None prints all
     unique_prompts: bool = False  # one row per prompt in printed and sent tables
@@ -148,9 +148,10 @@ class CompletionLog:
         table = pa.table({_as_word(name): _arrow_column(name, values, self.reward_names) for name, values in columns})
         with written_whole(path := self.folder / f"{self.name}_{step:05d}.parquet") as new:
             pq.write_table(table, new)
-        if self.total_limit:  # by time, since a resumed run may find files of later steps
-            files = [file for file in self.folder.glob("*.parquet") if file.stem.rpartition("_")[0] == self.name]
-            for old in sorted(files, key=lambda file: file.stat().st_mtime_ns)[: -self.total_limit]:
+        if self.total_limit:  # by step and not by clock; a resumed run may find files of later steps
+            named = [(file, *file.stem.rpartition("_")[::2]) for file in self.folder.glob("*.parquet")]
+            own = [(int(at) <= step, int(at), file) for file, name, at in named if name == self.name and at.isdecimal()]
+            for _, _, old in sorted(own)[: -self.total_limit]:
                 old.unlink()
         return path
 

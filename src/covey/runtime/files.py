@@ -185,6 +185,10 @@ def locked(folder: Path) -> Iterator[None]:
                     f"output_dir={str(folder)!r} is in use by {path.read_text() or 'another process'}, and two runs"
                     " would overwrite each other's checkpoints. Choose another output_dir, or end that run first."
                 ) from None
+        if not _is_at(file.fileno(), path):  # a run that ended has removed it since it was opened
+            with locked(folder):
+                yield
+            return
         with suppress(OSError):  # a full disk
             os.truncate(file.fileno(), 0)
             note = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -193,7 +197,13 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):  # the folder has gone, or is read-only by now: what was raised says so
-                path.unlink()
+                if _is_at(file.fileno(), path):
+                    path.unlink()
+
+
+def _is_at(number: int, path: Path) -> bool:
+    """True if an open file is that at `path`."""
+    return path.exists() and os.path.samestat(os.fstat(number), path.stat())
 
 
 def shipped(path: str) -> Path:

@@ -47,6 +47,7 @@ from covey.study.variants import (
     with_system,
 )
 from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.integrations.report import RunReport
 
 INIT = {"init_kwargs": "model_init_kwargs", "trust_remote_code": "trust_remote_code"}
@@ -127,6 +128,8 @@ class Study:
         self._asked: list[Command] = []  # what is carried out at the end of the step
         self._taken: list[Path] = []  # files that it came from
         self._sampled: list[str] = []  # variants whose adapters the engine holds
+        self._stop = StopAtStep(lambda number, doing: [number], enabled=True, way="--resume (`train(resume=True)`)")
+        self._saved = -1  # round after which the state was written down
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
             self.begin(variant)
@@ -134,13 +137,15 @@ class Study:
     def train(self, resume: bool = False) -> dict[str, Variant]:
         """Train all variants to their ends, from the start or, with `resume`, from the last common checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder), warnings.catch_warnings():
+        with locked(self.folder), self._stop.listening(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "since .* was saved, this run has changed")  # as it was asked to
             if resume:
                 self._load()
             self._save()
             try:
                 while self._unfinished() or self._requested or commands.waiting(self.folder):
+                    if self._stop.signal is not None and self._saved == self.round:
+                        break
                     self.play_round()
             finally:
                 for variant in self._live():
@@ -209,7 +214,8 @@ class Study:
         halved = [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
         queued, requested, self._requested = commands.waiting(self.folder), self._requested, []
         self._asked, self._taken = [*halved, *requested, *(one for _, one in queued)], [path for path, _ in queued]
-        self._cut = bool(self._asked or (self.save_rounds and self.round % self.save_rounds == 0))
+        due = self._stop.signal is not None or (self.save_rounds and self.round % self.save_rounds == 0)
+        self._cut = bool(self._asked or due)
         stopped = [one.name for one in self._asked if one.kind in ("stop", "change")]
         for variant in self._live() if self._cut else ():
             variant.must_save = True
@@ -347,6 +353,7 @@ class Study:
         state = {"round": self.round, "requested": requested, "taken": taken, "variants": records}
         commands.write_json(self.folder / commands.STATE, state)
         write_report(self.folder, self.round, self.variants)
+        self._saved = self.round
 
     def _load(self) -> None:
         """Go back to the last common checkpoint; later ones of single variants are deleted."""

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import inspect
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -330,18 +329,6 @@ def resume_from(setting: str | bool | None) -> str | bool | None:
             " `auto` for the latest one that is whole, if there is any."
         )
     return text
-
-
-@contextmanager
-def refusing_objects() -> Iterator[None]:
-    """Say what it means that torch refuses to load a file of a checkpoint, which it alone does in this way."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            "the checkpoint holds Python objects besides tensors and numbers, which could run any code, so they were"
-            " not loaded: another program has written them. Begin a new run from its weights, with it as `model`."
-        ) from error
 
 
 def find_checkpoint(wanted: str | bool, output_dir: str) -> str:

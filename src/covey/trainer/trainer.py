@@ -27,11 +27,12 @@ from covey.data.sampler import train_loader
 from covey.policy.loading import load_processing_class
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
+from covey.runtime.data_files import loading_data_alone, refusing_objects
 from covey.runtime.files import locked
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, refusing_objects, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
@@ -448,12 +449,17 @@ class OnlineTrainer(Trainer):
         with self.checkpoints.writing(output_dir) as new, self.args.without_keys():  # it writes the config
             super()._save(str(new), state_dict)
 
+    def _prepare_for_training(self, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
+        with loading_data_alone(checkpoint):
+            return super()._prepare_for_training(max_steps, loader, checkpoint)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
         self.checkpoints.load_model(model or self.model, resume_from_checkpoint, load)
 
     def _load_best_model(self) -> None:
-        self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
+        with loading_data_alone(self.state.best_model_checkpoint):
+            self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

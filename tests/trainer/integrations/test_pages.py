@@ -56,9 +56,10 @@ def test_evaluations_come_before_rollouts_of_training(tmp_path):
 
 def test_completions_of_an_earlier_run_are_passed_over(tmp_path):
     old = write(tmp_path, "completions/completions", 1, [row("a", "old", 0.0)])
-    os.utime(old, (1000, 1000))
-    write(tmp_path, "completions/completions", 2, [row("a", "new", 0.0)])
-    before, after = CompletionFiles(tmp_path, REWARDS, last_step=2, since=2000).pairs()
+    earlier = {old: old.stat().st_mtime_ns}
+    new = write(tmp_path, "completions/completions", 2, [row("a", "new", 0.0)])
+    os.utime(new, (1000, 1000))  # the clock was set back meanwhile
+    before, after = CompletionFiles(tmp_path, REWARDS, last_step=2, earlier=earlier).pairs()
     assert before == [] and [sample.completion for sample in after] == ["new"]
 
 

@@ -14,6 +14,8 @@ from transformers import TrainerCallback
 
 STOP_SECONDS = 25.0  # from the signal to the end of the run; Slurm and Kubernetes kill it after 30
 
+RESUMES = "resume_from_checkpoint='auto'"
+
 
 class Stopped(KeyboardInterrupt):
     """Raised in the main thread when a run that was asked to end is not to wait for the end of its step."""
@@ -26,8 +28,8 @@ class StopAtStep(TrainerCallback):
     checkpoint that is being written then is finished.
     """
 
-    def __init__(self, gather: Callable[[Any, str], list[Any]], enabled: bool):
-        self.gather, self.enabled, self.seconds = gather, enabled, STOP_SECONDS
+    def __init__(self, gather: Callable[[Any, str], list[Any]], enabled: bool, way: str = RESUMES):
+        self.gather, self.enabled, self.way, self.seconds = gather, enabled, way, STOP_SECONDS
         self.signal: int | None = None  # by which the run was asked to end
         self._timer: threading.Timer | None = None
         self._deadline, self._owner = math.inf, 0
@@ -77,7 +79,7 @@ class StopAtStep(TrainerCallback):
         os.write(  # `print` may be at work
             2,
             f"\ncovey: {signal.Signals(number).name}: saving a checkpoint after this step and ending, in at most"
-            f" {self.seconds:g} s. {again}resume_from_checkpoint='auto' goes on from there.\n".encode(),
+            f" {self.seconds:g} s. {again}{self.way} goes on from there.\n".encode(),
         )
         self._deadline = time.monotonic() + self.seconds
         self._timer = threading.Timer(self.seconds, self._expire)

@@ -8,7 +8,8 @@ import shlex
 import sys
 import time
 import warnings
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from statistics import pstdev
@@ -39,14 +40,16 @@ class RunReport(TrainerCallback):
     """Writes `summary.html`, `curves.png` and `timeline.png` into the output folder, on the main process."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.since = trainer, time.time()
+        self.trainer = trainer
+        written = Path(trainer.args.output_dir).glob("*/*.parquet")
+        self.earlier = {path: path.stat().st_mtime_ns for path in written}  # another run's
         self.named: dict[str, Any] = {}  # settings of a run file, in addition to the config's
         self.saves = False  # something is saved, so there is a page
         self._due, self._step = 0.0, -1  # clock from which, and step after which, another one may be written
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step:
-            self.since = 0.0  # resumed: earlier completions are the run's own
+            self.earlier = {}  # resumed: earlier completions are the run's own
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saves = True
@@ -82,7 +85,7 @@ class RunReport(TrainerCallback):
     def _write(self, folder: Path, own: dict[str, Any]) -> None:
         trainer, args, history = self.trainer, self.trainer.args, self.trainer.state.log_history
         model = getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__
-        logs = CompletionFiles(folder, trainer.rewards, trainer.state.global_step, self.since)
+        logs = CompletionFiles(folder, trainer.rewards, trainer.state.global_step, self.earlier)
         before, after = logs.pairs()
         shown: dict[str, Any] = {
             "title": f"{args.method.upper()}: {os.path.basename(model.rstrip('/'))}",
@@ -197,7 +200,7 @@ class CompletionFiles:
     folder: Path
     rewards: RewardSuite
     last_step: int
-    since: float = 0.0  # seconds since the epoch; older files are another run's
+    earlier: Mapping[Path, int] = field(default_factory=dict)  # times of another run's files when this one began
 
     def pairs(self) -> tuple[list[Sample], list[Sample]]:
         """First completions of the same prompts in the first and the last of several logs; else the last ones alone.
@@ -228,7 +231,7 @@ class CompletionFiles:
         steps = {}
         for path in self.folder.glob(f"{name}_*.parquet"):
             step = path.stem.removeprefix(f"{Path(name).name}_")
-            if step.isdigit() and int(step) <= self.last_step and path.stat().st_mtime >= self.since:
+            if step.isdigit() and int(step) <= self.last_step and path.stat().st_mtime_ns != self.earlier.get(path):
                 steps[int(step)] = path
         return steps
 
