@@ -5,8 +5,8 @@
 
 Rollouts are sampled by the built-in engine (`plain`) or act in environments with a scripted one. Every tenth step is
 logged, with its completions on record; every 50th is evaluated and saved, of which the two newest checkpoints stay. One
-reward fails for some completions, and a tracker in each of its logs. Of the second half of the readings a line is
-fitted: what a step adds. With `--trace` the Python objects and allocations of each quarter are compared with those of
+reward fails for some completions, and a tracker in each of its logs. The page is written more often than usual: drawing
+takes 80 MiB once, over its first ten times. Of the second half of the readings a line is fitted: what a step adds. With `--trace` the Python objects and allocations of each quarter are compared with those of
 the quarter before, which takes twice as long.
 """
 
@@ -32,6 +32,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("",
 
 from golden import configurations as golden  # noqa: E402
 from golden import parts  # noqa: E402
+
+from covey.trainer.integrations import report  # noqa: E402
 
 READINGS = 20
 COLUMNS = ("step", "memory, MiB", "threads", "open files", "output, KiB", "ms per step")
@@ -116,6 +118,7 @@ def measure(mode: str, steps: int, folder: Path, growth: Growth | None = None) -
         "report_to": ["gone"],
         "disable_tqdm": True,
     }
+    report.SHARE = 0.4
     trainer = golden.trainer(folder, **{**MODES[mode], **settings})
     readings = Readings(folder, max(1, steps // READINGS))
     trainer.add_callback(readings)

@@ -53,6 +53,14 @@ def test_the_window_is_the_latest_complete_generation():
     assert timeline.spans("judge") == [("", (10.0, 12.0)), ("", (15.0, 16.0)), ("", (19.0, 20.0))]
 
 
+def test_spans_of_earlier_generations_are_dropped():
+    timeline = Timeline()
+    for began in range(100):
+        timeline.begin(began)
+        timeline.add(TRAINER, "train", [(began + 0.1, began + 0.5), (began + 0.6, began + 0.9)])
+    assert len(timeline._lanes[TRAINER]) == 6  # of this one and two before
+
+
 def test_before_the_first_generation_the_window_is_what_there_is():
     timeline = Timeline()
     timeline.begin(5.0)

@@ -180,6 +180,9 @@ class Timeline:
 
     def begin(self, now: float) -> None:
         self._began.append(now)
+        for spans in self._lanes.values():  # of earlier rollout batches, which nobody asks for
+            while spans and spans[0][1][1] < self._began[0]:
+                spans.popleft()
 
     def add(self, lane: str, name: str, spans: Iterable[Span]) -> None:
         """Add spans; one that begins where the last of its name ended extends it."""

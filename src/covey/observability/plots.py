@@ -118,6 +118,7 @@ def as_svg(figure: Any) -> str:
     buffer, unsaid = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "covey"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=unsaid)
+    figure.clear()  # its parts refer to one another: they would stay until the next garbage collection
     text = "<svg" + buffer.getvalue().partition("<svg")[2]
     text = re.sub(r' id="[a-z]+\w*_\d+"| (width|height)="[\d.]+pt"', "", text)
     for colour, name in ((INK, "ink"), (FAINT, "faint"), (GRID, "line")):
@@ -137,6 +138,7 @@ def new_figure(width: float, height: float, title: str = "", fontsize: int = 12)
 def save(figure: Any, path: str | Path) -> Path:
     with written_whole(path := Path(path)) as new:
         figure.savefig(new)
+    figure.clear()
     return path
 
 
