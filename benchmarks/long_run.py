@@ -6,8 +6,9 @@
 Rollouts are sampled by the built-in engine (`plain`) or act in environments with a scripted one. Every tenth step is
 logged, with its completions on record; every 50th is evaluated and saved, of which the two newest checkpoints stay. One
 reward fails for some completions, and a tracker in each of its logs. The page is written more often than usual: drawing
-takes 80 MiB once, over its first ten times. Of the second half of the readings a line is fitted: what a step adds. With `--trace` the Python objects and allocations of each quarter are compared with those of
-the quarter before, which takes twice as long.
+takes 80 MiB once, over its first ten times. Of the second half of the readings a line is fitted: what a step
+adds. With `--trace` the Python objects and allocations of each quarter are compared with those of the quarter before,
+which takes twice as long.
 """
 
 import argparse

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import Trainer
 
 from covey.policy.adapters import has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
 from covey.rewards import RewardSuite
+from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
 from covey.trainer.context import RunContext
 
@@ -169,7 +171,8 @@ class Checkpointer:
         if folder is not None and whole and any(Path(folder).glob("model*.safetensors")) and saves_other_names(model):
             load_renamed(model, folder)
         else:
-            load()
+            with loading_data_alone(folder):
+                load()
 
     def save_sharded_model(self, folder: str, processing_class: Any) -> None:
         """Write a sharded model so that `from_pretrained` reads it. Collective."""
@@ -219,6 +222,12 @@ class Checkpointer:
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
+
+
+def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
+    """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
+    with loading_data_alone(checkpoint):
+        return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
 
 
 Described = dict[str, dict[str, str]]  # settings, dataset and reward functions of a run, as texts by kind and name

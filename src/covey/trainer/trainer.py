@@ -27,12 +27,12 @@ from covey.data.sampler import train_loader
 from covey.policy.loading import load_processing_class
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
-from covey.runtime.data_files import loading_data_alone, refusing_objects
+from covey.runtime.data_files import refusing_objects
 from covey.runtime.files import locked
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, prepare_for_training, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
@@ -340,8 +340,7 @@ class OnlineTrainer(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm of the gradient, called before each optimizer step whether or not gradients are clipped."""
         if grad_norm is None and self._gradients_are_whole(model):
-            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            grad_norm = torch.nn.utils.get_total_norm(grads)
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         else:
             grad_norm = super()._get_grad_norm(model, grad_norm)
         self.finite.check_norm(grad_norm)
@@ -410,6 +409,7 @@ class OnlineTrainer(Trainer):
             self.control.should_training_stop = True
 
     hyperparameter_search = search.hyperparameter_search
+    _prepare_for_training = prepare_for_training
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
@@ -449,17 +449,12 @@ class OnlineTrainer(Trainer):
         with self.checkpoints.writing(output_dir) as new, self.args.without_keys():  # it writes the config
             super()._save(str(new), state_dict)
 
-    def _prepare_for_training(self, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
-        with loading_data_alone(checkpoint):
-            return super()._prepare_for_training(max_steps, loader, checkpoint)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
         self.checkpoints.load_model(model or self.model, resume_from_checkpoint, load)
 
     def _load_best_model(self) -> None:
-        with loading_data_alone(self.state.best_model_checkpoint):
-            self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
+        self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
