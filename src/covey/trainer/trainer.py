@@ -410,6 +410,8 @@ class OnlineTrainer(Trainer):
 
     hyperparameter_search = search.hyperparameter_search
     _prepare_for_training = prepare_for_training
+    create_model_card = hub.create_model_card
+    init_hf_repo = hub.init_hf_repo
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
@@ -429,9 +431,6 @@ class OnlineTrainer(Trainer):
             self.create_model_card()
         with self.args.without_keys():  # it writes the config
             super()._push_from_checkpoint(checkpoint_folder)
-
-    create_model_card = hub.create_model_card
-    init_hf_repo = hub.init_hf_repo
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""
