@@ -330,9 +330,14 @@ def test_a_step_that_takes_too_long_ends_at_the_deadline(tmp_path):
 
 def test_a_save_that_is_late_is_finished(tmp_path, saved):
     asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(15)}, max_steps=3, save_strategy="epoch")
-    asked.stop.seconds = 0.3
     write = asked.checkpoints.before_saving
-    asked.checkpoints.before_saving = lambda: (write(), time.sleep(1.0))  # as long as a large model on a slow disk
+
+    def late():  # a large model on a slow disk: the deadline passes meanwhile
+        write()
+        asked.stop._deadline = time.monotonic()
+        asked.stop._expire()
+
+    asked.checkpoints.before_saving = late
     with pytest.raises(SystemExit):
         asked.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
