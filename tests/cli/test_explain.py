@@ -407,7 +407,8 @@ def test_a_run_too_large_for_the_gpu_is_announced(run_file, capsys, monkeypatch)
     # 7888 parameters of 16 bytes, with gradients and the optimizer's state: more than 64 KiB
     monkeypatch.setitem(MACHINES, "h100", replace(MACHINES["h100"], memory=2**16))
     assert main([run_file, "--gpu", "h100"]) == 0
-    assert "That does not fit: a h100 has 64.0 KiB." in words(capsys.readouterr().out)
+    shown = words(capsys.readouterr().out)
+    assert "error memory: the run does not fit into memory" in shown and "there are 64.0 KiB" in shown
     assert main([run_file, "--gpu", "a100"]) == 0
     assert "does not fit" not in capsys.readouterr().out
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from covey.cli.doctor import columns, completions, learning, prompts, recorded, refused, rewards
 from covey.cli.doctor.examined import ExaminedRun, quiet
+from covey.cli.explain.figures import fit
+from covey.cli.explain.run import ExplainedRun, model_plan
 from covey.cli.train import build_trainer, read_run, take_config
 from covey.observability.dashboard import duration
 from covey.observability.findings import Finding, ranked, write_findings
@@ -60,7 +62,7 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
     with tempfile.TemporaryDirectory(prefix="covey-doctor-") as place, quiet():
         own = (*UNTOUCHED, "--output_dir", place)
         run = read_run(path_of_config, [*settings, *own], None)
-        found = list(learning.memory(run))
+        found = list(fit(ExplainedRun(run.args, model_plan(run, 1, (512, 512)))))
         yield from found
         if any(one.level == "error" for one in found):
             return

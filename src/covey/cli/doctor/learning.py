@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from covey.cli.config_file import RunConfig
 from covey.cli.doctor.examined import ExaminedRun, quiet
-from covey.cli.explain.run import ExplainedRun, gpu_bytes, model_plan
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
 from covey.core.records import FinishReason
 from covey.observability.findings import Finding
-from covey.sizing.memory import readable
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 
 MOST_TOKENS, FEW = 3000, 12  # of completions in a trial update; completions of a model that is not small
@@ -123,50 +119,6 @@ class Updated:
         with torch.no_grad():
             for weight, value in zip(self.trials.trained, self.saved, strict=True):
                 weight.copy_(value)
-
-
-def memory(run: RunConfig) -> Iterator[Finding]:
-    """The estimate of `covey explain` against the memory that there is, and settings with which it is less."""
-    plan = model_plan(run, 1, (512, 512))
-    needed = ExplainedRun(run.args, plan).memory
-    if needed is None:
-        return
-    whole = gpu_bytes() or psutil.virtual_memory().total
-    if needed.peak < 0.9 * whole:
-        return
-    args, fixed = run.args, needed
-    tried: dict[str, Any] = {}
-    for changes in _smaller(args):
-        tried |= changes
-        found = ExplainedRun(args.with_changes(**tried), plan).memory
-        assert found is not None
-        fixed = found
-        if fixed.peak < 0.7 * whole:
-            break
-    if fixed.peak >= 0.7 * whole:
-        fix = "Take a smaller model, train an adapter (peft), or shard the run over more GPUs."
-    else:
-        fix = f"Set {', '.join(f'{name}={value}' for name, value in tried.items())}."
-    yield Finding(
-        "memory",
-        "error",
-        f"the run needs about {readable(needed.peak)} (training {readable(needed.training)}, sampling"
-        f" {readable(needed.sampling)}), and there are {readable(whole)}.",
-        fix,
-        f"With {', '.join(f'{name}={value}' for name, value in tried.items())} the estimate is {readable(fixed.peak)}.",
-    )
-
-
-def _smaller(args: Any) -> Iterator[dict[str, Any]]:
-    """Changes that save memory without another result, the cheapest first."""
-    yield {"max_tokens_per_micro_batch": 4096}
-    if not args.gradient_checkpointing:
-        yield {"gradient_checkpointing": True}
-    if args.max_concurrent_completions > 8:
-        yield {"max_concurrent_completions": 8}
-    yield {"logprob_chunk_size": 256, "max_tokens_per_micro_batch": 1024}
-    if (args.max_completion_length or 2**20) > 1024:
-        yield {"max_completion_length": 1024}
 
 
 def learning_rate(run: ExaminedRun) -> Iterator[Finding]:

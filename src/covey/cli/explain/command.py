@@ -44,23 +44,24 @@ def main(argv: list[str]) -> int:
             warnings.simplefilter("always")
             run = load_run(path, settings, world_size=flags.world_size)
             start = check_start(run, run.args.algebra(flags.world_size))
-        text = explain(
-            ExplainedRun(
-                run.args,
-                model_plan(run, flags.images, flags.image_size),
-                flags.world_size,
-                prompt_tokens=flags.prompt_tokens or start.prompt_tokens or ASSUMED_PROMPT_TOKENS,
-                gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
-                cluster=flags.cluster,
-                start=start,
-                evaluations=evaluation_sets(run.eval_dataset),
-            )
+        explained = ExplainedRun(
+            run.args,
+            model_plan(run, flags.images, flags.image_size),
+            flags.world_size,
+            prompt_tokens=flags.prompt_tokens or start.prompt_tokens or ASSUMED_PROMPT_TOKENS,
+            gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
+            cluster=flags.cluster,
+            start=start,
+            evaluations=evaluation_sets(run.eval_dataset),
         )
+        text = explain(explained)
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"covey explain: {error}", file=sys.stderr)
         return 2
     print(f"{run.method.upper()} of {run.model or 'a model yet to be named'}\n")
     print(text)
+    for finding in figures.fit(explained):
+        print(f"\n{finding}")
     notes = [str(w.message) for w in caught if issubclass(w.category, (UserWarning, FutureWarning))]
     if notes:
         print("\n" + _section("Warnings", notes))

@@ -1,10 +1,13 @@
 """Figures of `covey explain`: tables of memory, of vLLM's share of it, and of a step's operations, traffic and time."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import psutil
 
 from covey.cli.explain.run import ExplainedRun
+from covey.observability.findings import Finding
 from covey.sizing.memory import MemoryEstimate, ShardCounts, cache_bytes_per_token, readable
 from covey.sizing.step_cost import MACHINES, ModelSize, StepTimes, step_costs, step_times
 from covey.sizing.vllm_memory import DoesNotFit, EngineMemory, cpu_cache_bytes, utilization
@@ -33,12 +36,52 @@ def memory(run: ExplainedRun) -> Iterator[str]:
         yield _recomputation(m)
     yield f"""Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak
     is about {readable(m.peak)}."""
-    machine = run.cluster.machine if run.cluster else None
-    if machine is not None and m.peak > MACHINES[machine].memory:
-        yield f"That does not fit: a {machine} has {readable(int(MACHINES[machine].memory))}."
     yield _largest_part(m, bool(args.gradient_checkpointing))
     if run.engine is not None:
         yield from _colocated_vllm(run, m, run.engine)
+
+
+def fit(run: ExplainedRun) -> Iterator[Finding]:
+    """The estimate of `covey explain` against the memory that there is, and settings with which it is less."""
+    needed, machine = run.memory, run.cluster.machine if run.cluster else None
+    if needed is None:
+        return
+    whole = int(MACHINES[machine].memory) if machine else run.gpu or psutil.virtual_memory().total
+    if needed.peak < 0.9 * whole:
+        return
+    args, fixed = run.args, needed
+    tried: dict[str, Any] = {}
+    for changes in _smaller(args):
+        tried |= changes
+        found = replace(run, args=args.with_changes(**tried)).memory
+        assert found is not None
+        fixed = found
+        if fixed.peak < 0.7 * whole:
+            break
+    if fixed.peak >= 0.7 * whole:
+        fix = "Take a smaller model, train an adapter (peft), or shard the run over more GPUs."
+    else:
+        fix = f"Set {', '.join(f'{name}={value}' for name, value in tried.items())}."
+    yield Finding(
+        "memory",
+        "error",
+        f"the run needs about {readable(needed.peak)} (training {readable(needed.training)}, sampling"
+        f" {readable(needed.sampling)}), and there are {readable(whole)}.",
+        fix,
+        f"With {', '.join(f'{name}={value}' for name, value in tried.items())} the estimate is {readable(fixed.peak)}.",
+    )
+
+
+def _smaller(args: Any) -> Iterator[dict[str, Any]]:
+    """Changes that save memory without another result, the cheapest first."""
+    yield {"max_tokens_per_micro_batch": 4096}
+    if not args.gradient_checkpointing:
+        yield {"gradient_checkpointing": True}
+    if args.max_concurrent_completions > 8:
+        yield {"max_concurrent_completions": 8}
+    yield {"logprob_chunk_size": 256, "max_tokens_per_micro_batch": 1024}
+    if (args.max_completion_length or 2**20) > 1024:
+        yield {"max_completion_length": 1024}
 
 
 def _recomputation(m: MemoryEstimate) -> str:
