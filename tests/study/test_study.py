@@ -219,7 +219,7 @@ def test_commands_that_cannot_be_carried_out_end_nothing(tmp_path):
     made.halving = ask
     a, b = made.train().values()
     assert [(one.status, one.step, one.changes) for one in (a, b)] == [("finished", 2, {})] * 2
-    assert "peft=8 would change" in a.history[0] and "running already" in a.history[1]
+    assert "peft=8 does not fit" in a.history[0] and "running already" in a.history[1]
     assert all("failed: " in line for line in b.history) and len(b.history) == 2
 
 

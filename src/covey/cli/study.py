@@ -1,7 +1,6 @@
 """`covey study`: trains many configurations over one model, and stops, clones, changes and resumes them meanwhile."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
-    from covey.study.commands import KINDS, STATE, Command, send
-    from covey.study.report import table
-    from covey.study.variants import Variant
+    from covey.study.commands import KINDS, Command, send
 
     if argv[0] not in (*KINDS, "show"):
         parser = argparse.ArgumentParser(prog="covey study", usage=USAGE)
@@ -45,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fresh", action="store_true")
     options = parser.parse_intermixed_args(list(argv[1:]))
     if argv[0] == "show":
-        state = json.loads(Path(options.study, STATE).read_text())
-        print(table({name: Variant.of(record) for name, record in state["variants"].items()}))
+        print(Path(options.study, "study.md").read_text())
         return 0
     if not options.words:
         raise ValueError(f"`covey study {argv[0]}` needs the name of a variant.\n{USAGE}")
@@ -59,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def train(values: dict[str, Any], resume: bool = False) -> str:
     """Train the study of a file; returns its table."""
     from covey.cli.data import load_rows
-    from covey.cli.train import environments, named, rewards
+    from covey.cli.train import agent_of, environments, named, rewards
     from covey.study.plan import variants_of
     from covey.study.report import table
     from covey.study.study import Study
@@ -69,11 +65,18 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         raise ValueError(f"study={plan!r} must be a mapping with some of the keys {', '.join(PLAN_KEYS)}.")
     run = load_run(values)
     run.require(*run.needed)
+    if run.quantization or isinstance(run.eval_dataset, Mapping):
+        name = "quantization" if run.quantization else "eval_dataset"
+        raise ValueError(
+            f"{name}={values[name]!r} is not possible in a study: the model has 16 or 32 bits, and variants"
+            " are compared on one data set, given by name. Leave it out, or name one."
+        )
     settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
     parts = {
         "tools": [named(tool, "tool") for tool in run.tools] or None,
         "rollout_func": named(run.rollout_func, "rollout_func"),
         "environment_factory": environments(run.environment_factory),
+        "agent": agent_of(run.agent),
     }
     study = Study(
         run.model,

@@ -188,7 +188,8 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
         return
     _draw_band(axis, log_history, panel)
     drawn, last = 0, 0.0
-    for colour, (name, label) in zip(cycle(COLOURS), panel.curves.items(), strict=False):
+    styles = [(colour, line) for line in ("-", "--", ":") for colour in COLOURS]
+    for (colour, line), (name, label) in zip(cycle(styles), panel.curves.items(), strict=False):
         steps, values = series(log_history, name)
         if not values:
             continue
@@ -200,7 +201,7 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
         if noisy:
             axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
             values = smooth(values, window)
-        axis.plot(steps, values, color=colour, linewidth=1.8, label=label, **({} if noisy else few))
+        axis.plot(steps, values, line, color=colour, linewidth=1.8, label=label, **({} if noisy else few))
     axis.set_xlim(0, max(last, 1.0) * 1.02)
     if panel.percent:
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%" if value <= 1 else "")

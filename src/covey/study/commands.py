@@ -28,6 +28,10 @@ class Command:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"there is no command {self.kind!r} to a study; there are {', '.join(KINDS)}.")
+        if not (isinstance(self.name, str) and isinstance(self.to, str | None) and isinstance(self.changes, Mapping)):
+            raise ValueError(
+                f"{self!r}: `name` and `to` are names of variants, and `changes` is a mapping of settings."
+            )
         if self.changes and self.kind == "stop":
             raise ValueError(f"`stop` changes no settings, but was given {', '.join(self.changes)}. Use `change`.")
         if self.kind == "change" and not self.changes:
@@ -39,6 +43,9 @@ def send(folder: str | Path, command: Command) -> Path:
     folder = Path(folder)
     if not (folder / STATE).is_file():
         raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
+    known = [*json.loads((folder / STATE).read_text())["variants"], *(one.to for _, one in waiting(folder))]
+    if command.name not in known:
+        raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(filter(None, known))}.")
     path = folder / QUEUE / f"{time.time_ns():020d}-{os.getpid()}.json"
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(command))
@@ -51,6 +58,8 @@ def waiting(folder: Path) -> list[tuple[Path, Command]]:
     for path in sorted((folder / QUEUE).glob("*.json")):
         try:
             found.append((path, Command(**json.loads(path.read_text()))))
+        except FileNotFoundError:  # carried out meanwhile
+            continue
         except (ValueError, TypeError):
             path.rename(path.with_suffix(".unreadable"))
     return found

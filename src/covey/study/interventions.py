@@ -14,6 +14,18 @@ from covey.study.variants import Variant, check_name, settings_of
 if TYPE_CHECKING:
     from covey.study.study import Study
 
+_BATCH = "its place in the data is counted in these batches"
+KEPT = {  # settings of a variant's checkpoint that cannot change, and why
+    "peft": "it holds an adapter of one shape and scale",
+    "optim": "it holds the state of an optimizer, unless a clone is `fresh`",
+    "method": "it holds the state of the method",
+    "per_device_train_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "num_generations": _BATCH,
+    "generation_batch_size": _BATCH,
+    "steps_per_generation": _BATCH,
+}
+
 
 def carry_out(study: "Study", command: Command) -> None:
     """Act on a variant; what cannot be done is written into its history and ends nothing."""
@@ -25,7 +37,7 @@ def carry_out(study: "Study", command: Command) -> None:
         with kept_accelerator():
             if command.kind == "clone":
                 variant = _clone(study, variant, command)
-                said += f" of {variant.parent}"
+                said = said.replace("clone", f"cloned from {variant.parent}", 1) + ", fresh" * command.fresh
             elif command.kind == "resume" and variant.status in ("running", "waiting"):
                 raise ValueError(f"{variant.name} is {variant.status} already. Use `change` for other settings.")
             elif command.kind != "stop":
@@ -47,9 +59,9 @@ def _clone(study: "Study", parent: Variant, command: Command) -> Variant:
     check_name(name := command.to or f"{parent.name}-{len(study.variants)}", list(study.variants))
     if parent.checkpoint is None:
         raise ValueError(f"{parent.name} has taken no step yet, so there is nothing to clone.")
-    _check_same_adapter(parent, command.changes)
+    _check_kept(parent, command.changes, command.fresh)
     child = Variant(name, merged(parent.changes, command.changes), parent=parent.name, adopts=not command.fresh)
-    child.step, child.history = parent.step, [f"step {parent.step}: cloned from {parent.name}"]
+    child.step = parent.step
     child.checkpoint = f"{name}/{Path(parent.checkpoint).name}"
     folder = study.folder / child.checkpoint
     settings_of(study.common, child.changes, folder.parent)
@@ -65,7 +77,7 @@ def _clone(study: "Study", parent: Variant, command: Command) -> Variant:
 
 
 def _restart(study: "Study", variant: Variant, changes: Mapping[str, Any]) -> None:
-    _check_same_adapter(variant, changes)
+    _check_kept(variant, changes)
     changed = merged(variant.changes, changes)
     settings_of(study.common, changed, study.folder / variant.name)
     before = variant.changes, variant.adopts
@@ -83,9 +95,11 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, **new, **({"peft": adapter} if adapter else {})}
 
 
-def _check_same_adapter(variant: Variant, changes: Mapping[str, Any]) -> None:
-    if "peft" in changes:
-        raise ValueError(
-            f"peft={changes['peft']!r} would change the shape or scale of {variant.name}'s adapter, which its"
-            " checkpoint holds. Begin a new variant for another adapter."
-        )
+def _check_kept(variant: Variant, changes: Mapping[str, Any], fresh: bool = False) -> None:
+    """Refuse (ValueError) what the variant's checkpoint holds already."""
+    for name in changes if variant.checkpoint is not None else ():
+        if name in KEPT and not (fresh and name == "optim"):
+            raise ValueError(
+                f"{name}={changes[name]!r} does not fit the checkpoint that {variant.name} goes on from: {KEPT[name]}."
+                " Begin a new variant for it."
+            )

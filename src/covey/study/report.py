@@ -114,14 +114,16 @@ def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
     return below(None, 0)
 
 
-def write_report(folder: Path, number: int, variants: Mapping[str, Variant]) -> None:
-    """Write `study.md`: the table, and the history of each variant; and `study.html`, with curves."""
+def write_report(folder: Path, number: int, variants: Mapping[str, Variant], page: bool = True) -> None:
+    """Write `study.md`: the table, and the history of each variant; and `study.html`, a `page` with curves."""
     history = [f"- {variant.name}, {line}" for variant in variants.values() for line in variant.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
     with written_whole(folder / "study.md") as new:
         new.write_text("\n\n".join(parts) + "\n")
+    if not page:
+        return
     head, _, *rows = table(variants).splitlines()
     try:
         sections = [
@@ -153,9 +155,11 @@ def curves_of(variants: Mapping[str, Variant]) -> list[tuple[list[dict[str, floa
             for key, title in CURVES.items():
                 if key in point:
                     logs.setdefault(title, []).append({"step": point["step"], f"train_{name}": point[key]})
-    labels = {f"{start}{name}": shorten(name, 28) for name in variants for start in ("eval_", "train_")}
-    return [
-        (points, Panel(title, {key: label for key, label in labels.items() if any(key in one for one in points)}))
-        for title, points in logs.items()
-        if any(value for one in points for key, value in one.items() if key != "step")
-    ]
+    panels = []
+    for title, points in logs.items():
+        start = next(iter(points[0].keys() - {"step"})).partition("_")[0]
+        curves = {f"{start}_{name}": shorten(name, 28) for name in variants}  # of all: each has its own colour
+        drawn = [label for key, label in curves.items() if any(one.get(key) for one in points)]
+        if drawn:
+            panels.append((points, Panel(title if len(drawn) > 1 else f"{title}: {drawn[0]}", curves)))
+    return panels

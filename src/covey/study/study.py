@@ -168,8 +168,7 @@ class Study:
         for name, outcome in self._sample().items():
             self._go_on(self.variants[name], outcome)
         if not self._cut or any(variant.must_save for variant in self._live()):
-            if self._evaluated() > evaluated:
-                write_report(self.folder, self.round, self.variants)
+            write_report(self.folder, self.round, self.variants, page=self._evaluated() > evaluated)
             return
         self._cut = False
         for command in self._asked:
@@ -223,15 +222,15 @@ class Study:
 
     def begin(self, variant: Variant) -> None:
         """Make a variant's trainer, which starts with its first turn; one of the whole model waits for the others."""
-        method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
         variant.status, variant.reason, variant.must_save, variant.must_stop = "waiting", "", False, False
         variant.trainer = variant.turn = None
-        if adapter is None:
+        if variant.changes.get("peft", self.common.get("peft")) is None:
             return
+        method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
         from peft import LoraConfig
 
         try:
-            config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter})
+            config = LoraConfig(**{"task_type": "CAUSAL_LM", **(adapter or {})})
         except TypeError as error:
             raise ValueError(f"peft={adapter!r}: {error}. See peft.LoraConfig for what it takes.") from error
         self._make_trainer(variant, method, args, with_shared_weights(self.base), config)

@@ -18,7 +18,7 @@ from covey.core.records import Completion
 from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
 from covey.study.commands import QUEUE, STATE
-from covey.study.turns import Turn, kept_accelerator
+from covey.study.turns import Turn
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def settings_of(
     for name in ("peft", "reward_funcs", "system_prompt"):
         values.pop(name, None)
     try:
-        with kept_accelerator():
-            args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
+        args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
     except TypeError as error:
         raise ValueError(
             f"{error}. A variant changes settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and"
