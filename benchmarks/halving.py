@@ -31,20 +31,20 @@ TASKS: dict[str, tuple[str, dict[str, int]]] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "1e-6": {"learning_rate": 1e-6},
     "1e-5": {"learning_rate": 1e-5},
-    "1e-5, rank 32": {"learning_rate": 1e-5, "peft": {"r": 32, "lora_alpha": 64}},
-    "1e-4": {"learning_rate": 1e-4},
-    "1e-4, dr_grpo": {"learning_rate": 1e-4, "loss_type": "dr_grpo"},
-    "2e-3": {"learning_rate": 2e-3},
+    "1e-5,rank=32": {"learning_rate": 1e-5, "peft": {"r": 32, "lora_alpha": 64}},
+    "5e-5,dr_grpo": {"learning_rate": 5e-5, "loss_type": "dr_grpo"},
+    "1.5e-3": {"learning_rate": 1.5e-3},
     "3e-2": {"learning_rate": 3e-2},
-    "3e-1, rank 2": {"learning_rate": 3e-1, "peft": {"r": 2, "lora_alpha": 4}},
+    "1e-1,rank=16": {"learning_rate": 1e-1, "peft": {"r": 16}},
+    "3e-1,rank=2": {"learning_rate": 3e-1, "peft": {"r": 2, "lora_alpha": 4}},
 }
 RULE = {"keep": 0.25, "certain": True}
-STEPS, EVALUATIONS, HELD_OUT = 14, [3, 5], 12
+STEPS, EVALUATIONS, HELD_OUT = 8, [2, 3], 12
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 16,
     "num_generations": 8,
-    "max_completion_length": 4,
+    "max_completion_length": 3,
     "lr_scheduler_type": "constant",
     "gradient_checkpointing": False,
     "record": "off",
@@ -87,7 +87,7 @@ def study(task: str, halves: bool, model: str, folder: str) -> dict[str, Any]:
     train, held_out = rows_of(task)
     made = Study(
         model,
-        {name.replace(", ", ",").replace(" ", "="): changes for name, changes in CONFIGS.items()},
+        CONFIGS,
         {**SETTINGS, "output_dir": folder},
         reward_funcs=right_number,
         train_dataset=train,

@@ -1,9 +1,10 @@
 """Eight LoRA configurations in one study against eight runs one after another: memory, decode throughput, time.
 
-    python -m benchmarks.study [--model FOLDER] [--variants 8] [--max_steps 3]
+    python -m benchmarks.study [--model FOLDER] [--variants 8] [--max_steps 3] [--results FILE]
 
-Each side is a process of its own. Decode throughput is sampled tokens by the seconds of sampling, in a study
-those of its rounds.
+Each side is a process of its own, and written down at once: an interrupted benchmark goes on where it stopped. Decode
+throughput is sampled tokens by the seconds of sampling, in a study those of its rounds. Memory is the most that the
+process had (VmHWM).
 """
 
 import argparse
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--variants", type=int, default=8)
     parser.add_argument("--max_steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/study.json"))
     parser.add_argument("--side", choices=["study", "alone"])
     options = parser.parse_args()
     options.model = model_path(options.model)
@@ -119,10 +121,13 @@ def main() -> None:
         figures["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(figures))
         return
-    together = measured("study", options.variants, options)
-    runs = [measured("alone", number, options) for number in range(options.variants)]
+    known = json.loads(options.results.read_text()) if options.results.is_file() else {}
+    for kind, number in [("study", options.variants), *(("alone", number) for number in range(options.variants))]:
+        if f"{kind} {number}" not in known:
+            known[f"{kind} {number}"] = measured(kind, number, options)
+            options.results.write_text(json.dumps(known, indent=1) + "\n")
+    together, *runs = known.values()
     rate = sum(run["tokens"] for run in runs) / sum(run["generate"] for run in runs)
-    print(json.dumps({"study": together, "alone": runs}, indent=1))
     print(f"peak memory: {together['peak_mib'] / max(run['peak_mib'] for run in runs):.2f} x one run's")
     print(f"decode throughput: {together['tokens'] / together['generate'] / rate:.2f} x the runs one after another")
     print(f"wall time: {together['seconds'] / sum(run['seconds'] for run in runs):.2f} x theirs")

@@ -343,3 +343,17 @@ def test_whole_models_are_trained_after_the_others(tmp_path):
 def test_a_scale_that_overflows_ends_its_variant_alone(tmp_path):
     ended = study(tmp_path, {"good": {}, "bad": {"peft": {"lora_alpha": 1e40}}}, max_steps=2).train()
     assert [(one.status, one.step) for one in ended.values()] == [("finished", 2), ("failed", 0)]
+
+
+def test_a_variant_that_cannot_resume_stays_stopped(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {}}, max_steps=3)
+
+    def ask(study):
+        if study.round in (1, 2):
+            study.stop("b") if study.round == 1 else study.resume("b", reward_funcs="no_such_module:reward")
+        return []
+
+    made.halving = ask
+    a, b = made.train().values()
+    assert (a.status, b.status, b.step, b.changes) == ("finished", "stopped", 1, {})
+    assert "no_such_module" in b.history[-1]

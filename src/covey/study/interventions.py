@@ -14,17 +14,8 @@ from covey.study.variants import Variant, check_name, settings_of
 if TYPE_CHECKING:
     from covey.study.study import Study
 
-_BATCH = "its place in the data is counted in these batches"
-KEPT = {  # settings of a variant's checkpoint that cannot change, and why
-    "peft": "it holds an adapter of one shape and scale",
-    "optim": "it holds the state of an optimizer, unless a clone is `fresh`",
-    "method": "it holds the state of the method",
-    "per_device_train_batch_size": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "num_generations": _BATCH,
-    "generation_batch_size": _BATCH,
-    "steps_per_generation": _BATCH,
-}
+SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "generation_batch_size")
+KEPT = ("peft", "optim", "method", "steps_per_generation", *SIZES)  # what checkpoints hold or count in
 
 
 def carry_out(study: "Study", command: Command) -> None:
@@ -100,6 +91,6 @@ def _check_kept(variant: Variant, changes: Mapping[str, Any], fresh: bool = Fals
     for name in changes if variant.checkpoint is not None else ():
         if name in KEPT and not (fresh and name == "optim"):
             raise ValueError(
-                f"{name}={changes[name]!r} does not fit the checkpoint that {variant.name} goes on from: {KEPT[name]}."
-                " Begin a new variant for it."
+                f"{name}={changes[name]!r} does not fit the checkpoint that {variant.name} goes on from. Begin a new"
+                " variant for it."
             )

@@ -222,9 +222,8 @@ class Study:
 
     def begin(self, variant: Variant) -> None:
         """Make a variant's trainer, which starts with its first turn; one of the whole model waits for the others."""
-        variant.status, variant.reason, variant.must_save, variant.must_stop = "waiting", "", False, False
-        variant.trainer = variant.turn = None
         if variant.changes.get("peft", self.common.get("peft")) is None:
+            variant.status, variant.reason, variant.trainer, variant.turn = "waiting", "", None, None
             return
         method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
         from peft import LoraConfig
@@ -269,7 +268,8 @@ class Study:
         checkpoint = None if variant.checkpoint is None else str(self.folder / variant.checkpoint)
         turn = Turn(partial(self._train, trainer, checkpoint), variant.name)
         trainer.collector.run = turn.wait_for
-        variant.trainer, variant.turn, variant.status = trainer, turn, "running"
+        variant.trainer, variant.turn = trainer, turn
+        variant.status, variant.reason, variant.must_save, variant.must_stop = "running", "", False, False
         set_shared_state(outside)
 
     def _arguments(self, changes: Mapping[str, Any]) -> dict[str, Any]:
