@@ -112,7 +112,7 @@ def test_a_session_ends_no_other():
 
 
 def test_the_runner_of_the_examples_serves_many_rollouts():
-    """`examples/agents/run.py calculator --serve URL`: a process that plays until the trainer has gone."""
+    """`examples/agents/run.py calculator --serve URL`: a process that plays whatever waits."""
     runner = Path(__file__).parents[3] / "examples" / "agents" / "run.py"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -120,13 +120,13 @@ def test_the_runner_of_the_examples_serves_many_rollouts():
     rows = [{"prompt": [{"role": "user", "content": f"What is {i} plus 1?"}], "answer": 7} for i in range(6)]
     player = PlayedEnvironment(RemoteAgents(port, key=KEY), 60.0, RolloutValidator(len(TOKENIZER), None))
     command = [sys.executable, str(runner), "calculator", "--serve", f"http://127.0.0.1:{port}", "--at-once", "3"]
-    command += ["--patience", "2"]
     worker = subprocess.Popen(command, env=os.environ | {"COVEY_AGENTS_KEY": KEY})
     try:
         rollouts = play(player, says("3 and 4", "7"), rows=rows, seconds=60.0)
     finally:
         player.close()
-    assert worker.wait(20) == 0
+        worker.kill()
+        worker.wait()
     assert [one.error for one in rollouts] == [None] * 6
     assert all(one.num_turns == 2 and one.extras[REWARD] in (0.0, 1.0) for one in rollouts)
 
