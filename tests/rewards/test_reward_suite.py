@@ -174,6 +174,7 @@ def test_weights_default_to_one_and_are_checked():
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"reward_funcs": 3}, "cannot be a reward function"),
         ({"reward_funcs": type("Mine", (), {"__call__": len})}, r"is a class; pass an object of it, such as Mine\(\)"),
+        ({"reward_funcs": "accuracy_reward"}, "pass the function, `covey.rewards.accuracy_reward`"),
         ({"reward_funcs": len, "timeout": 0}, "timeout=0"),
         ({"reward_funcs": len, "batch_size": 0}, "batch_size=0"),
         ({"reward_funcs": [len, len], "processing_classes": [None]}, "1 reward processing classes for 2"),

@@ -27,6 +27,10 @@ def model_name(model_id: str) -> str:
 def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
+    import covey.rewards
+
+    if model_id in covey.rewards.__all__:
+        raise RewardError(f"{model_id!r} names no model: pass the function, `covey.rewards.{model_id}`.")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             model_id, **{"num_labels": 1, **init_kwargs}, output_loading_info=True

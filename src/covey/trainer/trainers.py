@@ -3,7 +3,11 @@
 from covey.algorithms import grpo, rloo
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
+from covey.trainer.integrations.attributes import FIELDS, VIEWS, View
 from covey.trainer.trainer import OnlineTrainer
+
+for name in {*VIEWS, *FIELDS}:
+    setattr(OnlineTrainer, name, View(name))
 
 
 class GRPOTrainer(OnlineTrainer):

@@ -79,3 +79,9 @@ def test_the_loss_may_be_overridden(tmp_path):
 def test_values_of_a_window_cannot_be_appended_to(trained):
     with pytest.raises(AttributeError):
         trained[1]["reward"].append(1.0)
+
+
+@pytest.mark.parametrize("name", ["reward_funcs", "beta", "tools", "num_generations"])
+def test_views_cannot_be_assigned(trained, name):
+    with pytest.raises(AttributeError, match=f"GRPOTrainer.{name} cannot be assigned"):
+        setattr(trained[0], name, None)

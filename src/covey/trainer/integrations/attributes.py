@@ -52,5 +52,21 @@ def attribute(trainer: Any, name: str) -> Any:
     raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
 
 
+class View:
+    """An attribute of a trainer that is read from what the run uses, and so cannot be assigned."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        return self if trainer is None else attribute(trainer, self.name)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{type(trainer).__name__}.{self.name} cannot be assigned: the run would not use it. Give it to the"
+            " trainer, or to its config, when they are made."
+        )
+
+
 def listed(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
