@@ -112,6 +112,22 @@ def test_gradients_are_those_of_finite_differences(entropy, tiles):
     assert gradcheck(lambda x: LogprobAndEntropy.apply(x, torch.tensor([0, 3, 6]), True, 0.5, []), (logits,))
 
 
+def test_kept_exponentials_give_the_same_gradients_twice(tiles, monkeypatch):
+    hidden, targets, module = case()
+
+    def gradients(kept_bytes):
+        monkeypatch.setitem(linear.KEPT_BYTES, "cpu", kept_bytes)
+        scores = score_hidden(hidden, targets, Head(module), temperature=0.7, entropy=False, chunk_size=TOKENS)
+        saved = sum(tensor.numel() for tensor in scores.logprobs.grad_fn.saved_tensors if tensor is not None)
+        loss = loss_of(scores.logprobs)
+        return saved, [torch.autograd.grad(loss, (hidden, *module.parameters()), retain_graph=True) for _ in range(2)]
+
+    (fewer, (expected, _)), (more, found) = gradients(0), gradients(2**20)
+    assert more - fewer >= TOKENS * WORDS
+    for gradient in found:
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_scores_by_eye():
     # logits log [1/2, 1/4, 1/4]: log p_0 = -log 2, H = log 2 / 2 + log 4 / 2 = 1.5 log 2
     module = torch.nn.Linear(1, 3, bias=False)

@@ -51,7 +51,7 @@ def test_every_part_by_hand():
     # 3 * 16; on the way back 3 * 32 + 2 * 16
     assert (m.pass_tokens, m.passes) == (72, 1)
     assert m.activations == 72 * (2 * 176 + 48 + 128) * 4
-    assert m.logits == 2 * 72 * 100 * 4
+    assert m.logits == (2 * 72 + 64) * 100 * 4  # two tiles, and what is kept of the learned tokens
     assert m.head_gradient == 100 * 16 * 4
     # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
     assert m.kv_cache == (8 * 8 + 2 * 4) * 2 * 16 * 4

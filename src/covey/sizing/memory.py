@@ -15,7 +15,7 @@ import torch
 from covey.core.packing import ActivationRoom, derived_budget
 from covey.engines.native.inference_contexts import MOST_ROWS
 from covey.policy.adapters import base_model, has_adapter
-from covey.policy.lm_head.linear import TILE_BYTES
+from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
 from covey.policy.loading import sees_images
 from covey.runtime.process_memory import available_memory
 from covey.sizing.model_spec import (
@@ -88,7 +88,7 @@ class MemoryEstimate:
     # recompute one, and H numbers at each border. And the temporaries of a layer on the way back, T * (3I * c + 8H).
     activations: int
     # `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, at most `TILE_BYTES` each on a
-    # plain linear head.
+    # plain linear head; on a CPU in full precision also those of all learned tokens, up to `KEPT_BYTES`.
     logits: int
     kv_cache: int  # (sequences decoded at once * completion tokens + a prompt for each group) * L * 2K * c, if built-in
     packed: int  # linear layers again in MKL's order for few sequences; while float32 is sampled on a CPU, built-in
@@ -232,6 +232,11 @@ def _estimate(
     weights = (unquantised * stored + counts.quantised.size + trainable * (updated - stored)) // spread.weights
     head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, passes, whole, device)
     chunk = min(tokens, args.logprob_chunk_size) * text.vocab_size * 4
+    shared = args.num_generations if args.attn_layout in ("auto", "shared_prefix") and not vision else 1
+    learned = tokens - tokens * prompt // (prompt + shared * completion)
+    kept_logits = 4 * learned * text.vocab_size
+    fits = learned <= args.logprob_chunk_size and kept_logits <= KEPT_BYTES.get(device, 0)
+    keeps_logits = fits and head > 0 and computed == 4
     checkpointing, layers = bool(args.gradient_checkpointing), text.num_hidden_layers
     kept = (keeps.kept(tokens) if keeps else 0) if checkpointing else layers
     patches = shown * images.patches * (1 if checkpointing or counts.vision is None else counts.vision.layers)
@@ -242,7 +247,7 @@ def _estimate(
         gradients=trainable * updated // spread.gradients,
         optimizer=int(trainable * updated * optimizer_states(str(args.optim))) // spread.optimizer,
         activations=tokens * activation_bytes(text, precision, kept),
-        logits=LOGIT_COPIES * min(chunk, TILE_BYTES.get(device, TILE_BYTES["cuda"])),
+        logits=LOGIT_COPIES * min(chunk, TILE_BYTES.get(device, TILE_BYTES["cuda"])) + kept_logits * keeps_logits,
         kv_cache=_cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
         packed=4 * _packed_numbers(counts, images) if device == "cpu" and computed == 4 else 0,
         parameters=counts.parameters,

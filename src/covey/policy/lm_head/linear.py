@@ -1,13 +1,14 @@
 """Scores of tokens under a plain linear head, without all of their logits in memory.
 
 One autograd function maps hidden states, weight and bias to log-probs and entropies, over tiles of tokens by
-vocabulary: forward saves a few numbers per token, backward computes each tile's logits again. Memory for any number of
-tokens and words: `TILE_BYTES` for each of one to five tiles, cast rows of the weight, and a few [N, H] in float32.
+vocabulary: forward saves a few numbers per token, backward computes each tile's logits again, unless there is room for
+all of them (`KEPT_BYTES`). Memory for any number of tokens and words: `TILE_BYTES` for each of one to five tiles, cast
+rows of the weight, and a few [N, H] in float32.
 
 Letters: N tokens, H hidden size, V vocabulary; n and v those of a tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -22,6 +23,11 @@ TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Bytes of a tile's logits in float32: on CPUs, tiles that fit into the cache are fastest; GPUs need large products."""
 
 
+KEPT_BYTES = {"cpu": 256 * 2**20}
+"""Most bytes of all tiles' exponentials that the forward pass keeps for the backward pass, so that the head is
+multiplied by three times and not four."""
+
+
 class Plan(NamedTuple):
     """Tile sizes and dtypes of one call."""
 
@@ -34,6 +40,7 @@ class Plan(NamedTuple):
     usual: tuple[int, int]  # n and v of a call with many tokens, by which arithmetic is chosen; the same in every call
     gradient_in_forward: bool  # compute the hidden states' gradient in the forward pass; see `LinearHead`
     support: SampledSupport | None  # of the tokens' distributions; None: the whole softmax
+    keeps: bool  # exponentials are kept for the backward pass
 
 
 class Tile(NamedTuple):
@@ -65,7 +72,10 @@ def plan_of(
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     straight = curve.cap is None and (support is None or support.penalty == 1.0)
     in_forward = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy and straight
-    return Plan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support)
+    whole = straight and support is None and not entropy and compute == wide and tokens == len(hidden) and not frozen
+    room = len(hidden) * len(weight) * wide.itemsize <= KEPT_BYTES.get(hidden.device.type, 0)
+    keeps = torch.is_grad_enabled() and whole and room
+    return Plan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps)
 
 
 class LinearHead(torch.autograd.Function):
@@ -82,31 +92,34 @@ class LinearHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [N, H], weight [V, H], bias [V], targets [N] int64 -> log-probs [N], entropies [N] or None."""
         with torch.autocast(hidden.device.type, enabled=False):
-            sums, others = _Tiles(hidden, weight, bias, targets, plan).sums()
+            sums, others, kept = _Tiles(hidden, weight, bias, targets, plan).sums()
         log_z, logprobs, entropies = sums.results()
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_z, logprobs, entropies, others)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, logprobs, entropies, others, *kept)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, logprobs, entropies, others = ctx.saved_tensors
+        hidden, weight, bias, targets, log_z, logprobs, entropies, others, *kept = ctx.saved_tensors
         rows = RowGradients.of(log_z, logprobs, entropies, *grads)
         if others is not None:
             own = weight[targets].to(log_z.dtype).mul_(-torch.expm1(logprobs)[:, None])
             d_hidden = own.sub_(others).mul_((rows.by_logprob * ctx.plan.curve.gain)[:, None])
             return d_hidden.to(hidden.dtype), None, None, None, None
         with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(hidden, weight, bias, targets, ctx.plan)
+            tiles = _Tiles(hidden, weight, bias, targets, ctx.plan, kept)
             return *tiles.gradients(rows, ctx.needs_input_grad), None, None
 
 
 class _Tiles:
     """Iteration over tiles, vocabulary outermost: a slice of the weight is used for all tokens before the next."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: Plan):
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: Plan, kept: Sequence[Any] = ()
+    ):
+        self.kept = list(kept)  # of each tile, the exponentials and the logits that they are relative to
         self.hidden, self.weight, self.bias, self.targets, self.plan = hidden, weight, bias, targets, plan
         self.inputs = hidden.to(plan.compute)
         size = plan.tokens * plan.words
@@ -131,7 +144,8 @@ class _Tiles:
         for first in range(0, len(self.inputs), self.plan.tokens):
             part = slice(first, first + self.plan.tokens)
             inputs = self.inputs[part]
-            x = self.buffer[: len(inputs) * len(words)].view(len(inputs), len(words))
+            size = len(inputs) * len(words)
+            x = (self.buffer.new_empty(size) if self.plan.keeps else self.buffer[:size]).view(len(inputs), len(words))
             if bias is None:
                 torch.addmm(x, inputs, words.T, beta=0, alpha=gain, out=x)
             else:
@@ -139,7 +153,16 @@ class _Tiles:
             support = None if self.plan.support is None else self.plan.support.tile(part, start, len(words))
             yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words), support))
 
-    def sums(self) -> tuple[RowSums, Tensor | None]:
+    def _kept_tiles(self, log_z: Tensor) -> Iterator[tuple[Tensor, Iterator[Tile]]]:
+        """The same as `__iter__` with the probabilities p in place of x, from what `sums` has kept."""
+        for number, start in enumerate(range(0, len(self.weight), self.plan.words)):
+            words = self.weight[start : start + self.plan.words].to(self.plan.compute)
+            weights, peak = self.kept[2 * number : 2 * number + 2]
+            p = self.buffer[: weights.numel()].view_as(weights)
+            torch.mul(weights, (peak - log_z).exp_()[:, None], out=p)
+            yield words, iter((Tile(slice(0, len(p)), p, TargetColumns.of(self.targets, start, len(words))),))
+
+    def sums(self) -> tuple[RowSums, Tensor | None, list[Tensor]]:
         """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H]."""
         plan = self.plan
         sums = RowSums.empty(len(self.hidden), self.hidden.new_empty(0, dtype=plan.wide), plan.entropy)
@@ -147,11 +170,13 @@ class _Tiles:
         for words, tiles in self:
             for part, x, targets in tiles:
                 added = self.arithmetic.add(x, targets, sums.rows(part), others=plan.gradient_in_forward)
+                if plan.keeps:
+                    self.kept += x, sums.peak.clone()
                 if others is not None and added is not None:
                     weights, shrink = added
                     others[part].mul_(shrink[:, None])
                     _add_product(others[part], weights.to(plan.compute), words)
-        return sums, None if others is None else others.div_(sums.total[:, None])
+        return sums, None if others is None else others.div_(sums.total[:, None]), self.kept
 
     def gradients(
         self, rows: RowGradients, needed: tuple[bool, ...]
@@ -165,13 +190,16 @@ class _Tiles:
         d_weight = new(self.weight) if needed[1] else None
         d_bias = torch.zeros_like(self.bias, dtype=wide) if needed[2] and self.bias is not None else None
         start = 0
-        for words, tiles in self:
+        for words, tiles in self._kept_tiles(rows.log_z) if self.kept else self:
             stop = start + len(words)
             # A slice is summed over its tiles in the wide dtype: in place if the gradient has it.
             target = None if d_weight is None else d_weight[start:stop]
             sums = target if target is None or target.dtype == wide else torch.empty_like(target, dtype=wide)
             for part, x, targets in tiles:
-                grad = self.arithmetic.gradient(x, targets, rows.rows(part))
+                if self.kept:
+                    targets.put(grad := x, rows.at_target)
+                else:
+                    grad = self.arithmetic.gradient(x, targets, rows.rows(part))
                 if d_hidden is not None:
                     _add_product(d_hidden[part], grad, words)
                 if sums is not None:
