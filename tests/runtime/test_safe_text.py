@@ -25,5 +25,7 @@ def test_secrets_are_left_out_at_every_depth():
         assert without_secrets({name: "K"}) == without_secrets({name: ["K"]}) == {}, name
     assert without_secrets({"headers": [{"Authorization": b"K"}]}) == {"headers": [{}]}
     assert without_secrets({"url": "http://me:K@host/"}) == {"url": "http://host/"}
+    url = "http://host/v1?n=1&api_key=K&x=y#a"
+    assert without_secrets(url) == "http://host/v1?n=1&api_key=...&x=y#a"
     assert without_secrets({"max_tokens": 3, "author": "x"}) == {"max_tokens": 3, "author": "x"}
     assert without_secrets({"token": True, "eos_token_id": 3}) == {"token": True, "eos_token_id": 3}

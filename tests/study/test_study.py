@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from covey.study.commands import Command
 from tests.support import runs, tiny
 from tests.support.studies import ADAPTER, COMMON, adapters, study
 
@@ -114,6 +115,14 @@ def test_a_signal_saves_all_variants_and_ends_the_study(tmp_path):
     assert [(one["step"], one["status"]) for one in state["variants"].values()] == [(2, "running")] * 2
     study(tmp_path / "ended", two, max_steps=3).train(resume=True)
     assert_bit_equal(weights_of(tmp_path / "whole", two), weights_of(tmp_path / "ended", two))
+
+
+def test_a_secret_of_a_variant_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="one of hub_token holds a secret") as said:
+        study(tmp_path, {"a": {"hub_token": "hf_S"}})
+    assert "hf_S" not in str(said.value)
+    with pytest.raises(ValueError, match="one of learning_rate, model_init_kwargs holds a secret"):
+        Command("change", "a", {"learning_rate": 1e-3, "model_init_kwargs": {"token": "hf_S"}})
 
 
 def test_a_variant_that_fails_ends_alone(tmp_path):

@@ -5,6 +5,8 @@ import re
 from contextlib import suppress
 from typing import Any
 
+from covey.runtime.safe_text import without_secrets
+
 DICT_FIELDS = (
     "model_init_kwargs",
     "generation_kwargs",
@@ -34,7 +36,7 @@ def as_urls(name: str, value: str | list[str] | None) -> str | None:
     urls = value.split(",") if isinstance(value, str) else list(value)
     urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
     for url in urls:
-        if "@" in url:  # not shown: there may be a password before it
+        if "@" in url or without_secrets(url) != url:  # not shown
             raise ValueError(
                 f"{name} names a server with a user or password in its URL, which would show in every message. Write"
                 " http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key."

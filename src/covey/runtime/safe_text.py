@@ -28,9 +28,10 @@ def printable(text: str) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """A dictionary, and those within, without entries of tokens and keys; URLs without users and passwords."""
+    """A dictionary, and those within, without entries of tokens and keys; URLs without users, passwords and keys."""
     if isinstance(value, str):
-        return re.sub(r"(?<=://)[^/@\s]+@", "", value)
+        public = re.sub(r"(?<=://)[^/@\s]+@", "", value)
+        return re.sub(r"(?<=[?&])([^=&?\s]+)=[^&#\s]+", lambda m: f"{m[1]}=..." if is_secret(m[1]) else m[0], public)
     if type(value) in (list, tuple):
         return type(value)(map(without_secrets, value))
     if not isinstance(value, dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.runtime.files import flush
+from covey.runtime.safe_text import without_secrets
 
 KINDS = ("stop", "clone", "resume", "change")
 QUEUE = "commands"
@@ -34,8 +35,18 @@ class Command:
             )
         if self.changes and self.kind == "stop":
             raise ValueError(f"`stop` changes no settings, but was given {', '.join(self.changes)}. Use `change`.")
+        check_public(self.changes)
         if self.kind == "change" and not self.changes:
             raise ValueError("`change` was given no settings. Write field=value, as in learning_rate=1e-5.")
+
+
+def check_public(changes: Mapping[str, Any]) -> None:
+    """ValueError for settings that hold a secret, since `study.json` and the report show them."""
+    if without_secrets(dict(changes)) != changes:
+        raise ValueError(
+            f"one of {', '.join(changes)} holds a secret, which study.json and study.md would show. Give it to the"
+            " study as a whole, or in an environment variable."
+        )
 
 
 def send(folder: str | Path, command: Command) -> Path:

@@ -17,7 +17,7 @@ from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.records import Completion
 from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
-from covey.study.commands import QUEUE, STATE
+from covey.study.commands import QUEUE, STATE, check_public
 from covey.study.turns import Turn
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
 
@@ -95,6 +95,7 @@ def settings_of(
 ) -> tuple[str, dict[str, Any] | None, Any]:
     """Method, adapter (None: the whole model) and config of a variant; ValueError for what a study cannot have."""
     values = {**common, **changes}
+    check_public(changes)
     try:
         json.dumps(dict(changes))
     except TypeError as error:

@@ -157,6 +157,7 @@ def test_the_command_to_go_on_is_the_one_that_was_given(monkeypatch):
         ('--model_init_kwargs \'{"token": "hf_x", "dtype": "auto"}\'', "--model_init_kwargs '{dtype: auto}'"),
         ("--model_init_kwargs='{token: hf_x}'", "'--model_init_kwargs={}'"),
         ("--columns '{a: prompt}'", "--columns '{a: prompt}'"),
+        ("--dataset https://me:S@host/rows.csv?token=S", "--dataset 'https://host/rows.csv?token=...'"),
         ("--peft '{r: 4, token: hf_x'", "--peft ..."),  # that cannot be read
     ],
 )

@@ -137,9 +137,9 @@ def command() -> str:
 
 
 def _public(word: str) -> str:
-    """A value of a flag; a mapping in it, such as `{"token": "hf_x"}`, without secrets."""
+    """A value of a flag; a URL or a mapping in it, such as `{"token": "hf_x"}`, without secrets."""
     if not word.lstrip().startswith("{"):
-        return word
+        return str(without_secrets(word))
     try:
         given = yaml.safe_load(word)
     except yaml.YAMLError:
