@@ -275,5 +275,5 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "two rewards": {"funcs": ["right", "digits"]},
     "weighted brevity": {"funcs": ["right", "brief"], "reward_weights": [1.0, 0.01]},
     "cooler": {"temperature": 0.7, "top_p": 0.95},
-    "hard": {"num_generations": 16, "code": _f("return [float(text_of(one).strip() == str(9 - int(a))) " + _EACH)},
+    "hard": {"code": _f("return [float(text_of(one).strip() == a < '5') " + _EACH)},
 }

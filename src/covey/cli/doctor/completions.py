@@ -171,7 +171,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                 )
             )
     for change, evidence, fix, encode, suspected in ways:
-        if run.left > run.seconds / 4:
+        if run.left > run.seconds / 10:
             batch = run.sample(base.prompts, base.size, encode, max_tokens=base.limit)
             yield Experiment("template", change, evidence, fix, base.first(batch.prompts), batch, suspected)
 

@@ -201,7 +201,7 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     value = base.known.max().item()
     share = (base.known == value).double().mean().item()
     high = value > base.known.min().item() or share == 1.0
-    if base.signal(run.group) > 0.2 or not run.rescores:
+    if (base.signal(run.group) > 0.2 and share < 0.9) or not run.rescores:
         return
     tried = texts_tried(run)
     lowest, best = min(low for low, _, _ in tried), max(tried, key=lambda one: one[1])
