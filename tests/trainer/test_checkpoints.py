@@ -243,6 +243,15 @@ def test_files_of_a_killed_save_are_not_published(tmp_path):
     assert MANIFEST in names and not {"adapter_config.json", "optimizer.pt"} & set(names)
 
 
+def test_a_link_in_the_place_of_unfinished_checkpoints_is_removed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".saving").symlink_to(tmp_path / "elsewhere")
+    runs.trainer(tmp_path / "run", **SAVING, max_steps=1).train()
+    assert (tmp_path / "run" / "checkpoint-1" / MANIFEST).exists()
+    assert not any(tmp_path.glob("run/.saving")) and not any((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_checkpoint_that_is_being_deleted_looks_like_none(tmp_path, monkeypatch):
     seen = []
     remove = shutil.rmtree

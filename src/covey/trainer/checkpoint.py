@@ -68,7 +68,7 @@ class Checkpointer:
         name, staging = f"checkpoint-{self.context.step}", os.path.join(run_dir, STAGING)
         staged, final = os.path.join(staging, name), os.path.join(run_dir, name)
         if args.should_save:
-            if not os.path.isdir(staging):
+            if os.path.islink(staging) or not os.path.isdir(staging):  # a link may lead to another disk
                 Path(staging).unlink(missing_ok=True)
             shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it saved
         self.before_saving()  # collective: nobody writes before that
