@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.fused_layers import find_fused_layers, fused_layers
-from covey.policy.scoring import TokenScorer
+from covey.policy.scoring import TokenScorer, find_fused_layers, fused_layers
 
 TINY = {
     "vocab_size": 100,

@@ -23,8 +23,7 @@ from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_we
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
-from covey.policy.fused_layers import FusedLayer, find_fused_layers, fused_layers
-from covey.policy.scoring import TokenScorer
+from covey.policy.scoring import FusedLayer, TokenScorer, find_fused_layers, fused_layers
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
 from covey.trainer.context import RunContext
