@@ -1,5 +1,6 @@
 """Memory of the process: what it can get, errors that mean it ran out, and the C library's reuse of freed blocks."""
 
+import contextlib
 import ctypes
 import re
 import sys
@@ -62,6 +63,12 @@ def share_one_heap() -> bool:
     False with another C library. Threads that take turns would otherwise keep freed memory of their own each.
     """
     return _with_mallopt(lambda mallopt: bool(mallopt(M_ARENA_MAX, 1)))
+
+
+def return_freed_memory() -> None:
+    """Give blocks that glibc keeps for reuse back to the kernel, before a phase that needs others."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _with_mallopt(configure: Callable[[Callable[[int, int], int]], bool]) -> bool:

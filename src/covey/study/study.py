@@ -27,7 +27,7 @@ from covey.rewards import resolve_reward
 from covey.rollout.collector import run_async
 from covey.rollout.vision import is_processor
 from covey.runtime.files import locked
-from covey.runtime.process_memory import share_one_heap
+from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.study import commands
 from covey.study.commands import Command
 from covey.study.evaluation import CommonEvaluation
@@ -323,9 +323,11 @@ class Study:
         async def together() -> list[Any]:
             return list(await asyncio.gather(*paused.values(), return_exceptions=True))
 
+        return_freed_memory()  # sampling and training would keep theirs side by side
         self._sampled = [name for name in paused if has_adapter(self.variants[name].trainer.model)]
         with self.engine.awake() if self.engine is not None and self._sampled else nullcontext():
             outcomes |= zip(paused, run_async(together()), strict=True)
+        return_freed_memory()
         return outcomes
 
     def _adapters(self) -> dict[str, Any]:
