@@ -182,7 +182,8 @@ def outcome(folder: Path, size: int) -> dict[str, Any]:
     """All that is compared of a run that has ended."""
     import pyarrow.parquet as pq
 
-    files = sorted((folder / "run").rglob("*.parquet"))
+    files = sorted((folder / "run").rglob("[!.]*.parquet"))  # the others are what a kill left of a file
+    files = [path for path in files if not path.parent.name.startswith("record_")]  # of a start without a checkpoint
     results = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("result.*.json"))}
     trained = [trained_on(path.read_text().splitlines()) for path in sorted(folder.glob("trained.*"))]
     assert len(results) == len(trained) >= size, [*results]
@@ -193,10 +194,14 @@ def outcome(folder: Path, size: int) -> dict[str, Any]:
         "optimizer": [result["optimizer"] for result in results.values()],
         "logs": {name: result["logs"] for name, result in results.items() if name.startswith("result.0.")},
         "variants": json.loads(study.read_text())["variants"] if study.exists() else None,
-        "completions": {str(path.relative_to(folder)): repr(pq.read_table(path).to_pylist()) for path in files},
+        "completions": {str(path.relative_to(folder)): without_seconds(pq.read_table(path)) for path in files},
         "pairs": dict(sorted(pairs.items())),
         "other pairs when trained again": sum(changed for _, changed in trained),
     }
+
+
+def without_seconds(table: Any) -> str:
+    return repr(table.drop_columns([name for name in table.column_names if name.endswith("seconds")]).to_pylist())
 
 
 def trained_on(lines: Sequence[str]) -> tuple[Counter[str], int]:

@@ -90,6 +90,15 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path):
     assert [path.read_text(), *os.listdir(tmp_path)] == ["later", "picture.png"]
 
 
+def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path):
+    others = [tmp_path / ".b.1.txt", tmp_path / ".a.txt"]
+    for path in (tmp_path / ".a.123.txt", *others):
+        path.write_text("half")
+    with files.written_whole(tmp_path / "a.txt") as new:
+        new.write_text("whole")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.txt", *others])
+
+
 def test_files_join_a_folder_when_all_are_whole(folder):
     def add(fails):
         with files.added_whole(folder) as new:

@@ -1,6 +1,7 @@
 """Folders that survive crashes: manifests with checksums, files flushed to the disk, and locks."""
 
 import errno
+import glob
 import json
 import os
 import socket
@@ -137,6 +138,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Give a place for a new file, which takes that of `path` once it is written; an error leaves the earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    for stale in path.parent.glob(f".{glob.escape(path.stem)}.*{path.suffix}"):  # of a process that was killed
+        stale.unlink(missing_ok=True)
     try:
         yield new
         new.replace(path)
