@@ -242,7 +242,7 @@ class ProgressDisplay(TrainerCallback):
 
     def _place(self) -> str:
         total = self.board.max_steps
-        return f"step {self.board.step:>{len(str(total))}}/{total}" if total else f"step {self.board.step}"
+        return f"step {self.board.step:>{len(str(total))}}/{total}" if total else f"step {self.board.step}" * bool(self.board.step)
 
     def _say(self, line: str) -> None:
         with suppress(SystemExit):  # rich's, where the reader of the output has gone: the run goes on
