@@ -198,3 +198,10 @@ def test_labels_and_values_stay_together_on_a_narrow_screen():
 
 def test_durations_are_short():
     assert [duration(s) for s in (0.4, 59.6, 3600, 90061)] == ["0s", "1m00s", "1h00m", "25h01m"]
+
+
+def test_an_evaluation_without_training_names_no_step():
+    run = Run()
+    state = TrainerState(global_step=0, max_steps=0, is_world_process_zero=True, is_local_process_zero=True)
+    run.display.on_log(None, state, TrainerControl(), logs={"eval_reward": 0.5})
+    assert run.lines == ["eval  reward 0.500"]

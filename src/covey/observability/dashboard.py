@@ -200,7 +200,7 @@ class ProgressDisplay(TrainerCallback):
             for name in evaluation_sets(logs):
                 metrics = self.board.evaluations[name] = metrics_of(name, logs)
                 figures = _joined(with_interval(metrics) + readable(metrics))
-                self._say(f"{f'eval {name}'.rstrip()}  {self._place()}  {figures}")
+                self._say("  ".join(filter(None, (f"eval {name}".rstrip(), self._place(), figures))))
         else:
             self._take(logs)
             if self._stop is None:
@@ -241,8 +241,10 @@ class ProgressDisplay(TrainerCallback):
             self._tokens = (tokens, self._trained)
 
     def _place(self) -> str:
-        total = self.board.max_steps
-        return f"step {self.board.step:>{len(str(total))}}/{total}" if total else f"step {self.board.step}" * bool(self.board.step)
+        step, total = self.board.step, self.board.max_steps
+        if not (step or total):  # an evaluation without training
+            return ""
+        return f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
 
     def _say(self, line: str) -> None:
         with suppress(SystemExit):  # rich's, where the reader of the output has gone: the run goes on
