@@ -243,7 +243,7 @@ def test_files_of_a_killed_save_are_not_published(tmp_path):
     assert MANIFEST in names and not {"adapter_config.json", "optimizer.pt"} & set(names)
 
 
-def test_a_link_in_the_place_of_unfinished_checkpoints_is_removed(tmp_path):
+def test_a_link_in_place_of_unfinished_checkpoints_is_removed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".saving").symlink_to(tmp_path / "elsewhere")
