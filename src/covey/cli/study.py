@@ -56,7 +56,7 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
     """Train the study of a file; returns its table."""
     from covey.cli.data import load_rows
     from covey.cli.train import agent_of, environments, named, rewards
-    from covey.study.plan import variants_of
+    from covey.study.plan import Halving, variants_of
     from covey.study.report import table
     from covey.study.study import Study
 
@@ -78,6 +78,9 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         "environment_factory": environments(run.environment_factory),
         "agent": agent_of(run.agent),
     }
+    halving = plan.get("halving")
+    if halving and not isinstance(halving, Mapping):
+        halving = {} if halving is True else {"keep": halving}
     study = Study(
         run.model,
         {name: _typed(changes, run.method) for name, changes in variants_of(plan).items()},
@@ -92,22 +95,10 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         eval_dataset=load_rows(run.eval_dataset, None, run.columns) if run.eval_dataset else (),
         eval_steps=plan.get("eval_steps"),
         save_rounds=plan.get("save_rounds"),
-        halving=_halving(plan.get("halving")),
+        halving=Halving(**halving) if halving else None,
         parts=parts,
     )
     return table(study.train(resume))
-
-
-def _halving(given: Any) -> Any:
-    from covey.study.plan import Halving
-
-    if not given:
-        return None
-    options = {} if given is True else dict(given) if isinstance(given, Mapping) else {"keep": given}
-    try:
-        return Halving(**options)
-    except TypeError as error:
-        raise ValueError(f"halving={given!r}: {error}. Give the share to keep, or {{keep: 0.5}}.") from None
 
 
 def _typed(changes: Mapping[str, Any], method: str) -> dict[str, Any]:

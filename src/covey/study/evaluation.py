@@ -12,18 +12,10 @@ from covey.core.records import PromptSample
 from covey.rewards import RewardSuite
 from covey.study.variants import TRAINERS, with_system
 from covey.trainer.build import build_rewards, sampling_params
+from covey.trainer.evaluation.suites import SAMPLING
 
-SETTINGS = (  # of the study, whatever a variant trains with
-    "num_generations",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_completion_length",
-    "generation_kwargs",
-    "reward_weights",
-)
+# of the study, whatever a variant trains with
+SETTINGS = (*SAMPLING, "num_generations", "max_completion_length", "generation_kwargs", "reward_weights")
 
 
 class CommonEvaluation:

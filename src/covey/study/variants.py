@@ -184,20 +184,17 @@ class VariantEngine:
         return nullcontext()  # the study wakes the engine, for all variants at once
 
 
+@dataclass(eq=False)
 class FollowsStudy(TrainerCallback):
     """Evaluates, saves and stops at the end of a step, on the trainer's thread, and notes its progress.
 
     After an evaluation it `pauses`, so that the study can compare the variants and stop some at this very step.
     """
 
-    def __init__(
-        self,
-        variant: Variant,
-        evaluate: Any,  # `covey.study.evaluation.CommonEvaluation`, or None
-        is_due: Callable[[int], bool],
-        pauses: bool = False,
-    ):
-        self.variant, self.evaluate, self.is_due, self.pauses = variant, evaluate, is_due, pauses
+    variant: Variant
+    evaluate: Any  # `covey.study.evaluation.CommonEvaluation`, or None
+    is_due: Callable[[int], bool]
+    pauses: bool = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if self.variant.adopts:
