@@ -13,7 +13,7 @@ let turn = 0;
 function place() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [run = "0", view = "", ...rest] = path.split("/").map(decodeURIComponent);
-  return { run: runs[Number(run)] ?? runs[0], view, rest, query: new URLSearchParams(query) };
+  return { run: runs[Number(run)], view, rest, query: new URLSearchParams(query) };
 }
 
 async function viewOf({ run, view, rest, query }) {
@@ -28,6 +28,7 @@ async function viewOf({ run, view, rest, query }) {
 async function render(keep = false) {
   const mine = ++turn;
   const here = place();
+  if (!here.run) return main.replaceChildren(el("p", { class: "notice" }, "This run is being read, or there is none of this number."));
   const scroll = scrollY;
   let nodes;
   try {
