@@ -311,8 +311,12 @@ class Study:
         trainer.save_model()
 
     def _sample(self) -> dict[str, Any]:
-        """Results of all coroutines that variants wait for, or their errors."""
-        paused = {v.name: v.turn.pending for v in self._live() if v.turn is not None and v.turn.pending is not None}
+        """Results of all coroutines that variants wait for, or their errors.
+
+        Variants that have saved wait for the others to do so: what is written down then is where each really is.
+        """
+        live = [variant for variant in self._live() if variant.must_save or not self._cut]
+        paused = {v.name: v.turn.pending for v in live if v.turn is not None and v.turn.pending is not None}
         outcomes: dict[str, Any] = dict.fromkeys(paused)
         for name in [name for name in paused if not _is_finite(self.variants[name].trainer.model)]:
             paused.pop(name).close()
