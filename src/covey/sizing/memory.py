@@ -6,6 +6,7 @@ are formulas for Llama-like decoders with fused attention and for encoders of im
 fragmentation, reward models.
 """
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -275,13 +276,17 @@ def _estimate(
 
 
 def estimate_of(args: Any, model: Any) -> MemoryEstimate:
-    """Estimate the memory of a run with the parameters of its loaded model."""
+    """Estimate the memory of a run with the parameters of its loaded model, in the dtype that they have."""
+    base = base_model(model)
+    if not getattr(base, "is_quantized", False):  # quantised weights are counted as float32
+        args = copy.copy(args)
+        args.model_init_kwargs = {"dtype": base.dtype}
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     adapter: dict[str, Any] | None = {} if has_adapter(model) else None
     loaded = sum(p.numel() * p.element_size() for p in model.parameters()) if args.device.type == "cpu" else 0
     available = available_bytes(args) + loaded
-    return estimate(base_model(model).config, args, peft=adapter, counts=counts, device_bytes=available)
+    return estimate(base.config, args, peft=adapter, counts=counts, device_bytes=available)
 
 
 def available_bytes(args: Any) -> int:
