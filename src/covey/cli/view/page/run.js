@@ -181,7 +181,7 @@ export function runView(run) {
       el("p", { class: "notice" }, "No step is on record yet. The page follows the run.")];
   const open = (step) => { if (run.steps.has(step)) location.hash = link(run.index, "step", step); };
   const about = [model.path?.split("/").at(-1), given.loss_type && `loss ${given.loss_type}`,
-      `${run.steps.size} steps, ${number(run.rollouts.length)} rollouts`].filter(Boolean);
+      `${number(run.rollouts.length)} rollouts of ${run.steps.size} steps`].filter(Boolean);
   return [
     el("h1", {}, said(run.name)),
     el("p", { class: "faint about" }, said(about.join(" · ")), " · ", el("span", { class: `live ${run.live}` },
