@@ -66,7 +66,9 @@ def share_one_heap() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give blocks that glibc keeps for reuse back to the kernel, before a phase that needs others."""
+    """Give blocks that glibc and MKL keep for reuse by a thread back to the kernel; nothing may be computing."""
+    with contextlib.suppress(OSError, AttributeError):  # torch without MKL
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")).mkl_serv_free_buffers()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -249,7 +249,7 @@ class Study:
         if self.eval_rows:
             common = self._arguments({}).get("reward_funcs")
             evaluate = CommonEvaluation(self.common, variant.changes, self.eval_rows, common)
-        follows = FollowsStudy(variant, evaluate, self._is_due, pauses=self.halving is not None)
+        follows = FollowsStudy(variant, evaluate, self._is_due, pauses=lambda: self.halving is not None)
         trainer = TRAINERS[method](
             model=model,
             args=args,
@@ -303,6 +303,7 @@ class Study:
     def _go_on(self, variant: Variant, outcome: Any = None) -> None:
         assert variant.turn is not None, "it is live"
         variant.turn.go_on(outcome)
+        return_freed_memory()  # threads have heaps of their own
         if variant.turn.ended:
             self._end(variant, variant.turn.error)
 
@@ -327,7 +328,6 @@ class Study:
         async def together() -> list[Any]:
             return list(await asyncio.gather(*paused.values(), return_exceptions=True))
 
-        return_freed_memory()  # sampling and training would keep theirs side by side
         self._sampled = [name for name in paused if has_adapter(self.variants[name].trainer.model)]
         with self.engine.awake() if self.engine is not None and self._sampled else nullcontext():
             outcomes |= zip(paused, run_async(together()), strict=True)

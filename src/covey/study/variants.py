@@ -188,13 +188,13 @@ class VariantEngine:
 class FollowsStudy(TrainerCallback):
     """Evaluates, saves and stops at the end of a step, on the trainer's thread, and notes its progress.
 
-    After an evaluation it `pauses`, so that the study can compare the variants and stop some at this very step.
+    After an evaluation it pauses, so that the study can compare the variants and stop some at this very step.
     """
 
     variant: Variant
     evaluate: Any  # `covey.study.evaluation.CommonEvaluation`, or None
     is_due: Callable[[int], bool]
-    pauses: bool = False
+    pauses: Callable[[], bool]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if self.variant.adopts:
@@ -205,7 +205,7 @@ class FollowsStudy(TrainerCallback):
         last = state.global_step >= state.max_steps
         if self.evaluate is not None and (last or self.is_due(state.global_step)):
             variant.evaluations[state.global_step] = self.evaluate(variant.trainer)
-            if self.pauses and not last and variant.turn is not None:
+            if self.pauses() and not last and variant.turn is not None:
                 variant.turn.wait_for(asyncio.sleep(0))
         control.should_save |= variant.must_save or last
         control.should_training_stop |= variant.must_stop
