@@ -474,7 +474,7 @@ def test_images_are_counted_by_the_processor_of_the_model(run_file, capsys, tmp_
 def test_layers_that_keep_their_activations_are_counted(run_file, capsys, monkeypatch):
     for available, sentence in (
         (0, "All 2 layers recompute their activations in a micro-batch of"),
-        (80_000_000, "The last 1 of 2 layers keep their activations in a micro-batch of"),
+        (79_000_000, "The last 1 of 2 layers keep their activations in a micro-batch of"),
         (2**40, "All 2 layers keep their activations in a micro-batch of"),
     ):
         monkeypatch.setattr("covey.cli.explain.run.available_memory", lambda available=available: available)

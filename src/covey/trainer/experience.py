@@ -124,7 +124,7 @@ class BehaviourScorer:
 
     def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any]) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
-        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
+        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), self.runner.fuse(model):
             return self.runner.score(batch, self.context.micro_batch_rows, values_of)
 
     def settle_layout(self, batch: TrainBatch) -> None:

@@ -9,7 +9,7 @@ import gc
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -23,7 +23,7 @@ from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_we
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
-from covey.policy.scoring import FusedLayer, TokenScorer, find_fused_layers, fused_layers
+from covey.policy.scoring import TokenScorer, find_fused_layers, fused_layers
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
 from covey.trainer.context import RunContext
@@ -45,7 +45,7 @@ class MicroBatchRunner:
     room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
     activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
     layers: Callable[[], Sequence[nn.Module]] = tuple  # looks up the decoder's layers
-    fused: Callable[[], Sequence[FusedLayer]] = tuple  # finds those whose operations are fused
+    fuse: Callable[..., AbstractContextManager[Any]] = nullcontext  # layers of a model, by default of the policy
     # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
     limit: int | None = field(default=None, init=False)
     most_kept: int | None = field(default=None, init=False)
@@ -56,6 +56,7 @@ class MicroBatchRunner:
         plan = None if sharding.gradients else _memory_plan(context)
         sharded = sharding.gradients or sharding.weights
         plain = context.device.type == "cpu" and not sharded and not context.args.torch_compile
+        found = cache(find_fused_layers)
         return cls(
             scorer,
             lambda: context.loop.policy.parameters(),
@@ -67,7 +68,7 @@ class MicroBatchRunner:
             room=plan.room if plan else 0,
             activations=plan.activation_room if plan else None,
             layers=lambda: getattr(decoder_of(context.loop.policy), "layers", ()),
-            fused=cache(lambda: find_fused_layers(context.loop.policy)) if plain else tuple,
+            fuse=(lambda model=None: fused_layers(found(model or context.loop.policy))) if plain else nullcontext,
         )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
@@ -119,8 +120,7 @@ class MicroBatchRunner:
                 todo += [chosen[piece] for piece in reversed(pieces)]
                 continue
             try:
-                with fused_layers(self.fused()):
-                    values[token_index(chosen, batch.lengths)] = score(part).float()
+                values[token_index(chosen, batch.lengths)] = score(part).float()
                 continue
             except (RuntimeError, MemoryError) as error:
                 self._check_survivable(error, part)
@@ -140,7 +140,7 @@ class MicroBatchRunner:
         for layer in keeping:
             layer.gradient_checkpointing = False
         try:
-            with fused_layers(self.fused()):
+            with self.fuse():
                 return backward(part)
         except (RuntimeError, MemoryError) as error:
             if not (keeping and is_out_of_memory(error)):
