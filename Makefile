@@ -21,7 +21,7 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-agents test-deepspeed test-trackers lint package docs \
+.PHONY: demo test test-slow test-doctor test-gpu test-vllm test-sglang test-environments test-agents test-deepspeed test-trackers lint package docs \
 	constraints bench bench-tools gpu clean
 
 .venv/torch.done:
@@ -60,6 +60,10 @@ test: .venv/dev.done
 # What needs a CPU, the real model and some minutes.
 test-slow: .venv/dev.done
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu'
+
+# Faults planted in small runs and healthy ones, as `covey doctor` sees them; not in .ci/run.
+test-doctor: .venv/dev.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m doctor tests/cli/test_doctor.py
 
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu

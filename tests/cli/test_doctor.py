@@ -31,7 +31,7 @@ def unused(tmp_path_factory):
     return tiny.folder(tmp_path_factory.mktemp("random"))
 
 
-@pytest.mark.slow
+@pytest.mark.doctor
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_the_first_finding_is_the_planted_cause(name, tmp_path, repeating):
     code, settings = faults.FAULTS[name]
@@ -40,7 +40,7 @@ def test_the_first_finding_is_the_planted_cause(name, tmp_path, repeating):
     assert found[0].evidence and found[0].fix and found[0].proof
 
 
-@pytest.mark.slow
+@pytest.mark.doctor
 @pytest.mark.parametrize("name", faults.HEALTHY)
 def test_healthy_runs_have_no_error(name, tmp_path, repeating):
     found = findings(tmp_path, repeating, **faults.HEALTHY[name])
