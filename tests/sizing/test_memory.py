@@ -8,7 +8,7 @@ from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer, find_fused_layers, fused_layers
-from covey.sizing.memory import Precision, ShardCounts, estimate, layer_bytes, optimizer_states, readable
+from covey.sizing.memory import Precision, ShardCounts, estimate, estimate_of, layer_bytes, optimizer_states, readable
 from covey.sizing.model_spec import SavedActivations, count_parameters
 
 peft = pytest.importorskip("peft")
@@ -344,3 +344,16 @@ def test_checkpointed_layers_copy_frozen_weights_in_turn():
     given = args(use_cpu=True, bf16=True, gradient_checkpointing=True)
     m = estimate(LlamaConfig(**TINY), given, prompt_tokens=4, peft={"r": 2, "target_modules": ["q_proj"]})
     assert m.casts == 2 * (2 * 2 * 32 + 7888 // 2)
+
+
+def test_a_loaded_model_is_planned_in_its_own_dtype(tmp_path):
+    """The arguments name no dtype where a model object is given: 2 bytes a weight in bfloat16, half of float32's 4."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    args, model = (
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False),
+        AutoModelForCausalLM.from_config(config),
+    )
+    whole = estimate_of(args, model).weights
+    assert estimate_of(args, model.to(torch.bfloat16)).weights * 2 == whole and args.model_init_kwargs is None
