@@ -130,11 +130,11 @@ test-environments: .venv-env-openenv/covey.done .venv-env-verifiers/covey.done
 test-agents: .venv/dev.done .venv-agents/agents.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/examples
 
-.venv-deepspeed/covey.done: pyproject.toml
+.venv-deepspeed/covey.done: pyproject.toml $(filter-out /dev/null,$(CONSTRAINTS))
 	$(PYTHON) -m venv .venv-deepspeed
 	@echo "Installing DeepSpeed into .venv-deepspeed; the first time takes a few minutes."
 	$(DEEPSPEED_BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(DEEPSPEED_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft,deepspeed]' 'pytest>=8' 'hypothesis>=6.100'
+	$(DEEPSPEED_BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[peft,deepspeed]' 'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 
 # ZeRO-1, 2 and 3 on two CPU processes. Apart from the rest, because everything imports DeepSpeed where it is installed.

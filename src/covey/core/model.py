@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def decoder_of(model: Any) -> nn.Module:
 def name_of(model: Any) -> str:
     """Class name of a model, without an adapter's wrapper."""
     return type(without_adapter(model)).__name__
+
+
+def cache_argument(model: Any) -> str:
+    """Name under which a model takes a cache and returns it: transformers 5.24 renamed `past_key_values` to `cache`."""
+    names = signature(without_adapter(model).forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
 
 def compute_dtype(model: Any) -> torch.dtype:

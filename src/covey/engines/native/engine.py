@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from covey.core.engine import SampleRequest
-from covey.core.model import compute_dtype, decoder_of, name_of
+from covey.core.model import cache_argument, compute_dtype, decoder_of, name_of
 from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
@@ -242,11 +242,9 @@ class NativeEngine(PolicyEngine):
         ids = torch.tensor([prompt[:-1] + pad * (width + 1 - len(prompt)) for prompt in prompts], device=device)
         positions = torch.arange(width, device=device).expand(len(prompts), -1)
         visible = (positions < lengths[:, None]) | (positions == 0)  # an empty prompt attends to something
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": visible, "past_key_values": cache}
-        if self.whole_calls:
-            model(**inputs, use_cache=True, logits_to_keep=1)
-        else:
-            decoder_of(model)(**inputs, use_cache=True)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": visible, "use_cache": True}
+        called = model if self.whole_calls else decoder_of(model)
+        called(**inputs, **{cache_argument(called): cache}, **({"logits_to_keep": 1} if self.whole_calls else {}))
         return cache
 
     def _new_cache(self) -> SharedPrefixCache | PerSequenceCache:
@@ -348,8 +346,8 @@ class NativeEngine(PolicyEngine):
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=masks,
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_argument(model): cache},
                 **({"prefix_cache": cache} if shared else {}),
             )
         return output.logits[:, -1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from covey.core.model import compute_dtype, decoder_of
+from covey.core.model import cache_argument, compute_dtype, decoder_of
 from covey.engines.native.sampling import (
     SampledTokens,
     SequenceState,
@@ -108,9 +108,9 @@ def continue_prompts(
     exists = torch.cat([of_prompt < before, torch.ones_like(positions, dtype=torch.bool)], dim=1)
     config = model.config.get_text_config()
     masks = additive_masks(torch.cat([of_prompt, positions], dim=1), exists, positions, config, compute_dtype(model))
-    hidden = decoder_of(model)(
-        input_ids=ids, position_ids=positions, attention_mask=masks, past_key_values=cache, use_cache=True
-    ).last_hidden_state
+    decoder = decoder_of(model)
+    given = {cache_argument(decoder): cache, "use_cache": True}
+    hidden = decoder(input_ids=ids, position_ids=positions, attention_mask=masks, **given).last_hidden_state
     lengths = torch.tensor([*map(len, inputs)], device=device)
     return hidden[torch.arange(width, device=device) < lengths[:, None]], cache
 

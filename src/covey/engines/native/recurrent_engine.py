@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import SampleRequest
-from covey.core.model import image_inputs, without_adapter
+from covey.core.model import cache_argument, image_inputs, without_adapter
 from covey.core.records import Completion
 from covey.engines.native.inference_contexts import PolicyEngine
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
@@ -84,15 +84,15 @@ class RecurrentEngine(PolicyEngine):
     def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
         """Forward pass over tokens [S, T] behind a cache: logits of the last position [S, V], and the cache."""
         model = self._model()
-        signature = inspect.signature(without_adapter(model).forward)
-        name = "past_key_values" if "past_key_values" in signature.parameters else "cache_params"
-        last = {"logits_to_keep": 1} if "logits_to_keep" in signature.parameters else {}
-        given = {name: cache} if name in signature.parameters else {}
+        name = cache_argument(model)
+        takes = inspect.signature(without_adapter(model).forward).parameters
+        last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        given = {name: cache} if name in takes else {}
         output = model(input_ids=tokens, use_cache=True, **given, **last, **images)
         after = output.get(name)
         if not hasattr(after, "reorder_cache"):
             raise ValueError(
-                f"{type(model).__name__} returns a cache without `reorder_cache` ({type(after).__name__} as `{name}`),"
+                f"{type(model).__name__} returns a cache without `reorder_cache` ({type(after).__name__}),"
                 " which cannot be copied for a prompt's completions. Sample from a server of vLLM or SGLang, or train"
                 " another model."
             )
