@@ -16,6 +16,7 @@ from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 
 OUT = torch.OutOfMemoryError("injected")
+NO_MODEL = torch.nn.ParameterList()
 
 
 def gradients_of_one_step(tmp_path, prepare=lambda trainer: None, parts=None, **changes):
@@ -159,8 +160,8 @@ def batch_of(rollouts, tokens):
     )
 
 
-def passes_over(parameters=(), max_tokens=1000):
-    return MicroBatchRunner(SimpleNamespace(layout="packed"), lambda: parameters, "cpu", max_tokens)
+def passes_over(policy=NO_MODEL, max_tokens=1000):
+    return MicroBatchRunner(SimpleNamespace(layout="packed"), lambda: policy, "cpu", max_tokens)
 
 
 def size(part):
@@ -228,7 +229,7 @@ def test_failures_in_a_repeated_pass_leave_no_trace(before, first, second, third
     """`before`: a pass that went well came first."""
     plain, chain = Chain([]), Chain([*[None] * before, first, second, third])
     batch = batch_of(8, 3)
-    passes = passes_over(list(chain.parameters()))
+    passes = passes_over(chain)
     for _ in range(1 + before):
         plain.attempt(batch)
         passes.run(batch, chain.attempt)
@@ -240,7 +241,7 @@ def test_failures_in_a_repeated_pass_leave_no_trace(before, first, second, third
 @pytest.mark.filterwarnings("ignore:memory ran out")
 def test_gradients_that_are_complete_are_not_held_a_second_time():
     chain = Chain([4])
-    passes_over(list(chain.parameters())).run(batch_of(2, 3), chain.attempt)
+    passes_over(chain).run(batch_of(2, 3), chain.attempt)
     # Beside the four that are set aside: the one just written, and the fifth parameter's once it is there.
     assert chain.alive[:4] == [1, 2, 3, 4] and max(chain.alive[4:]) == 2
 

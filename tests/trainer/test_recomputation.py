@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
+from covey.core.model import decoder_of
 from covey.core.packing import ActivationRoom
 from tests.support import mixtures, runs, tiny
 
@@ -51,7 +52,7 @@ def trained(tmp_path, name, room, **changes):
         return backward(model, batch)
 
     trainer.updates.backward = counted_pass
-    for number, layer in enumerate(runner.layers()):
+    for number, layer in enumerate(decoder_of(trainer.model).layers):
         layer.mlp.register_forward_pre_hook(count(number))
     trainer.train()
     return trainer, [sorted(set(layers)) for layers in recomputed]
@@ -66,14 +67,14 @@ def room_for(layers):
 @pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("packed", marks=pytest.mark.slow)])
 def test_weights_are_bit_for_bit_those_of_layers_that_recompute(tmp_path, name, layout):
     plain, recomputed = trained(tmp_path / "plain", name, None, attn_layout=layout)
-    layers = len(plain.updates.runner.layers())
+    layers = len(decoder_of(plain.model).layers)
     assert recomputed and all(one == list(range(layers)) for one in recomputed)
     for kept in (1, layers):
         trainer, recomputed = trained(tmp_path / str(kept), name, room_for(kept), attn_layout=layout)
         assert recomputed and all(one == list(range(layers - kept)) for one in recomputed)
         for ours, theirs in zip(runs.weights(trainer), runs.weights(plain), strict=True):
             assert torch.equal(ours, theirs)
-    assert all(layer.gradient_checkpointing for layer in trainer.updates.runner.layers())
+    assert all(layer.gradient_checkpointing for layer in decoder_of(trainer.model).layers)
 
 
 def test_the_tokens_of_a_pass_decide(tmp_path):
@@ -104,7 +105,7 @@ def test_out_of_memory_keeps_fewer_before_it_halves_the_pass(tmp_path, failures)
     runner.activations = room_for(LAYERS)
 
     def short_of_memory(model, inputs, *args, **kwargs):
-        kept.append(sum(not layer.gradient_checkpointing for layer in runner.layers()))
+        kept.append(sum(not layer.gradient_checkpointing for layer in decoder_of(trainer.model).layers))
         loss = compute(model, inputs, *args, **kwargs)
         if len(kept) <= failures:
             raise torch.OutOfMemoryError("injected")

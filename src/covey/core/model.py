@@ -39,7 +39,7 @@ def name_of(model: Any) -> str:
 def cache_argument(model: Any) -> str:
     """Name under which a model takes a cache and returns it: transformers 5.24 renamed `past_key_values` to `cache`."""
     names = signature(without_adapter(model).forward).parameters
-    return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
+    return "cache" if "cache" in names else "cache_params" if "cache_params" in names else "past_key_values"
 
 
 def compute_dtype(model: Any) -> torch.dtype:

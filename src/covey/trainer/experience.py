@@ -19,7 +19,7 @@ from covey.observability.metrics import generation_stats
 from covey.policy.layouts import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
-from covey.policy.scoring import TokenScorer
+from covey.policy.scoring import TokenScorer, fused_layers
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
@@ -124,7 +124,8 @@ class BehaviourScorer:
 
     def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any]) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
-        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), self.runner.fuse(model):
+        fused = fused_layers(self.runner.fused(model))
+        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
             return self.runner.score(batch, self.context.micro_batch_rows, values_of)
 
     def settle_layout(self, batch: TrainBatch) -> None:

@@ -8,8 +8,8 @@ undone: the gradient is the same.
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -23,7 +23,7 @@ from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_we
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
-from covey.policy.scoring import TokenScorer, find_fused_layers, fused_layers
+from covey.policy.scoring import FusedLayer, TokenScorer, find_fused_layers, fused_layers
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
 from covey.trainer.context import RunContext
@@ -35,7 +35,7 @@ class MicroBatchRunner:
     """Runs batches in passes that fit into memory."""
 
     scorer: TokenScorer  # its `layout` decides how tokens are counted
-    parameters: Callable[[], Iterable[nn.Parameter]]  # looks up the parameters that are trained
+    policy: Callable[[], nn.Module]  # looks up the model that is trained
     device_type: str
     max_tokens: int | None = None  # of a pass; None derives it from the padded size of a nominal micro-batch
     # collective: passes of this process -> most of any, where a forward pass takes all; others run idle ones
@@ -44,8 +44,7 @@ class MicroBatchRunner:
     normalize_over: str = "rollout"  # or the parts of one that weigh the same: "strand" or "turn"
     room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
     activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
-    layers: Callable[[], Sequence[nn.Module]] = tuple  # looks up the decoder's layers
-    fuse: Callable[..., AbstractContextManager[Any]] = nullcontext  # layers of a model, by default of the policy
+    fused: Callable[[nn.Module], Iterable[FusedLayer]] = lambda model: ()  # a model's layers to compute fused
     # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
     limit: int | None = field(default=None, init=False)
     most_kept: int | None = field(default=None, init=False)
@@ -56,10 +55,9 @@ class MicroBatchRunner:
         plan = None if sharding.gradients else _memory_plan(context)
         sharded = sharding.gradients or sharding.weights
         plain = context.device.type == "cpu" and not sharded and not context.args.torch_compile
-        found = cache(find_fused_layers)
         return cls(
             scorer,
-            lambda: context.loop.policy.parameters(),
+            lambda: context.loop.policy,
             context.device.type,
             context.args.max_tokens_per_micro_batch,
             most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
@@ -67,8 +65,7 @@ class MicroBatchRunner:
             normalize_over=context.args.normalize_over,
             room=plan.room if plan else 0,
             activations=plan.activation_room if plan else None,
-            layers=lambda: getattr(decoder_of(context.loop.policy), "layers", ()),
-            fuse=(lambda model=None: fused_layers(found(model or context.loop.policy))) if plain else nullcontext,
+            **({"fused": cache(find_fused_layers)} if plain else {}),
         )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
@@ -135,12 +132,13 @@ class MicroBatchRunner:
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        before = [(parameter, _grad_state(parameter)) for parameter in self.parameters() if parameter.requires_grad]
+        policy = self.policy()
+        before = [(parameter, _grad_state(parameter)) for parameter in policy.parameters() if parameter.requires_grad]
         keeping = self._keeping(part)
         for layer in keeping:
             layer.gradient_checkpointing = False
         try:
-            with self.fuse():
+            with fused_layers(self.fused(policy)):
                 return backward(part)
         except (RuntimeError, MemoryError) as error:
             if not (keeping and is_out_of_memory(error)):
@@ -162,7 +160,8 @@ class MicroBatchRunner:
         if self.activations is None or self._padded_until_proven() == "padded" or not torch.is_grad_enabled():
             return []
         kept = self.activations.kept(pass_tokens(part, range(len(part)), self.scorer.layout))
-        layers = [layer for layer in self.layers() if getattr(layer, "gradient_checkpointing", False)]
+        every = getattr(decoder_of(self.policy()), "layers", ())
+        layers = [layer for layer in every if getattr(layer, "gradient_checkpointing", False)]
         most = len(layers) if self.most_kept is None else self.most_kept
         return layers[max(0, len(layers) - min(kept, most)) :]
 

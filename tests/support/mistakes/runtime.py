@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from covey.core.engine import EngineTraits
+from covey.core.model import decoder_of
 from tests.support import tiny
 from tests.support.engines import CopyEngine, scripted
 from tests.support.foreign import sample_from
@@ -33,7 +34,7 @@ def of_other_attention():
 def short_of_memory(bench, fits, recomputing=False):
     """Trains where only passes of `fits` rollouts fit into memory; `recomputing`: if no layer keeps its activations."""
     trainer = bench.build({"gradient_checkpointing": recomputing})
-    compute, layers = trainer.compute_loss, trainer.updates.runner.layers()
+    compute, layers = trainer.compute_loss, decoder_of(trainer.model).layers
 
     def compute_loss(model, inputs, *args, **kwargs):
         if len(inputs) > fits or (recomputing and not all(layer.gradient_checkpointing for layer in layers)):
