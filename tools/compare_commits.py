@@ -330,8 +330,9 @@ def report(runs: dict[str, str], before: Results, after: Results, expected: list
 
 
 def first_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The earliest samples and logs that differ; nothing where only the weights do."""
-    return [line for line in (first_sample(old["records"], new["records"]), first_log(old, new)) if line]
+    """The earliest samples and logs that differ, and how far logs do; nothing where only the weights do."""
+    first = first_sample(old["records"], new["records"]), first_log(old, new), largest_difference(old, new)
+    return [line for line in first if line]
 
 
 def first_sample(old: list[list[Any]], new: list[list[Any]]) -> str:
@@ -344,6 +345,14 @@ def first_sample(old: list[list[Any]], new: list[list[Any]]) -> str:
     mine, theirs = set(names.split()), set(others[0][2].split()) if others else set()
     arguments = f"; only one side gives {', '.join(sorted(mine ^ theirs))}" if others and mine != theirs else ""
     return f"samples: step {step}, {function}: only {side} has such a completion{arguments}"
+
+
+def largest_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The largest difference of a logged number, relative to numbers above 1."""
+    pairs = [(name, before[name], after[name]) for before, after in zip(old["entries"], new["entries"], strict=False)
+             for name in before.keys() & after.keys() if isinstance(before[name], float)]  # fmt: skip
+    differences = [(abs(a - b) / max(1.0, abs(a)), name) for name, a, b in pairs if a != b and isinstance(b, float)]
+    return "logs: no number differs by more than {:.0e} ({})".format(*max(differences)) if differences else ""
 
 
 def first_log(old: dict[str, Any], new: dict[str, Any]) -> str:

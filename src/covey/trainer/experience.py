@@ -52,9 +52,8 @@ class BehaviourScorer:
             entropy = sampling_entropy(rollouts, batch)
             self.entropy_known = bool(entropy)
             context.metrics.add(entropy, context.mode)
-            ages = token_ages(rollouts, context.step)
-            fresh = torch.tensor([row for row, age in enumerate(ages) if not age], dtype=torch.long)
-            self.engine_check(batch, fresh.to(batch.lengths.device))
+            fresh = [row for row, age in enumerate(token_ages(rollouts, context.step)) if not age]
+            self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch.engine_logprobs = None
             return batch, self.add_logprobs(batch)

@@ -20,7 +20,7 @@ BEST = [case for case in sharded_runs.CASES if case.startswith("the best weights
 FEWER = ("rloo", "grpo, lora", "a rank with no signal", "evaluated before it is trained")
 """Cases for ways of sharding that have most in common with another."""
 FIRST = ("rloo", "grpo, lora", "a rank with no signal", "grpo", "uneven last batches", "sampled in step")
-"""What every run of the tests tries with FSDP2; the rest is slow."""
+"""Cases of one launch with FSDP2, which several tests look at; the rest is another."""
 REST = [case for case in sharded_runs.CASES if case not in FIRST]
 UNDER_ZERO3 = [case for case, settings in sharded_runs.CASES.items() if "evaluate_first" not in settings]
 
@@ -91,6 +91,7 @@ def fsdp2(fsdp2_folder):
     return torch.load(fsdp2_folder / "result.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FIRST)
 def test_fsdp2_ends_where_one_process_does(alone, fsdp2, case):
     assert_sharded_alike(alone[case], fsdp2[case])
@@ -132,15 +133,18 @@ def assert_sharded_alike(one, two):
     assert two["share"] < 0.65  # half the weights, and what is too small to be shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["uneven last batches", "a rank with no signal"])
 def test_processes_with_less_to_do_keep_step(fsdp2, case):
     assert sum(fsdp2[case]["idle"]) > 0
 
 
+@pytest.mark.slow
 def test_weights_that_wait_in_the_memory_of_the_cpu_are_such(fsdp2):
     assert [fsdp2[case]["offload"] for case in ("grpo", "sampled in step")] == ["OffloadPolicy", "CPUOffloadPolicy"]
 
 
+@pytest.mark.slow
 def test_processes_receive_what_the_formulas_say(fsdp2):
     found = fsdp2[sharded_runs.COUNTED]["traffic"]
     received = formulas("fsdp2")
@@ -167,6 +171,7 @@ def assert_on_the_page(way, found, received):
     assert row in (HERE.parents[1] / "docs" / "measured.md").read_text(), row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 def test_a_run_under_fsdp2_is_resumed_exactly_and_loads_anywhere(fsdp2, fsdp2_folder, case):
     assert fsdp2[case]["resumed"] == 0.0
