@@ -362,3 +362,9 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path):
             runs.trainer(tmp_path).train()
         other.kill()
     runs.trainer(tmp_path).train()
+
+
+def test_the_scale_of_a_run_in_fp16_is_left_where_none_is_used(run, saved):
+    torch.save({"scale": 65536.0}, run / "checkpoint-2" / "scaler.pt")
+    (run / "checkpoint-2" / MANIFEST).unlink()
+    assert same(runs.weights(resume(run, True)), saved[1])

@@ -3,8 +3,10 @@
 import json
 import warnings
 from collections.abc import Collection
+from hashlib import sha256
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from covey.policy.quantization import quantization_method
@@ -99,6 +101,16 @@ def base_model(model: Any) -> Any:
 
 def has_adapter(model: Any) -> bool:
     return _is_peft(unwrapped(model))
+
+
+def base_digest(model: Any) -> tuple[str, str] | None:
+    """Dtypes and a digest of a few weights under an adapter; None without one, and where weights are quantised."""
+    model = unwrapped(model)
+    if not _is_peft(model) or quantization_method(model) is not None:
+        return None
+    base = [weight for name, weight in model.named_parameters() if not {*name.split(".")} & {*model.peft_config}]
+    few = torch.cat([weight.detach().flatten()[:4096:256].float() for weight in base])
+    return ", ".join(sorted({str(weight.dtype) for weight in base})), sha256(few.cpu().numpy().tobytes()).hexdigest()
 
 
 def active_adapter(model: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import Trainer
 
-from covey.policy.adapters import has_adapter
+from covey.policy.adapters import base_digest, has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
 from covey.rewards import RewardSuite
 from covey.runtime.data_files import loading_data_alone
@@ -78,6 +78,7 @@ class Checkpointer:
                 write()
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
+                    state["base"] = self._base()
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -144,6 +145,7 @@ class Checkpointer:
         saved, current = state.get("run", {}), self.described()
         _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         _check_same_optimizer(checkpoint, saved.get("settings", {}), current.get("settings", {}))
+        _check_same_base(checkpoint, state.get("base"), self._base())
         self.load_method_state(state["method"])
         changes = changes_since(saved, current)
         if changes and self.context.args.should_log:
@@ -220,12 +222,17 @@ class Checkpointer:
             os.rename(old, staging / old.name)  # one that is half deleted must not look like a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
 
+    def _base(self) -> tuple[str, str] | None:
+        return None if self.context.sharding.weights else base_digest(self.context.loop.policy)
+
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
 
 
 def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
     """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
+    if trainer.accelerator.scaler is None:  # a run in fp16 may go on in another precision
+        trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
         return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
 
@@ -409,4 +416,13 @@ def _check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[
         raise ValueError(
             f"{checkpoint!r} holds the state of optim={was}, which optim={now} cannot go on from. Resume with"
             f" optim={was}, or begin a new run from its weights with model={checkpoint!r}."
+        )
+
+
+def _check_same_base(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str] | None) -> None:
+    """The weights under an adapter are those that it was trained on, as far as both have the same dtypes."""
+    if saved and current and saved[0] == current[0] and saved[1] != current[1]:
+        raise ValueError(
+            f"{checkpoint!r} holds an adapter that was trained on another base model: this one has other weights."
+            " Resume with the base model that the run began with."
         )

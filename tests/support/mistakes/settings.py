@@ -307,6 +307,11 @@ def on_a_full_disk(bench):
 
 DOES_NOT_FIT = "its buffered completions and its place in the data do not fit this run"
 
+
+def adapter():
+    return {"peft_config": LoraConfig(target_modules=["q_proj"])}
+
+
 RESUMING = [
     Mistake(
         "Started a run in the output_dir of one that is running",
@@ -400,6 +405,12 @@ RESUMING = [
             "Resume with the model that the run began with",
             r"model\.safetensors.*without `peft",
         ),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed with another model",
+        lambda b: b.resume(b.checkpoint(**adapter()), model=tiny.model(seed=1), **adapter()),
+        ("holds an adapter that was trained on another base model", "Resume with the base model that the run began"),
         TRAINING,
     ),
     Mistake(
