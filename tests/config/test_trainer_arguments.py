@@ -3,8 +3,10 @@
 import inspect
 
 import pytest
+from transformers import TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer, RLOOTrainer
+from covey.trainer.build import as_callbacks
 from tests.support import runs, tiny
 
 
@@ -62,3 +64,11 @@ def test_a_field_that_was_assigned_later_is_checked_too(tmp_path):
 def test_none_is_taken_where_earlier_releases_had_it():
     config = GRPOConfig(top_k=None, report_to=None)
     assert config.top_k == 0 and config.report_to == GRPOConfig(report_to="none").report_to
+
+
+def test_callbacks_are_given_in_a_list_or_alone():
+    alone = TrainerCallback()
+    assert as_callbacks(None) == [] and as_callbacks(alone) == as_callbacks((alone,)) == [alone]
+    assert as_callbacks([TrainerCallback]) == [TrainerCallback]
+    with pytest.raises(TypeError, match=r"`callbacks` holds 3, a int\. Give a list"):
+        as_callbacks([3])

@@ -18,7 +18,7 @@ class GenerationFields:
     """Most tokens of a completion; a longer one is truncated. Unset: until the model's context is full."""
     temperature: float = limited(
         1.0,
-        gt=0,
+        ge=1e-5,  # logits divided by less overflow
         finite=True,
         advice="At 0 all completions of a prompt are equal and every advantage is 0; 1.0 is usual.",
     )

@@ -469,6 +469,18 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
     )
 
 
+def as_callbacks(given: Any) -> list[Any]:
+    """Callbacks, or their classes, as a list: given in any sequence, or one alone; TypeError for anything else."""
+    callbacks = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in callbacks:
+        if not issubclass(one if isinstance(one, type) else type(one), TrainerCallback):
+            raise TypeError(
+                f"`callbacks` holds {one!r:.80}, a {type(one).__name__}. Give a list of `transformers.TrainerCallback`s"
+                " or of subclasses of it."
+            )
+    return callbacks
+
+
 def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     """Covey's own callbacks instead of the stock ones; `own_callbacks` then names all that the user has not `given`."""
     args = trainer.args

@@ -140,7 +140,7 @@ class OnlineTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=callbacks,  # type: ignore[arg-type] # classes are made objects
+            callbacks=build.as_callbacks(callbacks),
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
@@ -159,7 +159,7 @@ class OnlineTrainer(Trainer):
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
         self._build_step(sampling, prompts_required)
-        build.add_callbacks(self, callbacks or ())
+        build.add_callbacks(self, build.as_callbacks(callbacks))
 
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
         """The parts of a step, each with what it needs of the others."""

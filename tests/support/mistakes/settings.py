@@ -70,7 +70,7 @@ SETTINGS = [
     setting(
         "Chose greedy sampling",
         {"temperature": 0},
-        "temperature=0 is out of range: it must be above 0",
+        "temperature=0 is out of range: it must be 1e-05 or more",
         "every advantage is 0; 1.0 is usual",
     ),
     setting(

@@ -262,6 +262,12 @@ def test_the_built_in_engine_is_said_to_misread_the_model():
         check(traits=EngineTraits(shares_policy=True))(reporting(score(batch()) + 0.3))
 
 
+def test_a_rollout_function_at_another_temperature_is_named():
+    warm = check(traits=EngineTraits(shares_policy=True))
+    with pytest.raises(ValueError, match=r"not sampled from as it is: .* at temperature 0\.5 .* a rollout function"):
+        warm(reporting(score(batch(), 0.5)))
+
+
 # ---- in a run --------------------------------------------------------------------------------------------------------
 
 

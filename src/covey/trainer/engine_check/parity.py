@@ -96,13 +96,13 @@ def other_temperature(c: Comparison) -> str | None:
             continue
         if other == 1.0:
             return (
-                f"they are the trainer's at temperature 1 instead of {c.temperature:g}: the engine reports those from"
-                " before the temperature divides the logits. Have it report those it samples with (vLLM:"
-                " logprobs_mode='processed_logprobs')."
+                f"they are the trainer's at temperature 1 instead of {c.temperature:g}: a rollout function asks for it,"
+                " or the engine reports log-probs from before the temperature divides the logits. Have it report those"
+                " it samples with (vLLM: logprobs_mode='processed_logprobs')."
             )
         return (
-            f"they are the trainer's at temperature {other:g} instead of {c.temperature:g}. Look for a default that"
-            " overrides what is asked for, as in the model's generation_config.json on the engine's side."
+            f"they are the trainer's at temperature {other:g} instead of {c.temperature:g}. Look for what overrides it:"
+            " a rollout function, or a default such as the model's generation_config.json on the engine's side."
         )
     return None
 
@@ -182,14 +182,20 @@ def other_weights(c: Comparison) -> str:
     )
 
 
-CAUSES: tuple[Callable[[Comparison], str | None], ...] = (
-    *(stale_weights, other_temperature, shifted, beginning_of_text),
-    *(cut_distribution, number_format, other_prompt, other_weights),
-)  # tried in this order; the last always applies
+def other_attention(c: Comparison) -> str:
+    """An engine that samples with the policy itself cannot have other weights."""
+    return "no setting of sampling explains it, and its attention may be of a kind the built-in engine does not know."
 
 
-def likely_cause(comparison: Comparison) -> str:
-    return next(sentence for cause in CAUSES if (sentence := cause(comparison)))
+Cause = Callable[[Comparison], str | None]
+OF_REQUESTS: tuple[Cause, ...] = (other_temperature, shifted, beginning_of_text, cut_distribution)
+CAUSES: tuple[Cause, ...] = (stale_weights, *OF_REQUESTS, number_format, other_prompt, other_weights)
+"""Causes in the order in which they are tried; the last always applies."""
+OF_THE_POLICY: tuple[Cause, ...] = (*OF_REQUESTS, other_prompt, other_attention)
+
+
+def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES) -> str:
+    return next(sentence for cause in causes if (sentence := cause(comparison)))
 
 
 @dataclass
@@ -288,8 +294,8 @@ class EngineCheck:
         if self.traits.shares_policy:
             return (
                 f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
-                f" {self.model_name} is not sampled from as it is. Its attention is of a kind the built-in engine does"
-                " not know; please report the model."
+                f" {self.model_name} is not sampled from as it is: {likely_cause(comparison, OF_THE_POLICY)} If"
+                " nothing of yours changes what is sampled, please report the model."
             )
         if broken := no_numbers(comparison):
             return f"the engine's log-probs are not usable: {broken} {ADVICE}"
