@@ -104,13 +104,16 @@ def has_adapter(model: Any) -> bool:
 
 
 def base_digest(model: Any) -> tuple[str, str] | None:
-    """Dtypes and a digest of a few weights under an adapter; None without one, and where weights are quantised."""
+    """Dtypes and a digest of a few frozen weights under an adapter; None without one, and if weights are quantised."""
     model = unwrapped(model)
     if not _is_peft(model) or quantization_method(model) is not None:
         return None
-    base = [weight for name, weight in model.named_parameters() if not {*name.split(".")} & {*model.peft_config}]
-    few = torch.cat([weight.detach().flatten()[:4096:256].float() for weight in base])
-    return ", ".join(sorted({str(weight.dtype) for weight in base})), sha256(few.cpu().numpy().tobytes()).hexdigest()
+    tuners = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    parts = [getattr(tuner, name, None) for tuner in tuners for name in tuner.adapter_layer_names]
+    adapters = {weight for part in parts if part is not None for weight in part.parameters()}
+    base = [weight for weight in model.parameters() if not weight.requires_grad and weight not in adapters]
+    few = torch.cat([torch.empty(0), *(weight.detach().flatten()[:4096:256].float().cpu() for weight in base)])
+    return ", ".join(sorted({str(weight.dtype) for weight in base})), sha256(few.numpy().tobytes()).hexdigest()
 
 
 def active_adapter(model: Any) -> str:
