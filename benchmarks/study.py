@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--variants", type=int, default=8)
     parser.add_argument("--max_steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/study.json"))
+    parser.add_argument("--results", type=Path, default=Path("runs/study.json"))
     parser.add_argument("--side", choices=["study", "alone"])
     options = parser.parse_args()
     options.model = model_path(options.model)
@@ -121,6 +121,7 @@ def main() -> None:
         figures["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(figures))
         return
+    options.results.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(options.results.read_text()) if options.results.is_file() else {}
     for kind, number in [("study", options.variants), *(("alone", number) for number in range(options.variants))]:
         if f"{kind} {number}" not in known:

@@ -63,3 +63,28 @@ def test_the_demo_learns(tmp_path, real):
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
     for name in ("curves.png", "summary.html", "summary.json", "completions/completions_00001.parquet"):
         assert (tmp_path / name).exists()
+
+
+def test_eight_variants_of_a_study_are_their_solo_runs(tmp_path, real):
+    from benchmarks.study import ADAPTER, PROMPTS, SETTINGS, VARIANTS, reward
+    from peft import LoraConfig
+
+    from covey import GRPOConfig, GRPOTrainer
+    from covey.cli.demo import model_folder
+    from covey.study.study import Study
+    from tests.support.studies import adapters, completions
+
+    settings = {**SETTINGS, "max_steps": 2, "max_completion_length": 16}
+    variants = {f"v{number}": changes for number, changes in enumerate(VARIANTS[:8])}
+    together = {**settings, "peft": ADAPTER, "output_dir": str(tmp_path / "study")}
+    Study(model_folder(), variants, together, reward_funcs=reward, train_dataset=PROMPTS).train()
+    for name, changes in variants.items():
+        own = {**settings, "learning_rate": changes["learning_rate"], "output_dir": str(tmp_path / name)}
+        adapter = LoraConfig(task_type="CAUSAL_LM", **{**ADAPTER, **changes["peft"]})
+        alone = GRPOTrainer(model_folder(), reward, GRPOConfig(**own, save_strategy="no"), PROMPTS, peft_config=adapter)
+        alone.train()
+        alone.save_model()
+        assert completions(tmp_path / "study" / name) == completions(tmp_path / name)
+        ours = adapters(tmp_path / "study" / name)
+        for key, weight in adapters(tmp_path / name).items():
+            torch.testing.assert_close(ours[key], weight, rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from covey.study.commands import Command
 from tests.support import runs, tiny
-from tests.support.studies import ADAPTER, COMMON, adapters, study
+from tests.support.studies import ADAPTER, COMMON, adapters, completions, study
 
 THREE = {
     "a": {},
@@ -18,14 +18,6 @@ THREE = {
     "c": {"loss_type": "dr_grpo", "temperature": 0.8, "seed": 7},
     "d": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
 }
-
-
-def completions(folder):
-    import pyarrow.parquet as parquet
-
-    files = sorted(folder.rglob("completions_*.parquet"))
-    assert files
-    return [row["completion"] for file in files for row in parquet.read_table(file).to_pylist()]
 
 
 def test_variants_are_their_solo_runs(tmp_path):

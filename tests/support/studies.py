@@ -19,3 +19,11 @@ def adapters(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "adapter_model.safetensors")
+
+
+def completions(folder):
+    import pyarrow.parquet as parquet
+
+    files = sorted(folder.rglob("completions_*.parquet"))
+    assert files
+    return [row["completion"] for file in files for row in parquet.read_table(file).to_pylist()]
