@@ -366,7 +366,7 @@ def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recw
         {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 64},
         {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 0.5},
         {"log_completions": True, "num_completions_to_print": 4, "log_unique_prompts": True},
-        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "num_iterations": 2},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "num_iterations": 2},
         {"reward_weights": [1.0, 0.0]},
         {"speculative_reuse": "lenient", "speculative_lenience": 1.2, "speculative_max_tokens": 10},
         {"speculative_reuse": "exact", "num_train_epochs": 1, "max_steps": 100},
@@ -379,3 +379,9 @@ def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recw
 def test_sound_settings_cause_no_warning(settings, recwarn):
     GRPOConfig(**settings)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "dr_grpo", "dapo", "cispo"])
+def test_ratios_of_completions_in_a_mean_over_tokens(tmp_path, loss_type):
+    with pytest.warns(UserWarning, match="a completion counts by its length.*loss_type='grpo'"):
+        GRPOConfig(output_dir=str(tmp_path), loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=5)

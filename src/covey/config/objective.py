@@ -150,6 +150,7 @@ describe_fields(__name__)
 
 CLIPPED = frozenset(name for name, row in LOSS_TYPES.items() if row.reads and "delta" in row.reads)
 BUILT_IN = frozenset(name for name, row in LOSS_TYPES.items() if row.reads is not None)
+OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})  # average token losses, whatever the completion
 LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
 
 
@@ -226,6 +227,12 @@ def loss_options_are_read(args: "OnlineConfig") -> None:
         ignored(args, sorted(LOSS_OPTIONS - row.reads), f"loss_type={args.loss_type!r} does not read it")
     if row.ratio_level is not None:
         ignored(args, ["importance_sampling_level"], f"loss_type={args.loss_type!r} prescribes its own")
+    elif args.importance_sampling_level != "token" and args.loss_type in OVER_TOKENS:
+        warn(
+            f"importance_sampling_level={args.importance_sampling_level!r} with loss_type={args.loss_type!r}: all"
+            " tokens of a completion have one ratio, and this loss averages over tokens, so a completion counts by its"
+            " length. GSPO's loss_type='grpo' counts completions alike."
+        )
     on_policy = args.algebra().on_policy
     if on_policy and row.reads is not None and args.loss_type != "cispo":  # its cap is no distance from 1
         bounds = [name for name in ("epsilon", "epsilon_high", "delta") if name in row.reads]
