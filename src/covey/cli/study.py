@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.words:
         raise ValueError(f"`covey study {argv[0]}` needs the name of a variant.\n{USAGE}")
     name, *changes = options.words
-    path = send(options.study, Command(argv[0], name, _changes(changes), options.to, options.fresh))
+    path = send(options.study, Command(argv[0], name, changes_of(changes), options.to, options.fresh))
     print(f"queued: {path}; it acts at the end of the step that runs, and study.md then says so")
     return 0
 
@@ -105,7 +105,7 @@ def _typed(changes: Mapping[str, Any], method: str) -> dict[str, Any]:
     return typed(changes, config_of(changes.get("method", method)))
 
 
-def _changes(words: Sequence[str]) -> dict[str, Any]:
+def changes_of(words: Sequence[str]) -> dict[str, Any]:
     """Settings written as field=value."""
     changes = {}
     for word in words:

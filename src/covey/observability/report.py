@@ -63,16 +63,20 @@ def write_report(
     return write_page(path, title, sections)
 
 
-def write_page(path: str | Path, title: str, sections: Sequence[str]) -> Path:
-    """Write a page of sections, which are HTML."""
-    page = (
+def page_of(title: str, sections: Sequence[str]) -> str:
+    """A page of sections, which are HTML."""
+    return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n<style>{STYLE.read_text()}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{_text(title)}</h1>\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
-    with written_whole(path := Path(path)) as new:
-        new.write_bytes(page.encode("utf-8", "backslashreplace"))  # a command may hold half a character
+
+
+def write_page(path: str | Path, title: str, sections: Sequence[str]) -> Path:
+    """Write a page of sections, which are HTML."""
+    with written_whole(path := Path(path)) as new:  # a command may hold half a character
+        new.write_bytes(page_of(title, sections).encode("utf-8", "backslashreplace"))
     return path
 
 

@@ -120,24 +120,32 @@ def write_report(folder: Path, number: int, variants: Mapping[str, Variant], pag
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
+    text = "\n\n".join(parts) + "\n"
     with written_whole(folder / "study.md") as new:
-        new.write_text("\n\n".join(parts) + "\n")
+        new.write_text(text)
     if not page:
         return
-    head, _, *rows = table(variants).splitlines()
     try:
-        sections = [
-            f'<div class="scroll"><table class="metrics"><thead>{_row(head, "th")}</thead><tbody>',
-            *(_row(row, "td") for row in rows),
-            "</tbody></table></div>",
-            figures("Curves", [as_svg(draw_panel(*curves)) for curves in curves_of(variants)]),
-            "<h2>Interventions</h2><ul>" * bool(history),
-            *(f"<li>{html.escape(line[2:])}</li>" for line in history),
-            "</ul>" * bool(history),
-        ]
-        write_page(folder / "study.html", f"Study after round {number}", sections)
+        curves = figures("Curves", [as_svg(draw_panel(*curves)) for curves in curves_of(variants)])
+        write_page(folder / "study.html", *title_and_sections(text, curves))
     except Exception as error:  # a picture ends no study
         warnings.warn(f"the page of the study could not be written: {error!r}", stacklevel=2)
+
+
+def title_and_sections(text: str, curves: str) -> tuple[str, list[str]]:
+    """Title and HTML of a page that shows what `study.md` says."""
+    title, rows, *history = text.split("\n\n", 3)
+    head, _, *rest = rows.splitlines()
+    sections = [
+        f'<div class="scroll"><table class="metrics"><thead>{_row(head, "th")}</thead><tbody>',
+        *(_row(row, "td") for row in rest),
+        "</tbody></table></div>",
+        curves,
+    ]
+    if history:
+        lines = "".join(f"<li>{html.escape(line[2:])}</li>" for line in history[-1].splitlines())
+        sections.append(f"<h2>Interventions</h2><ul>{lines}</ul>")
+    return title.removeprefix("# "), sections
 
 
 def _row(line: str, cell: str) -> str:

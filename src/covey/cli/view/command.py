@@ -1,6 +1,7 @@
 """Look at runs on a page of this machine: `covey view RUN [RUN ...]`.
 
-Shows the record of each run, also while it goes on: curves, groups, completions, and every token with its values.
+Shows the record of each run, also while it goes on: curves, groups, completions, and every token with its values. A
+study's folder is shown alone, as its table, its curves, and the commands of `covey study`.
 """
 
 import argparse
@@ -14,9 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
+from covey.cli.view import study
 from covey.cli.view.runs import RecordedRun
-from covey.cli.view.server import PAGE, data_address, script, serve
+from covey.cli.view.server import PAGE, application, data_address, script, serve
 from covey.runtime.files import written_whole
+from covey.study.commands import STATE
 
 PORT = 6710
 
@@ -30,7 +35,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", metavar="A:B", help="with --export: only rollouts of these steps, from 1")
     parser.add_argument("--max_mb", type=float, default=64.0, help="with --export: size at which tokens are left out")
     options = parser.parse_args(list(argv))
-    runs = [RecordedRun(folder) for folder in options.runs]
+    is_study = (options.runs[0] / STATE).is_file()
+    if is_study and (len(options.runs) > 1 or options.export is not None):
+        raise ValueError(f"{str(options.runs[0])!r} is a study, which is shown alone; its page to send is study.html.")
+    runs = [] if is_study else [RecordedRun(folder) for folder in options.runs]
     if options.export is not None:
         left_out = export(runs, options.export, _steps(options.steps), options.max_mb * 1e6)
         size = options.export.stat().st_size / 1e6
@@ -44,12 +52,15 @@ def main(argv: Sequence[str]) -> int:
 
             webbrowser.open(address)
 
+    def app() -> web.Application:
+        return study.application(options.runs[0]) if is_study else application(runs)
+
     try:
-        asyncio.run(serve(runs, PORT if options.port is None else options.port, started))
+        asyncio.run(serve(app(), PORT if options.port is None else options.port, started))
     except OSError:
         if options.port is not None:
             raise
-        asyncio.run(serve(runs, 0, started))
+        asyncio.run(serve(app(), 0, started))
     except KeyboardInterrupt:
         print(file=sys.stderr)
     return 0

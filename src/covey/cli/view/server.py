@@ -109,13 +109,13 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = await handler(request)
         except web.HTTPException as error:
             response = error
-    response.headers.update(HEADERS)
+    response.headers.update({**HEADERS, **response.headers})
     return response
 
 
-async def serve(runs: list[RecordedRun], port: int, started: Callable[[str], None]) -> None:
+async def serve(app: web.Application, port: int, started: Callable[[str], None]) -> None:
     """Serve until cancelled; `started` gets the address. OSError where the port is taken."""
-    runner = web.AppRunner(application(runs), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
