@@ -81,6 +81,7 @@ def test_a_config_is_found_in_the_installed_package(tmp_path, monkeypatch):
     assert find_config("fsdp2") == configs / "fsdp2.yaml"
 
 
+@pytest.mark.slow
 def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
     """`covey grpo --accelerate_config cpu_2proc`, for real."""
     from tests.support.launching import free_port, run

@@ -39,11 +39,11 @@ def answers(folder, *requests):
     return asyncio.run(ask())
 
 
-@pytest.fixture
-def trained(tmp_path):
-    made = studies.study(tmp_path, {"a": {}, "b": {"learning_rate": 3e-2}}, max_steps=1)
-    made.train()
-    return tmp_path
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    studies.study(folder, {"a": {}, "b": {"learning_rate": 3e-2}}, max_steps=1).train()
+    return folder
 
 
 def test_commands_of_the_page_act_after_the_step(tmp_path):

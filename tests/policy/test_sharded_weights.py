@@ -68,6 +68,7 @@ def tiny_layers(model):
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).model.layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PLAIN, LORA])
 def test_every_process_gets_whole_tensors_and_keeps_shards(kind, tmp_path):
     port, paths = str(free_port()), [tmp_path / "0", tmp_path / "1"]
