@@ -4,10 +4,6 @@
 const form = document.querySelector("form");
 const said = form.querySelector("[role=status]");
 
-form.addEventListener("keydown", (event) => {  // or else Enter in a field presses the first button, which stops
-  if (event.key === "Enter" && event.target.matches("input")) event.preventDefault();
-});
-
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   const { name, to, changes, fresh } = form.elements;
