@@ -103,3 +103,12 @@ def test_the_page_shows_curves_and_descent(tmp_path):
     made.train()
     page = (tmp_path / "study.html").read_text()
     assert page.count("<svg") >= 3 and "&nbsp;&nbsp;child" in page and "b&lt;i&gt;" in page and "<i>" not in page
+
+
+def test_a_setting_of_several_lines_is_one_cell():
+    from covey.study.report import table
+    from covey.study.variants import Variant
+
+    changes = {"system_prompt": "Think first.\n\nThen | answer."}
+    *_, a, b = table({"a": Variant("a", changes), "b": Variant("b", {})}).splitlines()
+    assert a.endswith("| system_prompt=Think first. Then / answer.") and b.startswith("b | ")

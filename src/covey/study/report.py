@@ -100,8 +100,12 @@ def table(variants: Mapping[str, Variant]) -> str:
             difference,
             changes,
         ]
-        lines.append(" | ".join(cell.replace("|", "/") for cell in cells))
+        lines.append(" | ".join(_one_line(cell).replace("|", "/") for cell in cells))
     return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
@@ -116,7 +120,7 @@ def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
 
 def write_report(folder: Path, number: int, variants: Mapping[str, Variant], page: bool = True) -> None:
     """Write `study.md`: the table, and the history of each variant; and `study.html`, a `page` with curves."""
-    history = [f"- {variant.name}, {line}" for variant in variants.values() for line in variant.history]
+    history = [f"- {variant.name}, {_one_line(line)}" for variant in variants.values() for line in variant.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
