@@ -285,7 +285,7 @@ def test_all_commands_of_a_round_are_carried_out_in_order(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "commands", "study.json", "x" * 201, 1])
 def test_names_that_cannot_be_folders_are_refused(name):
-    from covey.study.variants import check_name
+    from covey.study.commands import check_name
 
     with pytest.raises(ValueError, match="cannot be called"):
         check_name(name)

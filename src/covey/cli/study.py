@@ -112,5 +112,8 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
         field, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"{word!r} is no setting; write field=value, as in learning_rate=1e-5.")
-        changes[field] = yaml.safe_load(value)
+        try:
+            changes[field] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{word!r} cannot be read: {error}") from error
     return _typed(changes, "rloo")  # the class with the most fields

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from covey.runtime.safe_text import without_secrets
 KINDS = ("stop", "clone", "resume", "change")
 QUEUE = "commands"
 STATE = "study.json"
+OWN_FILES = (QUEUE, STATE, "study.md", "study.html")
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,27 @@ def check_public(changes: Mapping[str, Any]) -> None:
         )
 
 
+def check_name(name: str, known: Sequence[str] = ()) -> None:
+    usable = isinstance(name, str) and name == os.path.basename(name) and name.isprintable() and " " not in name
+    if not (usable and 0 < len(name.encode()) <= 200 and name[0] not in ".-") or name in OWN_FILES:
+        raise ValueError(
+            f"a variant cannot be called {name!r}: its name is that of its folder, next to {', '.join(OWN_FILES)}. Use"
+            " letters and digits."
+        )
+    if name in known:
+        raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
+
+
 def send(folder: str | Path, command: Command) -> Path:
     """Queue a command for the study in a folder; it acts at the end of the step that runs."""
     folder = Path(folder)
     if not (folder / STATE).is_file():
         raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
-    known = [*json.loads((folder / STATE).read_text())["variants"], *(one.to for _, one in waiting(folder))]
+    known = [*json.loads((folder / STATE).read_text())["variants"], *(one.to for _, one in waiting(folder) if one.to)]
     if command.name not in known:
-        raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(filter(None, known))}.")
+        raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(known)}.")
+    if command.to is not None:
+        check_name(command.to, known)
     path = folder / QUEUE / f"{time.time_ns():020d}-{os.getpid()}.json"
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(command))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.runtime.files import seal
-from covey.study.commands import Command
+from covey.study.commands import Command, check_name
 from covey.study.turns import kept_accelerator
-from covey.study.variants import Variant, check_name, settings_of
+from covey.study.variants import Variant, settings_of
 
 if TYPE_CHECKING:
     from covey.study.study import Study

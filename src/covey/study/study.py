@@ -29,7 +29,7 @@ from covey.rollout.vision import is_processor
 from covey.runtime.files import locked
 from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.study import commands
-from covey.study.commands import Command
+from covey.study.commands import Command, check_name
 from covey.study.evaluation import CommonEvaluation
 from covey.study.interventions import carry_out
 from covey.study.plan import Halving
@@ -41,7 +41,6 @@ from covey.study.variants import (
     Variant,
     VariantEngine,
     check_adapter,
-    check_name,
     settings_of,
     with_shared_weights,
     with_system,

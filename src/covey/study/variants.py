@@ -4,8 +4,7 @@ import asyncio
 import copy
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.records import Completion
 from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
-from covey.study.commands import QUEUE, STATE, check_public
+from covey.study.commands import check_public
 from covey.study.turns import Turn
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
 
@@ -39,7 +38,6 @@ REFUSED = {  # settings that a study cannot have, and why
 }
 # settings of the shared model and engine
 OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "max_concurrent_completions")
-OWN_FILES = (QUEUE, STATE, "study.md", "study.html")
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 2, "disable_tqdm": True}
 
@@ -77,17 +75,6 @@ class Variant:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Variant":
         return cls(**copy.deepcopy(dict(record)))
-
-
-def check_name(name: str, known: Sequence[str] = ()) -> None:
-    usable = isinstance(name, str) and name == os.path.basename(name) and name.isprintable() and " " not in name
-    if not (usable and 0 < len(name.encode()) <= 200 and name[0] not in ".-") or name in OWN_FILES:
-        raise ValueError(
-            f"a variant cannot be called {name!r}: its name is that of its folder, next to {', '.join(OWN_FILES)}. Use"
-            " letters and digits."
-        )
-    if name in known:
-        raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
 
 
 def settings_of(
