@@ -82,12 +82,21 @@ def test_commands_of_the_page_act_after_the_step(tmp_path):
         (asked("stop", "a"), {"Content-Type": "text/plain"}, 415, "JSON"),
         (asked("stop", "a"), {**JSON, "Origin": "http://evil.example"}, 403, "for the machine it runs on"),
         (asked("stop", "a"), {**JSON, "Host": "evil.example"}, 403, "for the machine it runs on"),
+        (asked("stop", "a"), {**JSON, "Origin": "null"}, 403, "for the machine it runs on"),
     ],
 )
 def test_what_is_wrong_or_foreign_queues_nothing(trained, body, headers, status, says):
     ((found, text),) = answers(trained, (body, headers))
     assert found == status and says in text
     assert not list(trained.glob("commands/*"))
+
+
+def test_variants_lead_to_the_pages_of_their_runs(trained):
+    (_, page), (_, state), (status, text) = answers(trained, "/", "/runs/api/state", "/runs/")
+    assert 'data-runs="[&quot;a&quot;, &quot;b&quot;]"' in page and "<form>" in page
+    assert [run["name"] for run in json.loads(state)["runs"]] == ["a", "b"]
+    assert status == 200 and "page.js" in text
+    assert "<form" not in (trained / "study.html").read_text()  # the page to send has no controls
 
 
 def test_names_are_text(tmp_path):

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"`covey study {argv[0]}` needs the name of a variant.\n{USAGE}")
     name, *changes = options.words
     path = send(options.study, Command(argv[0], name, changes_of(changes), options.to, options.fresh))
-    print(f"queued: {path}; it acts at the end of the step that runs, and study.md then says so")
+    print(f"queued: {path}; it acts when the step of the next round ends, and study.md then says so")
     return 0
 
 

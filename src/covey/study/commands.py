@@ -62,7 +62,7 @@ def check_name(name: str, known: Sequence[str] = ()) -> None:
 
 
 def send(folder: str | Path, command: Command) -> Path:
-    """Queue a command for the study in a folder; it acts at the end of the step that runs."""
+    """Queue a command for the study in a folder; it acts when the step of the next round ends."""
     folder = Path(folder)
     if not (folder / STATE).is_file():
         raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")

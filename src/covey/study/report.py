@@ -141,7 +141,7 @@ def title_and_sections(text: str, curves: str) -> tuple[str, list[str]]:
     title, rows, *history = text.split("\n\n", 3)
     head, _, *rest = rows.splitlines()
     sections = [
-        f'<div class="scroll"><table class="metrics"><thead>{_row(head, "th")}</thead><tbody>',
+        f'<div class="scroll"><table class="metrics study"><thead>{_row(head, "th")}</thead><tbody>',
         *(_row(row, "td") for row in rest),
         "</tbody></table></div>",
         curves,

@@ -1,6 +1,8 @@
 """Page of a study while it trains: its table and curves, and the commands that `covey study` sends."""
 
 import asyncio
+import html
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,29 +10,34 @@ from typing import Any
 from aiohttp import web
 
 from covey.cli.study import changes_of
+from covey.cli.view import server
+from covey.cli.view.runs import RecordedRun
 from covey.cli.view.server import HEADERS, PAGE, guard
+from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of
 from covey.study.commands import Command, send
 from covey.study.report import title_and_sections
 
 CURVES = re.compile(r"<section><h2>Curves</h2>.*?</section>", re.DOTALL)
 POLICY = HEADERS["Content-Security-Policy"].replace("style-src 'self'", "style-src 'unsafe-inline'")
-FORM = """<form aria-label="Command to a variant">
-<label>Variant <input name="name" required autocomplete="off"></label>
-<label>New name, of a clone <input name="to" autocomplete="off"></label>
-<label>Settings, a field=value in each line <textarea name="changes" rows="2"></textarea></label>
-<label><input type="checkbox" name="fresh"> A clone begins with a new optimizer</label>
-<p><button>stop</button> <button>resume</button> <button>change</button> <button>clone</button></p>
+DIALOG = """<dialog aria-labelledby="asked"><form>
+<h2 id="asked"></h2>
+<label>Name of the clone <input name="to" autocomplete="off"></label>
+<label>Settings, a field=value in each line <textarea name="changes" rows="3"></textarea></label>
+<label><input type="checkbox" name="fresh"> Begin with a new optimizer</label>
 <p role="status"></p>
-</form>"""
+<p><button>Send</button> <button type="button">Cancel</button></p>
+</form></dialog>"""
 
 
 def application(folder: Path) -> web.Application:
-    """The paths of the page: itself, its script, and where commands are sent."""
+    """The paths of the page: itself, its script, where commands are sent, and the page of the variants' runs."""
+    runs: list[RecordedRun] = []  # in the order in which their records appeared
 
     async def page(request: web.Request) -> web.Response:
         try:
-            text = await asyncio.to_thread(live_page, folder)
+            add_records(runs, folder)
+            text = await asyncio.to_thread(live_page, folder, [run.folder.name for run in runs])
         except OSError as error:
             raise web.HTTPNotFound(text=f"the study has not finished a round yet: {error}") from error
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": POLICY})
@@ -43,23 +50,31 @@ def application(folder: Path) -> web.Application:
             raise web.HTTPUnsupportedMediaType(text="A command is JSON.")
         try:
             send(folder, command_of(await request.json()))
-        except (TypeError, AttributeError, ValueError, KeyError, OSError) as error:
+        except (TypeError, AttributeError, ValueError, LookupError, OSError) as error:
             return web.Response(status=400, text=str(error))
-        return web.Response(text="queued: it acts at the end of the step that runs")
+        return web.Response(text="queued: it acts when the step of the next round ends")
 
     app = web.Application(middlewares=[guard])
     app.router.add_get("/", page)
     app.router.add_get("/study.js", code)
     app.router.add_post("/command", command)
+    app.add_subapp("/runs/", server.application(runs))
     return app
 
 
-def live_page(folder: Path) -> str:
+def add_records(runs: list[RecordedRun], folder: Path) -> None:
+    """Append the variants whose record has begun; the others keep their places, which are their addresses."""
+    for path in sorted(folder.glob(f"*/{FOLDER}/run.json")):
+        if (variant := path.parent.parent) not in [run.folder for run in runs]:
+            runs.append(RecordedRun(variant))
+
+
+def live_page(folder: Path, recorded: list[str]) -> str:
     """The page with the table of the last round, and the curves that were drawn last."""
     drawn = CURVES.search((folder / "study.html").read_text()) if (folder / "study.html").is_file() else None
     title, sections = title_and_sections((folder / "study.md").read_text(), drawn[0] if drawn else "")
-    shown = f'<div id="study">{"".join(sections)}</div>'
-    return page_of(title, [shown, "<h2>Command</h2>", FORM, '<script src="study.js"></script>'])
+    shown = f'<div id="study" data-runs="{html.escape(json.dumps(recorded))}">{"".join(sections)}</div>'
+    return page_of(title, ['<p role="status"></p>', shown, DIALOG, '<script src="study.js"></script>'])
 
 
 def command_of(asked: dict[str, Any]) -> Command:

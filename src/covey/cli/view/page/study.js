@@ -1,35 +1,79 @@
-// Page of a study: sends commands, and shows the latest table every two seconds.
+// Page of a study: buttons in each variant's row, which send commands, and the latest table every two seconds.
 "use strict";
 
-const form = document.querySelector("form");
-const said = form.querySelector("[role=status]");
+const dialog = document.querySelector("dialog");
+const form = dialog.querySelector("form");
+const { to, changes, fresh } = form.elements;
+const [status, problem] = document.querySelectorAll("[role=status]");
+let command = {}; // the one that the dialog asks about
+let shown = ""; // table and curves, as they were sent
 
-form.addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const { name, to, changes, fresh } = form.elements;
-  const command = { kind: event.submitter.textContent, name: name.value.trim(), to: to.value.trim() };
-  Object.assign(command, { changes: changes.value, fresh: fresh.checked });
-  const headers = { "Content-Type": "application/json" };
+async function send() {
+  let sent = false, message = "";
   try {
-    const answer = await fetch("command", { method: "POST", headers, body: JSON.stringify(command) });
-    said.textContent = `${command.kind} ${command.name}: ${await answer.text()}`;
+    const headers = { "Content-Type": "application/json" };
+    const response = await fetch("command", { method: "POST", headers, body: JSON.stringify(command) });
+    [sent, message] = [response.ok, await response.text()];
   } catch (error) {
-    said.textContent = `${command.kind} ${command.name} was not sent: ${error.message}`;
+    message = `not sent: ${error.message}`;
   }
-});
+  (dialog.open && !sent ? problem : status).textContent = `${command.kind} ${command.name}: ${message}`;
+  if (sent) dialog.close();
+}
 
-document.querySelector("#study").parentElement.addEventListener("click", (event) => {
-  const cell = event.target.closest("tbody td:first-child");
-  if (cell) form.elements.name.value = cell.textContent.trim();
-});
+function ask(kind, name) {
+  command = { kind, name, to: "", changes: "", fresh: false };
+  if (kind === "stop") return send();
+  form.reset();
+  problem.textContent = "";
+  dialog.querySelector("h2").textContent = `${kind} ${name}`;
+  for (const field of [to, fresh]) field.closest("label").hidden = kind !== "clone";
+  to.required = kind === "clone";
+  changes.required = kind === "change";
+  dialog.showModal();
+}
 
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  Object.assign(command, { to: to.value.trim(), changes: changes.value, fresh: fresh.checked });
+  send();
+});
+form.querySelector("[type=button]").addEventListener("click", () => dialog.close());
+
+/** Lead from each variant to its run, and give it the buttons of what can be done with it. */
+function equip(study) {
+  const runs = JSON.parse(study.dataset.runs);
+  for (const { cells } of study.querySelectorAll("tbody tr")) {
+    const name = cells[0].textContent.trim();
+    if (runs.includes(name)) {
+      const link = Object.assign(document.createElement("a"), { href: `runs/#/${runs.indexOf(name)}`, textContent: name });
+      cells[0].replaceChildren(cells[0].textContent.slice(0, -name.length), link);
+    }
+    const buttons = document.createElement("p");
+    for (const kind of [/^(running|waiting)/.test(cells[1].textContent) ? "stop" : "resume", "change", "clone"]) {
+      const button = Object.assign(document.createElement("button"), { textContent: kind, ariaLabel: `${kind} ${name}` });
+      button.addEventListener("click", () => ask(kind, name));
+      buttons.append(button, " ");
+    }
+    cells[cells.length - 1].append(buttons);
+  }
+}
+
+function show(page) {
+  const [now, latest] = [document, page].map((one) => one.querySelector("#study"));
+  document.querySelector("h1").textContent = page.querySelector("h1").textContent;
+  if (latest.outerHTML === shown) return;
+  shown = latest.outerHTML;
+  const focused = now.contains(document.activeElement) && document.activeElement.ariaLabel;
+  equip(latest);
+  now.replaceWith(latest);
+  if (focused) [...latest.querySelectorAll("button")].find((one) => one.ariaLabel === focused)?.focus();
+}
+
+show(document.cloneNode(true));
 setInterval(async () => {
   try {
-    const page = new DOMParser().parseFromString(await (await fetch("")).text(), "text/html");
-    const latest = page.querySelector("#study");
-    const shown = document.querySelector("#study");
-    if (latest && latest.innerHTML !== shown.innerHTML) shown.replaceWith(latest);
-    document.querySelector("h1").textContent = page.querySelector("h1").textContent;
+    show(new DOMParser().parseFromString(await (await fetch("")).text(), "text/html"));
   } catch {
     document.querySelector("h1").textContent = "The page's program has ended";
   }
