@@ -144,6 +144,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Nothing has to be done; the message holds the first failure."
         ),
         "Wrote a rollout_func that returns too few or other fields": "Return a list for each, an element per prompt.",
+        "Encoded text again in a rollout function": "",
         "Named a tool_parser that does not exist": (
             "Choose one, or register your own ([agents](agents.md#reading-calls))."
         ),

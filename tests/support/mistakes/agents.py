@@ -1,5 +1,6 @@
 """Mistakes about tools, rollout functions and environments."""
 
+import re
 from typing import Any
 
 from covey.rewards import CharEnd, RewardError
@@ -25,6 +26,18 @@ def without_hints(a, b):
 
 async def nobody(row, engine):
     return None
+
+
+def encoded_again(prompts, trainer):
+    """Completions whose text went through a tokenizer that knows no digits but 7."""
+    replies = trainer.generate_completions(prompts)
+    texts = [re.sub("[0-9]", "7", reply["text"]) for reply in replies]
+    ids = [trainer.processing_class(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return {
+        "prompt_ids": [reply["prompt_ids"] for reply in replies],
+        "completion_ids": [own[: len(reply["logprobs"])] for own, reply in zip(ids, replies, strict=True)],
+        "logprobs": [reply["logprobs"][: len(own)] for own, reply in zip(ids, replies, strict=True)],
+    }
 
 
 async def sometimes(row, engine):
@@ -147,6 +160,12 @@ AGENTS = [
         ("must return a dictionary with prompt_ids, completion_ids, logprobs", r"got \['prompt_ids'\]"),
         when=TRAINING,
         kind=RolloutError,
+    ),
+    Mistake(
+        "Encoded text again in a rollout function",
+        lambda b: b.build(rollout_func=encoded_again).train(),
+        ("differ from the model's own", "not as they were sampled", "return the ids of replies"),
+        when=TRAINING,
     ),
     Mistake(
         "Gave a character of a conversation as the end of a step",

@@ -70,7 +70,7 @@ EVALUATION = [
     suite(
         "Gave a suite a temperature below 0",
         {"temperature": -1},
-        r"EvalSuite\(temperature=-1\) must be a number, 0 \(greedy\) or more",
+        r"EvalSuite\(temperature=-1\) must be a number, 0 \(greedy\), or 1e-05 or more",
         when=CONFIG,
     ),
     suite(

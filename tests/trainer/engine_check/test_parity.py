@@ -57,6 +57,7 @@ CAUSES = [
     ("from before the temperature", score(batch(), 1.0), {"temperature": 0.7}, "temperature 1 instead of 0.7.*before"),
     ("divided twice", score(batch(), 0.7**2), {"temperature": 0.7}, "at temperature 0.49 instead of 0.7"),
     ("a default of the engine's", score(batch(), 0.6), {}, "temperature 0.6 instead of 1.*generation_config"),
+    ("next to another", score(batch(), 0.95), {"temperature": 0.9}, "at temperature 0.95 instead of 0.9"),
     ("one token off", one_off(), {}, "one token off"),
     ("one <bos> too many", score(batch((BOS, 10, 11, 12))), {}, "with one beginning-of-text token more"),
     ("cut before it is reported", score(batch()) + 0.3, {}, "none is below the trainer's.*top-k, top-p or min-p"),
@@ -266,6 +267,13 @@ def test_a_rollout_function_at_another_temperature_is_named():
     warm = check(traits=EngineTraits(shares_policy=True))
     with pytest.raises(ValueError, match=r"not sampled from as it is: .* at temperature 0\.5 .* a rollout function"):
         warm(reporting(score(batch(), 0.5)))
+
+
+def test_rollouts_that_were_rewritten_are_told_from_attention():
+    changed = score(batch()) + torch.where(torch.arange(sum(LENGTHS)) < 20, alternating(0.01), alternating(1.5))
+    with pytest.raises(ValueError, match=r"not as they were sampled.*lower-cases.*return the ids") as error:
+        check(traits=EngineTraits(shares_policy=True), plays=True)(reporting(changed))
+    assert "attention" not in str(error.value)
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------

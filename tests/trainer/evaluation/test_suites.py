@@ -182,6 +182,7 @@ WRONG = {
     "greedy siblings": (lambda: EvalSuite(tiny.rows(2), temperature=0, num_generations=4), "are all the same"),
     "no number": (lambda: EvalSuite(tiny.rows(2), pass_at="all"), "whole numbers, 1 or more"),
     "a negative temperature": (lambda: EvalSuite(tiny.rows(2), temperature=-1), "must be a number, 0"),
+    "a temperature below float32": (lambda: EvalSuite(tiny.rows(2), temperature=1e-40), "or 1e-05 or more"),
     "no probability": (lambda: EvalSuite(tiny.rows(2), top_p=1.5), "must be a number, above 0 and at most 1"),
     "no rows": (lambda: EvalSuite([]), "eval_dataset"),
     "which reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1), "set its success_reward to one of: even, two"),

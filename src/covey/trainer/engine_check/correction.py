@@ -91,4 +91,5 @@ def build_engine_check(
         together=context.sharding.weights,
         versions=VersionTest(lambda: context.loop.policy, lambda: context.step) if looks else None,
         comparable=comparable,
+        plays=collector.spec is not None,
     )

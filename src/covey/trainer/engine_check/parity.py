@@ -20,7 +20,7 @@ CHECKS = 2  # generations that are looked at: the second comes after an update, 
 # Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # by accelerate's names
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)  # temperatures that models' generation configs name
+TEMPERATURES = [twentieth / 20 for twentieth in range(1, 41)]  # those that people and generation configs name
 ADVICE = "To train all the same, set engine_parity='warn'."
 FIRST = 4  # tokens that count as the beginning of a completion
 
@@ -58,12 +58,14 @@ class Comparison:
     @property
     def gap(self) -> float:
         """Mean absolute difference in nats."""
-        return self.differences.abs().mean().item()
+        return self.gap_to(self.scored)
+
+    def gap_to(self, scored: Tensor) -> float:
+        return (self.engine - scored)[self.batch.sampled].abs().mean().item()
 
     def explains(self, scored: Tensor) -> bool:
         """True if these log-probs [N] are closer to the engine's than the trainer's own."""
-        gap = (self.engine - scored)[self.batch.sampled].abs().mean().item()
-        return gap <= min(self.tolerance, self.gap / 3)
+        return self.gap_to(scored) <= min(self.tolerance, self.gap / 3)
 
 
 def no_numbers(c: Comparison) -> str | None:
@@ -91,20 +93,21 @@ def stale_weights(c: Comparison) -> str | None:
 
 def other_temperature(c: Comparison) -> str | None:
     """The trainer's numbers at another temperature are the engine's."""
-    for other in dict.fromkeys((1.0, c.temperature**2, *TEMPERATURES)):
-        if not c.alone or other == c.temperature or not c.explains(c.rescore(c.batch, other)):
-            continue
-        if other == 1.0:
-            return (
-                f"they are the trainer's at temperature 1 instead of {c.temperature:g}: a rollout function asks for it,"
-                " or the engine reports log-probs from before the temperature divides the logits. Have it report those"
-                " it samples with (vLLM: logprobs_mode='processed_logprobs')."
-            )
+    others = {1.0, c.temperature**2, *TEMPERATURES} - {c.temperature} if c.alone else ()
+    scored = {other: c.rescore(c.batch, other) for other in others}
+    other = min(scored, key=lambda other: c.gap_to(scored[other]), default=None)
+    if other is None or not c.explains(scored[other]):
+        return None
+    if other == 1.0:
         return (
-            f"they are the trainer's at temperature {other:g} instead of {c.temperature:g}. Look for what overrides it:"
-            " a rollout function, or a default such as the model's generation_config.json on the engine's side."
+            f"they are the trainer's at temperature 1 instead of {c.temperature:g}: a rollout function asks for it,"
+            " or the engine reports log-probs from before the temperature divides the logits. Have it report those"
+            " it samples with (vLLM: logprobs_mode='processed_logprobs')."
         )
-    return None
+    return (
+        f"they are the trainer's at temperature {other:g} instead of {c.temperature:g}. Look for what overrides it:"
+        " a rollout function, or a default such as the model's generation_config.json on the engine's side."
+    )
 
 
 def shifted(c: Comparison) -> str | None:
@@ -187,11 +190,21 @@ def other_attention(c: Comparison) -> str:
     return "no setting of sampling explains it, and its attention may be of a kind the built-in engine does not know."
 
 
+def rewritten(c: Comparison) -> str:
+    """Tools, environments or the user's functions stand between the built-in engine and its samples."""
+    return (
+        "no usual temperature explains it. It is an unusual one, or tokens or log-probs of rollouts are not as they"
+        " were sampled, as when text is encoded again by a tokenizer that lower-cases: return the ids of replies, each"
+        " with its log-prob."
+    )
+
+
 Cause = Callable[[Comparison], str | None]
 OF_REQUESTS: tuple[Cause, ...] = (other_temperature, shifted, beginning_of_text, cut_distribution)
 CAUSES: tuple[Cause, ...] = (stale_weights, *OF_REQUESTS, number_format, other_prompt, other_weights)
 """Causes in the order in which they are tried; the last always applies."""
 OF_THE_POLICY: tuple[Cause, ...] = (*OF_REQUESTS, other_prompt, other_attention)
+OF_ROLLOUTS: tuple[Cause, ...] = (*OF_REQUESTS, other_prompt, rewritten)
 
 
 def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES) -> str:
@@ -215,6 +228,7 @@ class EngineCheck:
     together: bool = False  # scoring takes all processes, each in step with the others
     versions: VersionTest | None = None  # looks for stale weights throughout the run
     comparable: bool = True  # False if the engine reports a distribution that sampling has cut: no score equals it
+    plays: bool = False  # rollouts are more than the engine's completions
 
     def __post_init__(self) -> None:
         self._left, self._asked = CHECKS if self.action != "off" and self.comparable else 0, 0
@@ -292,9 +306,10 @@ class EngineCheck:
 
     def _complaint(self, comparison: Comparison) -> str:
         if self.traits.shares_policy:
+            causes = OF_ROLLOUTS if self.plays else OF_THE_POLICY
             return (
                 f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
-                f" {self.model_name} is not sampled from as it is: {likely_cause(comparison, OF_THE_POLICY)} If"
+                f" {self.model_name} is not sampled from as it is: {likely_cause(comparison, causes)} If"
                 " nothing of yours changes what is sampled, please report the model."
             )
         if broken := no_numbers(comparison):
