@@ -4,7 +4,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from covey.policy.adapters import base_digest
+from covey.policy.adapters import base_sample
+from covey.trainer.checkpoint import _check_same_base
 from tests.support import tiny
 
 KINDS = [
@@ -20,20 +21,40 @@ def adapted(seed=0, **settings):
     return get_peft_model(tiny.model(seed=seed), LoraConfig(task_type="CAUSAL_LM", **settings))
 
 
+def checked(saved, model):
+    _check_same_base("checkpoint-1", saved, base_sample(model))
+
+
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: list(settings)[-1])
-def test_training_changes_no_digest_and_another_base_does(settings):
+def test_what_is_trained_on_a_base_leaves_it_the_same(settings):
     model = adapted(**settings)
-    digest = base_digest(model)
+    saved = base_sample(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 1
     model.add_adapter("reference", LoraConfig(target_modules=["v_proj"]))
-    assert base_digest(model) == digest == base_digest(adapted(**settings))
-    assert base_digest(adapted(seed=1, **settings)) != digest
+    checked(saved, model)
+    assert saved[1].shape == base_sample(model)[1].shape and saved[1].numel() > 50
+    with pytest.raises(ValueError, match="trained on another base model"):
+        checked(saved, adapted(seed=1, **settings))
 
 
-def test_another_dtype_is_said_and_a_whole_model_has_no_digest():
-    model = adapted(**KINDS[0])
-    assert base_digest(model)[0] == "torch.float32" and base_digest(model.bfloat16())[0] == "torch.bfloat16"
-    assert base_digest(tiny.model()) is None
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_is_recognised_in_another_dtype(dtype):
+    saved = base_sample(adapted(**KINDS[0]))
+    checked(saved, adapted(**KINDS[0]).to(dtype))
+    with pytest.raises(ValueError, match="trained on another base model"):
+        checked(saved, adapted(seed=1, **KINDS[0]).to(dtype))
+
+
+def test_the_same_dtype_allows_no_difference():
+    saved, other = base_sample(adapted(**KINDS[0])), adapted(**KINDS[0])
+    other.get_base_model().model.norm.weight.data *= 1 + 1e-6
+    with pytest.raises(ValueError, match="trained on another base model"):
+        checked(saved, other)
+
+
+def test_a_whole_model_has_no_base():
+    assert base_sample(tiny.model()) is None
+    checked(None, adapted(**KINDS[0]))  # a checkpoint of an earlier version

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Collection
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -103,17 +102,24 @@ def has_adapter(model: Any) -> bool:
     return _is_peft(unwrapped(model))
 
 
-def base_digest(model: Any) -> tuple[str, str] | None:
-    """Dtypes and a digest of a few frozen weights under an adapter; None without one, and if weights are quantised."""
+def base_sample(model: Any) -> tuple[str, Tensor] | None:
+    """Dtypes, and about eight numbers of each frozen weight under an adapter, float32; None without an adapter.
+
+    Weights that are stored quantised are left out, and so are other adapters, which may come and go.
+    """
     model = unwrapped(model)
-    if not _is_peft(model) or quantization_method(model) is not None:
+    if not _is_peft(model):
         return None
     tuners = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     parts = [getattr(tuner, name, None) for tuner in tuners for name in tuner.adapter_layer_names]
     adapters = {weight for part in parts if part is not None for weight in part.parameters()}
-    base = [weight for weight in model.parameters() if not weight.requires_grad and weight not in adapters]
-    few = torch.cat([torch.empty(0), *(weight.detach().flatten()[:4096:256].float().cpu() for weight in base)])
-    return ", ".join(sorted({str(weight.dtype) for weight in base})), sha256(few.numpy().tobytes()).hexdigest()
+    base = [
+        weight.detach()
+        for weight in model.parameters()
+        if not weight.requires_grad and weight not in adapters and type(weight) is nn.Parameter
+    ]
+    few = [weight.flatten()[:: max(1, weight.numel() // 8)].float().cpu() for weight in base]
+    return ", ".join(sorted({str(weight.dtype) for weight in base})), torch.cat([torch.empty(0), *few])
 
 
 def active_adapter(model: Any) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import Trainer
 
-from covey.policy.adapters import base_digest, has_adapter
+from covey.policy.adapters import base_sample, has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
 from covey.rewards import RewardSuite
 from covey.runtime.data_files import loading_data_alone
@@ -222,8 +223,8 @@ class Checkpointer:
             os.rename(old, staging / old.name)  # one that is half deleted must not look like a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
 
-    def _base(self) -> tuple[str, str] | None:
-        return None if self.context.sharding.weights else base_digest(self.context.loop.policy)
+    def _base(self) -> tuple[str, Tensor] | None:
+        return None if self.context.sharding.weights else base_sample(self.context.loop.policy)
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
@@ -419,10 +420,14 @@ def _check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[
         )
 
 
-def _check_same_base(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str] | None) -> None:
-    """The weights under an adapter are those that it was trained on, as far as both have the same dtypes."""
-    if saved and current and saved[0] == current[0] and saved[1] != current[1]:
+def _check_same_base(checkpoint: str, saved: Sequence[Any] | None, current: Sequence[Any] | None) -> None:
+    """The weights under an adapter are those that it was trained on: exactly, or rounded where dtypes differ."""
+    if not saved or not current or saved[1].shape != current[1].shape:
+        return
+    exact = saved[0] == current[0]
+    if not torch.allclose(saved[1], current[1], rtol=0.0 if exact else 5e-3, atol=0.0 if exact else 1e-6):
         raise ValueError(
             f"{checkpoint!r} holds an adapter that was trained on another base model: this one has other weights."
-            " Resume with the base model that the run began with."
+            " Resume with the base model that the run began with, or begin a new run that trains the adapter on this"
+            f" one, with model=PeftModel.from_pretrained(base, {checkpoint!r}, is_trainable=True)."
         )

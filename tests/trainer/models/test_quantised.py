@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
+from covey.policy.adapters import base_sample
 from covey.policy.layouts import LAYOUTS
 from covey.policy.loading import load_policy
 from covey.policy.quantization import check_shardable
@@ -171,6 +172,7 @@ def test_model_init_kwargs_may_ask_for_it_and_resuming_is_exact(tmp_path, folder
     straight.train()
     resumed = trainer_of(folder, tmp_path, **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert base_sample(straight.policy)[1].numel() > 0  # of norms and embeddings
     for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
         assert torch.equal(a, b)
 
