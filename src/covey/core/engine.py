@@ -45,6 +45,8 @@ class WeightUpdate:
     # None where the tensors are the whole model's. Otherwise they are a PEFT adapter's, under the names of its
     # checkpoint, and this is its configuration (`adapter_config.json`).
     adapter: dict[str, Any] | None = None
+    # the adapter's name, for an engine that holds several (`SampleRequest.adapter`); None: it holds one
+    adapter_name: str | None = None
     # the adapter's base model, for an engine that does not have it; None where it cannot be sent
     base: "WeightUpdate | None" = None
 
@@ -128,8 +130,8 @@ class SampleRequest:
         shared: number of first tokens of `prompt_ids` that other requests begin with too, as all turns of a
             conversation begin with its prompt; 0 if unknown. Engines may cache their computation while they are awake.
             It changes no completion.
-        adapter: the adapter to sample with, by its name, of an engine that holds several over one model
-            (`covey.engines.native.adapter_engine`); None: the model that the engine holds.
+        adapter: the adapter to sample with, by its name, of an engine that holds several over one model; None: the
+            model, or the one adapter, that the engine holds.
     """
 
     prompt_ids: list[int]

@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
+from covey.engines.servers.errors import RETRIED, NoServerLeft
 from covey.observability.dashboard import ProgressDisplay
 from covey.policy.adapters import has_adapter, low_rank_matrices
 from covey.policy.loading import end_token_ids, load_policy, load_processing_class, max_context
@@ -49,6 +51,7 @@ from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.integrations.report import RunReport
 
+SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
 INIT = {"init_kwargs": "model_init_kwargs", "trust_remote_code": "trust_remote_code"}
 
 
@@ -123,6 +126,8 @@ class Study:
         self.base.requires_grad_(False)
         self.given = {"train_dataset": train_dataset, "reward_funcs": reward_funcs, **(parts or {})}
         self.engine: AdapterEngine | None = None
+        self.server: Any = None  # `RemoteEngine` that samples in its place, if a vLLM server is named
+        self.updates = count(1)  # versions of the adapters that it is sent
         self._requested: list[Command] = []
         self._asked: list[Command] = []  # what is carried out at the end of the step
         self._taken: list[Path] = []  # files that it came from
@@ -243,6 +248,8 @@ class Study:
 
     def _make_trainer(self, variant: Variant, method: str, args: Any, model: Any, peft_config: Any) -> None:
         outside = shared_state()
+        if args.use_vllm and self.server is None:
+            self._connect(args)
         arguments = self._arguments(variant.changes)
         evaluate = None
         if self.eval_rows:
@@ -262,7 +269,7 @@ class Study:
             check_adapter(trainer.model)
         for callback in (ProgressDisplay, RunReport):
             trainer.remove_callback(callback)
-        if self.engine is None and peft_config is not None:
+        if self.engine is None and self.server is None and peft_config is not None:
             self._make_engine(trainer)
         checkpoint = None if variant.checkpoint is None else str(self.folder / variant.checkpoint)
         turn = Turn(partial(self._train, trainer, checkpoint), variant.name)
@@ -293,6 +300,19 @@ class Study:
             forward_context=trainer.accelerator.autocast,
             tokenizer=self.processing_class,
         )
+
+    def _connect(self, args: Any) -> None:
+        """Find the server that samples for all variants."""
+        from covey.trainer.engines.servers import vllm_servers
+
+        limit = max_context(self.base)
+        self.server = vllm_servers(args, self.base, self.processing_class, args.distributed_state, limit)
+        if not self.server.traits.takes_adapters:
+            raise ValueError(
+                "the vLLM server takes no adapters, and each variant of a study is one. Start it with `covey vllm-serve"
+                f" --enable-lora --max-lora-rank R --max-loras {len(self.variants)} --max-cpu-loras"
+                f" {2 * len(self.variants)}`."
+            )
 
     def _is_due(self, step: int) -> bool:
         if isinstance(self.eval_steps, int):
@@ -328,7 +348,8 @@ class Study:
             return list(await asyncio.gather(*paused.values(), return_exceptions=True))
 
         self._sampled = [name for name in paused if has_adapter(self.variants[name].trainer.model)]
-        with self.engine.awake() if self.engine is not None and self._sampled else nullcontext():
+        engine = self.server or self.engine
+        with engine.awake() if engine is not None and self._sampled else nullcontext():
             outcomes |= zip(paused, run_async(together()), strict=True)
         return_freed_memory()
         return outcomes
@@ -338,7 +359,7 @@ class Study:
 
     def _end(self, variant: Variant, error: BaseException | None) -> None:
         variant.must_save = False
-        if error is not None and not isinstance(error, Exception | Cancelled):
+        if error is not None and (not isinstance(error, Exception | Cancelled) or isinstance(error, SERVER_LOST)):
             raise error
         if error is not None:
             notes = " ".join(getattr(error, "__notes__", ()))

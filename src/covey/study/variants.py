@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from covey.core.engine import EngineTraits, SampleRequest
+from covey.config.engines import CORRECTION
+from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion
 from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 
 TRAINERS: dict[str, Any] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
 REFUSED = {  # settings that a study cannot have, and why
-    "use_vllm": "variants are sampled by the built-in engine",
-    "use_sglang": "variants are sampled by the built-in engine",
-    "use_transformers_continuous_batching": "variants are sampled by the built-in engine",
+    "use_sglang": "variants are sampled by the built-in engine, or by a vLLM server",
+    "use_transformers_continuous_batching": "variants are sampled by the built-in engine, or by a vLLM server",
     "max_staleness": "variants are sampled together, between their steps",
     "load_best_model_at_end": "`eval_steps` of the study evaluates, and its table names the best",
     "push_to_hub": "each variant's adapter is in its folder, to be uploaded by hand",
@@ -95,8 +95,9 @@ def settings_of(
         raise ValueError("`output_dir` is that of the study: each variant has a folder in it, by its name.")
     if values.get("save_strategy", "no") != "no" or "save_steps" in values:
         raise ValueError("`save_strategy` and `save_steps` are those of the study: give it `save_rounds`.")
-    for name in OF_ALL:
-        if name in changes and changes[name] != common.get(name):
+    for name in changes:
+        of_all = name in OF_ALL or (name.startswith(("use_vllm", "vllm_")) and name not in CORRECTION)
+        if (of_all or (name == "temperature" and values.get("use_vllm"))) and changes[name] != common.get(name):
             raise ValueError(
                 f"{name}={changes[name]!r} for one variant: all share one model and engine. Set it for the study."
             )
@@ -114,6 +115,9 @@ def settings_of(
         )
     for name in ("peft", "reward_funcs", "system_prompt"):
         values.pop(name, None)
+    if adapter is None and values.get("use_vllm"):  # the server's weights are those under the adapters
+        for name in [name for name in values if name.startswith(("use_vllm", "vllm_")) and name not in CORRECTION]:
+            del values[name]
     try:
         args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
     except TypeError as error:
@@ -124,6 +128,12 @@ def settings_of(
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"{name}={getattr(args, name)!r} is not possible in a study: {why}. Leave it out.")
+    for name, value in {"vllm_mode": "server", "vllm_lora_sync": "adapter"}.items():
+        if args.use_vllm and getattr(args, name) not in ("auto", value):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} with use_vllm=True: one server samples for all variants of a study,"
+                f" each from its adapter. Set {name}={value!r}."
+            )
     if args.world_size > 1:
         raise ValueError(f"a study is one process, and {args.world_size} were started. Start it without a launcher.")
     return method, adapter, args
@@ -155,17 +165,32 @@ def with_system(text: str | None, rows: Any) -> Any:
 class VariantEngine:
     """The study's engine as one variant sees it: requests name the variant's adapter."""
 
-    traits = EngineTraits(shares_policy=True, returns_masks=True)
+    in_place_of = "use_vllm"
 
     def __init__(self, study: "Study", adapter: str):
         self.study, self.adapter = study, adapter
+        self._version: int | None = None  # that the server holds; the built-in engine reads the parameters themselves
+
+    @property
+    def traits(self) -> EngineTraits:
+        if self.study.server is None:
+            return EngineTraits(shares_policy=True, returns_masks=True)
+        return replace(self.study.server.traits, updates_in_flight=False)
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        assert self.study.engine is not None, "made with the first trainer"
-        return await self.study.engine.generate(replace(request, adapter=self.adapter))
+        engine = self.study.server or self.study.engine
+        assert engine is not None, "made with the first trainer"
+        completions = await engine.generate(replace(request, adapter=self.adapter))
+        if self._version is None:
+            return completions
+        return [replace(one, versions=[self._version] * len(one.token_ids)) for one in completions]
 
-    def load_weights(self, update: Any) -> None:
-        """Do nothing: the study's engine reads the variant's own parameters."""
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Send the adapter to the study's server, whose versions are numbered across all variants."""
+        assert self.study.server is not None and update.adapter is not None, "checked when the study is made"
+        numbered = replace(update, version=next(self.study.updates), adapter_name=self.adapter)
+        self.study.server.load_weights(numbered)
+        self._version = update.version
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()  # the study wakes the engine, for all variants at once

@@ -213,7 +213,8 @@ def build_reference(
 
 def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
     """One engine samples; ahead of training, only one that does not work with the very weights that are trained."""
-    named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
+    names = {"use_vllm", "use_sglang", "use_transformers_continuous_batching"} - {getattr(engine, "in_place_of", None)}
+    named = sorted(name for name in names if getattr(args, name))
     if engine is not None and named:
         raise ValueError(
             f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples."

@@ -55,6 +55,7 @@ class RemoteEngine:
         self._request_timeout, self._sync_timeout = request_timeout, sync_timeout
         self._sleeps = sleeps
         self._awake = 0
+        self._adapters: dict[str, int] = {}  # version of each adapter that has a name
         self._thread = LoopThread("covey-servers")
         weakref.finalize(self, _finalize, self._thread, list(servers), sender)  # at the end of the program as well
         try:
@@ -118,7 +119,7 @@ class RemoteEngine:
         """Answer of a server, and the version of the weights that all of its tokens were sampled with."""
 
         async def call(member: PoolMember) -> tuple[list[SampledChunk], int | None]:
-            version = member.version
+            version = member.version if request.adapter is None else self._adapters[request.adapter]
             model = self.sender.model_name(member.facts, version or 0)
             try:
                 answer = await self.api.generate(
@@ -164,6 +165,8 @@ class RemoteEngine:
             doing = f"send weights of version {update.version}"
             late = DeadlineExceeded(urls, doing, f"not done within {limit:g} seconds")
             raise DeadlineExceeded.of(self.api.settings.sync_timeout, late) from error
+        if update.adapter_name is not None:
+            self._adapters[update.adapter_name] = update.version
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -41,7 +41,8 @@ class WeightSender:
         self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
         self._bases: set[tuple[str, str]] = set()  # URL and start of servers that hold the adapters' base model
         self._adapters: dict[int, str] = {}  # adapter names, by version
-        self._loaded: dict[tuple[str, str], list[str]] = {}  # adapter names, by URL and start
+        # Adapter names by URL, start and `WeightUpdate.adapter_name`, the oldest first.
+        self._loaded: dict[tuple[str, str], dict[str | None, list[str]]] = {}
         self._named: tuple[WeightUpdate, str] | None = None
         self._updates = 0
 
@@ -194,7 +195,7 @@ class WeightSender:
 
         async def load(endpoint: WeightEndpoint) -> None:
             server = endpoint.server
-            loaded = self._loaded.setdefault((server.url, endpoint.start_id), [])
+            loaded = self._loaded.setdefault((server.url, endpoint.start_id), {}).setdefault(update.adapter_name, [])
             if name in loaded:
                 return
             source, channel = folder, None
@@ -218,7 +219,7 @@ class WeightSender:
         await all_of(self._api.write_version(one.server, version, until.left(one.server)) for one in endpoints)
         await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
         # A server reloads what it dropped from its slots, so a folder stays until no server lists its adapter.
-        kept = {name for names in self._loaded.values() for name in names}
+        kept = {name for one in self._loaded.values() for names in one.values() for name in names}
         for number, old in list(self._adapters.items()):
             if old not in kept:
                 del self._adapters[number]

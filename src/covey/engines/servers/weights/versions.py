@@ -45,7 +45,7 @@ class ServerWeights:
     _asleep: bool = False
     _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they answer and take no weights
-    _latest: WeightUpdate | None = None
+    _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -61,10 +61,13 @@ class ServerWeights:
         doing = f"send weights of version {update.version}"
         async with self.changing:
             await self.pool.hold()
-            self._latest, self.version = update, update.version
+            self._latest.pop(update.adapter_name, None)
+            self._latest[update.adapter_name], self.version = update, update.version
             try:
                 await self._send_until_held(update, until, doing)
             except BaseException as error:
+                if update.adapter_name is not None:
+                    del self._latest[update.adapter_name]  # the others can be sent again
                 for member in self.pool.up:  # their weights are unknown now
                     self.pool.leave_out(member, error)
                 raise
@@ -117,15 +120,18 @@ class ServerWeights:
 
     async def _update(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> bool:
         """Pause, send, resume; True if any of `members` has the new weights."""
+        updates = [update]
         for member in members:
-            if not member.up:
+            if not member.up:  # it may have been restarted, and lack the other adapters as well
                 self.sender.invalidate(member.server)
+                updates = [*self._latest.values()]
         await self.wake(members)
         try:
             members = await self.pool.each(members, self.api.pause)
             await self.pool.drain(members, GRACE_SECONDS)
             if members:
-                await self._send(members, update, until, doing)
+                for one in updates:
+                    await self._send(members, one, until, doing)
                 members = await self.pool.each(members, self.api.clear_prefix_cache)
                 stamp = f"covey-{self._run}-{update.version}"
                 members = await self.pool.each(members, lambda one, left: self.api.write_version(one, stamp, left))
@@ -207,9 +213,9 @@ class ServerWeights:
             return True
         if member.version == self.version and await self._holds_version(member):
             return True
-        update = self._latest
-        if not self.resend or update is None or self.changing.locked():
+        if not self.resend or not self._latest or self.changing.locked():
             return False
+        update = [*self._latest.values()][-1]
         async with self.changing:
             member.facts = await self.api.probe(member.server, PROBE_SECONDS)
             until = time.monotonic() + self.timeout
