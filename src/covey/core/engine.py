@@ -45,10 +45,10 @@ class WeightUpdate:
     # None where the tensors are the whole model's. Otherwise they are a PEFT adapter's, under the names of its
     # checkpoint, and this is its configuration (`adapter_config.json`).
     adapter: dict[str, Any] | None = None
-    # the adapter's name, for an engine that holds several (`SampleRequest.adapter`); None: it holds one
-    adapter_name: str | None = None
     # the adapter's base model, for an engine that does not have it; None where it cannot be sent
     base: "WeightUpdate | None" = None
+    # the adapter's name, for an engine that holds several (`SampleRequest.adapter`); None: it holds one
+    adapter_name: str | None = None
 
     @property
     def nbytes(self) -> int:
