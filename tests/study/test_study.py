@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.study.commands import Command
+from covey.study.variants import settings_of
 from tests.support import runs, tiny
 from tests.support.studies import ADAPTER, COMMON, adapters, completions, study
 
@@ -364,3 +365,27 @@ def test_a_variant_that_cannot_resume_stays_stopped(tmp_path):
     a, b = made.train().values()
     assert (a.status, b.status, b.step, b.changes) == ("finished", "stopped", 1, {})
     assert "no_such_module" in b.history[-1]
+
+
+SERVER = {"use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False, "peft": {"r": 4}}
+
+
+def test_with_a_server_whole_models_use_the_built_in_engine(tmp_path):
+    common = {**SERVER, "vllm_server_port": 8001, "vllm_importance_sampling_mode": "token_truncate"}
+    assert settings_of(common, {}, tmp_path)[2].use_vllm
+    whole = settings_of(common, {"peft": None}, tmp_path)[2]
+    assert not whole.use_vllm and whole.vllm_server_port == 8000
+
+
+@pytest.mark.parametrize(
+    ("common", "changes", "words"),
+    [
+        ({"vllm_mode": "colocate"}, {}, "Set vllm_mode='server'"),
+        ({"vllm_lora_sync": "merged"}, {}, "Set vllm_lora_sync='adapter'"),
+        ({}, {"vllm_server_port": 8001}, "all share one model and engine"),
+        ({}, {"temperature": 0.7}, "all share one model and engine"),
+    ],
+)
+def test_settings_that_one_server_cannot_have_are_refused(tmp_path, common, changes, words):
+    with pytest.raises(ValueError, match=words):
+        settings_of({**SERVER, **common}, changes, tmp_path)
