@@ -96,7 +96,7 @@ def settings_of(
     if values.get("save_strategy", "no") != "no" or "save_steps" in values:
         raise ValueError("`save_strategy` and `save_steps` are those of the study: give it `save_rounds`.")
     for name in changes:
-        of_all = name in OF_ALL or (name.startswith(("use_vllm", "vllm_")) and name not in CORRECTION)
+        of_all = name in OF_ALL or _names_server(name)
         if (of_all or (name == "temperature" and values.get("use_vllm"))) and changes[name] != common.get(name):
             raise ValueError(
                 f"{name}={changes[name]!r} for one variant: all share one model and engine. Set it for the study."
@@ -116,8 +116,7 @@ def settings_of(
     for name in ("peft", "reward_funcs", "system_prompt"):
         values.pop(name, None)
     if adapter is None and values.get("use_vllm"):  # the server's weights are those under the adapters
-        for name in [name for name in values if name.startswith(("use_vllm", "vllm_")) and name not in CORRECTION]:
-            del values[name]
+        values = {name: value for name, value in values.items() if not _names_server(name)}
     try:
         args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
     except TypeError as error:
@@ -137,6 +136,10 @@ def settings_of(
     if args.world_size > 1:
         raise ValueError(f"a study is one process, and {args.world_size} were started. Start it without a launcher.")
     return method, adapter, args
+
+
+def _names_server(setting: str) -> bool:
+    return setting.startswith(("use_vllm", "vllm_")) and setting not in CORRECTION
 
 
 def with_shared_weights(base: Any) -> Any:
@@ -165,7 +168,7 @@ def with_system(text: str | None, rows: Any) -> Any:
 class VariantEngine:
     """The study's engine as one variant sees it: requests name the variant's adapter."""
 
-    in_place_of = "use_vllm"
+    in_place_of = "use_vllm"  # setting that names the server behind it
 
     def __init__(self, study: "Study", adapter: str):
         self.study, self.adapter = study, adapter
