@@ -271,6 +271,17 @@ def test_a_cache_that_stays_in_use_is_an_error(running):
     running.fail("/flush_cache", times=0)
 
 
+def test_the_last_refusal_is_told_if_the_time_ends_in_between():
+    answers = [ServerRefused("url", "empty", "HTTP 400: in use"), DeadlineExceeded("url", "empty", "no answer")]
+
+    class Busy:
+        async def call(self, *args, **kwargs):
+            raise answers.pop(0)
+
+    with pytest.raises(ServerRefused, match="in use"):
+        asyncio.run(SglangApi(vocab_size=VOCABULARY).clear_prefix_cache(Busy(), deadline=10.0))
+
+
 def test_a_cache_in_use_is_tried_again(running):
     running.fail("/flush_cache", text="Flush cache failed.", times=2)
     ask(running, "clear_prefix_cache")

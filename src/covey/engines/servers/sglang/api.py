@@ -17,7 +17,7 @@ import torch
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers import completions
-from covey.engines.servers.errors import BadAnswer, ServerRefused, advised, same_vocabulary
+from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
 
@@ -136,8 +136,9 @@ class SglangApi:
         await server.call("POST", "/continue_generation", "resume", deadline, {})
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
-        """Empty the prefix cache; repeated until no request uses it."""
+        """Empty the prefix cache; repeated until no request uses it, or raises the server's last refusal."""
         doing, until = "empty the prefix cache", time.monotonic() + deadline
+        refused: ServerRefused | None = None
         while True:
             left = max(until - time.monotonic(), 0.01)
             wait = min(FLUSH_SECONDS, left / 2)
@@ -145,9 +146,12 @@ class SglangApi:
                 query = {"timeout": f"{wait:.3f}"}
                 await server.call("POST", "/flush_cache", doing=doing, deadline=left, query=query)
                 return
-            except ServerRefused as refused:
-                if "HTTP 400" not in refused.message or time.monotonic() + wait >= until:
+            except ServerRefused as error:
+                if "HTTP 400" not in error.message or time.monotonic() + wait >= until:
                     raise
+                refused = error
+            except DeadlineExceeded as late:
+                raise refused or late from None
             await asyncio.sleep(min(0.1, wait))
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
