@@ -144,10 +144,10 @@ def write_models(folder):
     tiny.tokenizer().save_pretrained(folder / "judge")
 
 
-def train(case, output, resume=None, watch=None):
+def train(case, output, resume=None, watch=None, seed=0):
     """Train one case in this process or, under a launcher, together with the others.
 
-    From a checkpoint if given; `watch` is shown the model.
+    From a checkpoint if given; `watch` is shown the model, whose first weights are drawn with `seed`.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
     settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **BY_ARGUMENTS}[case])
@@ -156,7 +156,7 @@ def train(case, output, resume=None, watch=None):
         settings["vllm_server_base_url"] = os.environ["COVEY_TEST_SERVER"]
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
     parts = {"train_dataset": tiny.rows(), "reward_funcs": sums_of_odd, **parts}
-    parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings", True))
+    parts["model"] = tiny.model(seed=seed, tie_word_embeddings=settings.pop("tie_word_embeddings", True))
     if settings.pop("experts", False):
         parts["model"] = mixtures.model("Mixtral")
     if "model" in settings:
@@ -196,6 +196,14 @@ def saved_and_resumed(trained, case, output):
     again = outcome(train(case, output.with_name(f"{case}, resumed"), str(output / "checkpoint-3")))
     weights = outcome(trained)["weights"]
     return max((again["weights"][name] - tensor).abs().max().item() for name, tensor in weights.items())
+
+
+def refusal_of_another_base(case, output):
+    """Error of a run that resumes an adapter's checkpoint on other weights."""
+    try:
+        train(case, output.with_name(f"{case}, another base"), str(output / "checkpoint-3"), seed=1)
+    except ValueError as error:
+        return str(error)
 
 
 class Passes(Traffic):
@@ -291,6 +299,8 @@ if __name__ == "__main__":
             done.save_model(str(folder / case / "final"))
         if case in RESUMED:
             found[case]["resumed"] = saved_and_resumed(done, case, folder / case)
+        if case == "grpo, lora":
+            found[case]["refused"] = refusal_of_another_base(case, folder / case)
     if done.accelerator.is_main_process:
         torch.save(found, folder / "result.pt")
     torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter

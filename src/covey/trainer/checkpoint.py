@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from transformers import Trainer
 
 from covey.policy.adapters import base_sample, has_adapter
@@ -79,7 +78,7 @@ class Checkpointer:
                 write()
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
-                    state["base"] = self._base()
+                    state["base"] = base_sample(self.context.loop.policy)
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -146,7 +145,7 @@ class Checkpointer:
         saved, current = state.get("run", {}), self.described()
         _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         _check_same_optimizer(checkpoint, saved.get("settings", {}), current.get("settings", {}))
-        _check_same_base(checkpoint, state.get("base"), self._base())
+        _check_same_base(checkpoint, state.get("base"), base_sample(self.context.loop.policy))
         self.load_method_state(state["method"])
         changes = changes_since(saved, current)
         if changes and self.context.args.should_log:
@@ -222,9 +221,6 @@ class Checkpointer:
         for old in superfluous_checkpoints(str(run_dir), self.context.args.save_total_limit, keep):
             os.rename(old, staging / old.name)  # one that is half deleted must not look like a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
-
-    def _base(self) -> tuple[str, Tensor] | None:
-        return None if self.context.sharding.weights else base_sample(self.context.loop.policy)
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
@@ -421,13 +417,23 @@ def _check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[
 
 
 def _check_same_base(checkpoint: str, saved: Sequence[Any] | None, current: Sequence[Any] | None) -> None:
-    """The weights under an adapter are those that it was trained on: exactly, or rounded where dtypes differ."""
-    if not saved or not current or saved[1].shape != current[1].shape:
+    """The weights under an adapter are those that it was trained on: exactly, or rounded where dtypes differ.
+
+    Weights in 4 or 8 bits need not be exact, as machines may differ in how they restore them.
+    """
+    if not saved or not current:
         return
-    exact = saved[0] == current[0]
-    if not torch.allclose(saved[1], current[1], rtol=0.0 if exact else 5e-3, atol=0.0 if exact else 1e-6):
+    (dtypes, plain, *quantized), (now_dtypes, now_plain, now_quantized) = saved, current
+    exact = dtypes == now_dtypes
+    pairs = [(plain, now_plain, exact)] if plain.shape == now_plain.shape else []
+    pairs += [(was, now_quantized, False) for was in quantized]  # none in earlier checkpoints
+    if not all(
+        was.shape == now.shape and torch.allclose(was, now, rtol=0.0 if same else 5e-3, atol=0.0 if same else 1e-6)
+        for was, now, same in pairs
+    ):
         raise ValueError(
-            f"{checkpoint!r} holds an adapter that was trained on another base model: this one has other weights."
+            f"{checkpoint!r} holds an adapter that was trained on another base model: this one has other weights, or"
+            " is quantised in another way."
             " Resume with the base model that the run began with, or begin a new run that trains the adapter on this"
             f" one, with model=PeftModel.from_pretrained(base, {checkpoint!r}, is_trainable=True)."
         )

@@ -179,6 +179,11 @@ def test_a_run_under_fsdp2_is_resumed_exactly_and_loads_anywhere(fsdp2, fsdp2_fo
 
 
 @pytest.mark.slow
+def test_an_adapter_is_not_resumed_on_another_base(fsdp2):
+    assert "was trained on another base model" in fsdp2["grpo, lora"]["refused"]
+
+
+@pytest.mark.slow
 def test_a_run_of_torchrun_is_sharded_as_its_arguments_say(alone, tmp_path):
     torchrun(str(HERE / "sharded_runs.py"), str(tmp_path), "FSDP2")
     found = torch.load(tmp_path / "result.pt", weights_only=True)["FSDP2"]
@@ -229,6 +234,11 @@ def test_the_best_weights_are_left_under_zero3(zero3, zero3_folder, case):
 def test_a_run_under_zero3_is_resumed_exactly_and_loads_anywhere(zero3, zero3_folder, case):
     assert zero3[case]["resumed"] == 0.0
     assert_loads(zero3_folder, case, zero3)
+
+
+@pytest.mark.deepspeed
+def test_an_adapter_is_not_resumed_on_another_base_under_zero3(zero3):
+    assert "was trained on another base model" in zero3["grpo, lora"]["refused"]
 
 
 @pytest.mark.deepspeed

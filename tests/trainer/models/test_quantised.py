@@ -16,6 +16,7 @@ from covey.policy.replicas import FullCopy
 from covey.policy.scoring import TokenScorer
 from covey.policy.sharded_tensors import is_shard
 from covey.policy.weights import weight_update
+from covey.trainer.checkpoint import _check_same_base
 from tests.support import mixtures, runs, tiny
 
 pytest.importorskip("bitsandbytes", reason="needs `pip install 'covey[quantization]'`")
@@ -172,9 +173,30 @@ def test_model_init_kwargs_may_ask_for_it_and_resuming_is_exact(tmp_path, folder
     straight.train()
     resumed = trainer_of(folder, tmp_path, **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert base_sample(straight.policy)[1].numel() > 0  # of norms and embeddings
     for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
         assert torch.equal(a, b)
+
+
+def changed(policy):
+    """The policy with other weights in one layer, which is quantised."""
+    packed = policy.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
+    packed.data = packed.data.flip(0)
+    return policy
+
+
+@pytest.mark.parametrize("settings", [NF4, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
+def test_a_quantised_base_is_recognised(folder, settings):
+    policy = quantised(folder, settings)
+    saved = base_sample(policy)
+    assert saved[1].numel() > 0 and saved[2].numel() > 50
+    policy(IDS)
+    _check_same_base("checkpoint-1", saved, base_sample(policy))
+    _check_same_base("checkpoint-1", saved[:2], base_sample(policy))  # of an earlier version
+    other = {"load_in_8bit": True} if settings is NF4 else NF4
+    plain = load_policy(folder, peft_config=peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    for another in (changed(policy), quantised(folder, other), plain):
+        with pytest.raises(ValueError, match="trained on another base model"):
+            _check_same_base("checkpoint-1", saved, base_sample(another))
 
 
 # ---- spread over processes ------------------------------------------------------------------------------------------
@@ -192,6 +214,7 @@ def test_weights_sharded_by_fsdp2_are_sent_and_sampled_whole(folder, one_process
 
     policy = quantised(folder, {**NF4, "bnb_4bit_quant_storage": "float32"})
     before = sent(weight_update(policy, 0)), sent(weight_update(policy, 0, adapter_only=True).base)
+    sample = base_sample(policy)
     logits = policy(IDS).logits
     gathered, rounded = (FullCopy(policy, lambda: policy, dtype) for dtype in (None, torch.bfloat16))
     sharded = fully_shard(policy)
@@ -201,6 +224,7 @@ def test_weights_sharded_by_fsdp2_are_sent_and_sampled_whole(folder, one_process
     for ours, theirs in zip(after, before, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert all(torch.equal(was, now) for was, now in zip(sample[1:], base_sample(sharded)[1:], strict=True))
     with gathered.weights(), torch.no_grad():
         torch.testing.assert_close(gathered.model(IDS).logits, logits)
     with rounded.weights():
