@@ -61,6 +61,7 @@ def test_commands_of_the_page_act_after_the_step(tmp_path):
     made.play_round = play_round
     variants = made.train()
     assert [status for status, _ in said] == [200, 200, 200] and "Study after round 1" in said[0][1]
+    assert said[1][1] == "queued: it acts when the step of the next round ends"
     assert (variants["a"].status, variants["a"].step) == ("stopped", 2)
     assert variants["c"].parent == "b" and variants["c"].changes["learning_rate"] == 1e-3
     ((_, page),) = answers(tmp_path, "/")
@@ -75,8 +76,15 @@ def test_commands_of_the_page_act_after_the_step(tmp_path):
         (asked("change", "a", changes="learning_rate"), JSON, 400, "write field=value"),
         (asked("change", "a", changes="learning_rate=abc"), JSON, 400, "could not convert string to float"),
         (asked("change", "a", changes="learning_rate=["), JSON, 400, "'learning_rate=[' cannot be read"),
+        (
+            asked("change", "a", changes="learnig_rate=1"),
+            JSON,
+            400,
+            "no setting of a variant. Did you mean `learning_rate`",
+        ),
         (asked("clone", "a", to="b"), JSON, 400, "there is a variant 'b' already"),
         (asked("clone", "a", to="../b"), JSON, 400, "a variant cannot be called '../b'"),
+        (asked("clone", "a", to="b|c"), JSON, 400, "a variant cannot be called 'b|c'"),
         ("[]", JSON, 400, ""),
         ("{", JSON, 400, ""),
         (asked("stop", "a"), {"Content-Type": "text/plain"}, 415, "JSON"),
@@ -89,6 +97,13 @@ def test_what_is_wrong_or_foreign_queues_nothing(trained, body, headers, status,
     ((found, text),) = answers(trained, (body, headers))
     assert found == status and says in text
     assert not list(trained.glob("commands/*"))
+
+
+def test_a_command_waits_for_a_study_that_has_ended(trained):
+    ((status, text),) = answers(trained, (asked("resume", "a", changes="max_steps=2"), JSON))
+    assert status == 200 and "all variants have ended, so it acts when `covey study FILE --resume`" in text
+    (queued,) = trained.glob("commands/*")
+    queued.unlink()
 
 
 def test_variants_lead_to_the_pages_of_their_runs(trained):

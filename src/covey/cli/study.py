@@ -2,12 +2,14 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from covey.cli.config_file import RUN_KEYS, config_of, load_run, read_mapping, typed
+from covey.config.aliases import ALIASES, hint
 
 USAGE = """usage: covey study study.yaml [--resume]
        covey study stop NAME --study DIR
@@ -19,6 +21,7 @@ USAGE = """usage: covey study study.yaml [--resume]
 The file is that of `covey grpo` with a key `study`: variants (name: settings), grid (field: values), random (count,
 seed, field: values or {min, max, log}), eval_steps (a number or a list of steps), save_rounds, halving (the share to
 keep, or {keep, certain}). Variants with `peft: null` train the whole model, one after another. DIR is output_dir."""
+VARIANT_KEYS = ("peft", "method", "reward_funcs", "system_prompt")  # what variants change beside the config
 PLAN_KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
 
 
@@ -47,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.words:
         raise ValueError(f"`covey study {argv[0]}` needs the name of a variant.\n{USAGE}")
     name, *changes = options.words
-    path = send(options.study, Command(argv[0], name, changes_of(changes), options.to, options.fresh))
-    print(f"queued: {path}; it acts when the step of the next round ends, and study.md then says so")
+    print(send(options.study, Command(argv[0], name, changes_of(changes), options.to, options.fresh)))
     return 0
 
 
@@ -116,4 +118,8 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
             changes[field] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ValueError(f"{word!r} cannot be read: {error}") from error
-    return _typed(changes, "rloo")  # the class with the most fields
+    config = config_of("rloo")  # the class with the most fields
+    known = [*(one.name for one in fields(config)), *ALIASES, *VARIANT_KEYS]
+    if unknown := [name for name in changes if name not in known]:
+        raise ValueError(f"`{unknown[0]}` is no setting of a variant{hint(unknown[0], known)}")
+    return typed(changes, config)

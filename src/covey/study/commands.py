@@ -12,6 +12,7 @@ from covey.runtime.files import flush
 from covey.runtime.safe_text import without_secrets
 
 KINDS = ("stop", "clone", "resume", "change")
+ENDED = ("stopped", "failed", "finished")
 QUEUE = "commands"
 STATE = "study.json"
 OWN_FILES = (QUEUE, STATE, "study.md", "study.html")
@@ -51,7 +52,7 @@ def check_public(changes: Mapping[str, Any]) -> None:
 
 
 def check_name(name: str, known: Sequence[str] = ()) -> None:
-    usable = isinstance(name, str) and name == os.path.basename(name) and name.isprintable() and " " not in name
+    usable = isinstance(name, str) and name.isprintable() and not set(" |/\\") & set(name)
     if not (usable and 0 < len(name.encode()) <= 200 and name[0] not in ".-") or name in OWN_FILES:
         raise ValueError(
             f"a variant cannot be called {name!r}: its name is that of its folder, next to {', '.join(OWN_FILES)}. Use"
@@ -61,12 +62,13 @@ def check_name(name: str, known: Sequence[str] = ()) -> None:
         raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
 
 
-def send(folder: str | Path, command: Command) -> Path:
-    """Queue a command for the study in a folder; it acts when the step of the next round ends."""
+def send(folder: str | Path, command: Command) -> str:
+    """Queue a command for the study in a folder; returns a sentence on when it acts."""
     folder = Path(folder)
     if not (folder / STATE).is_file():
         raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
-    known = [*json.loads((folder / STATE).read_text())["variants"], *(one.to for _, one in waiting(folder) if one.to)]
+    variants = json.loads((folder / STATE).read_text())["variants"]
+    known = [*variants, *(one.to for _, one in waiting(folder) if one.to)]
     if command.name not in known:
         raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(known)}.")
     if command.to is not None:
@@ -74,7 +76,9 @@ def send(folder: str | Path, command: Command) -> Path:
     path = folder / QUEUE / f"{time.time_ns():020d}-{os.getpid()}.json"
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(command))
-    return path
+    if all(one["status"] in ENDED for one in variants.values()):
+        return "queued: all variants have ended, so it acts when `covey study FILE --resume` goes on"
+    return "queued: it acts when the step of the next round ends"
 
 
 def waiting(folder: Path) -> list[tuple[Path, Command]]:

@@ -30,7 +30,7 @@ def variants_of(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         choices += [{name: _draw(name, range_, source) for name, range_ in drawn.items()} for _ in range(count)]
     for choice in choices:
         name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in choice.items())
-        found["".join("_" if one.isspace() or one in "/\\" else one for one in name)] = _nested(choice)
+        found["".join("_" if one.isspace() or one in "/\\|" else one for one in name)] = _nested(choice)
     return found
 
 

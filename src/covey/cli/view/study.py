@@ -49,10 +49,9 @@ def application(folder: Path) -> web.Application:
         if request.content_type != "application/json":  # which no form of another page sends unasked
             raise web.HTTPUnsupportedMediaType(text="A command is JSON.")
         try:
-            send(folder, command_of(await request.json()))
+            return web.Response(text=send(folder, command_of(await request.json())))
         except (TypeError, AttributeError, ValueError, LookupError, OSError) as error:
             return web.Response(status=400, text=str(error))
-        return web.Response(text="queued: it acts when the step of the next round ends")
 
     app = web.Application(middlewares=[guard])
     app.router.add_get("/", page)
