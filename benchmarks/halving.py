@@ -33,13 +33,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "1e-5": {"learning_rate": 1e-5},
     "1e-5,rank=32": {"learning_rate": 1e-5, "peft": {"r": 32, "lora_alpha": 64}},
     "5e-5,dr_grpo": {"learning_rate": 5e-5, "loss_type": "dr_grpo"},
-    "1.5e-3": {"learning_rate": 1.5e-3},
+    "5e-4": {"learning_rate": 5e-4},
     "3e-2": {"learning_rate": 3e-2},
     "1e-1,rank=16": {"learning_rate": 1e-1, "peft": {"r": 16}},
     "3e-1,rank=2": {"learning_rate": 3e-1, "peft": {"r": 2, "lora_alpha": 4}},
 }
 RULE = {"keep": 0.25, "certain": True}
-STEPS, EVALUATIONS, HELD_OUT = 8, [2, 3], 12
+STEPS, EVALUATIONS, HELD_OUT = 16, [2, 4, 8], 16
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 16,

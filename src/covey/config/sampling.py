@@ -82,9 +82,10 @@ class AgentFields:
     rollout_timeout: float = limited(3600.0, gt=0, le=10**9, advice="It is in seconds.")
     """Seconds that one rollout with tools, an environment or a function of your own may take; a late one fails. For a
     `rollout_func(prompts, trainer)`, of all its rollouts together."""
-    unstable_chat_template: str = limited("raise", choices=("raise", "keep"))
+    unstable_chat_template: str = limited("raise", choices=("raise", "keep", "rewrite"))
     """Treatment of a chat template that renders earlier turns differently once later ones follow: `raise` refuses it,
-    `keep` trains on the turns as they were sampled."""
+    `keep` trains on the turns as they were sampled, `rewrite` changes the template, also the one that is saved, so that
+    it keeps the thinking of all turns."""
     max_turn_length: int | None = limited(None, ge=1, advice="Unset, max_completion_length alone bounds a turn.")
     """Most tokens that one turn of a rollout with tools, an environment, an agent or a function of your own may have.
     Tools and environments get no turn that was cut off: the rollout ends."""

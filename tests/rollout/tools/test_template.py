@@ -8,7 +8,9 @@ import warnings
 
 import pytest
 
-from covey.rollout.tools.turn_template import TurnTemplate
+from covey.rollout.prompts import PromptCodec
+from covey.rollout.tools.kept_thinking import keep_thinking
+from covey.rollout.tools.turn_template import TurnTemplate, TurnTemplates
 from tests.support.families import FAMILIES, LLAMA3, QWEN, TOKENIZERS, tokenizer_of
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}]
@@ -211,6 +213,51 @@ def test_image_parts_of_results_are_refused_text_parts_are_not():
     assert TURNS["qwen"].continuation([{"role": "tool", "content": text}]) == joined
     with pytest.raises(ValueError, match="images among the results of tools need a vision-language model"):
         TURNS["qwen"].continuation([{"role": "tool", "content": [{"type": "image", "image": None}]}])
+
+
+AFTER_THE_USER = (
+    "{% set ns = namespace(last_user_index=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last_user_index = loop.index0 %}{% endif %}{% endfor %}"
+)
+SPLIT = "m.content.split('</think>')[-1]"
+
+
+def forgetful(condition):
+    """Drops thinking before the last user's message, unless `condition` holds."""
+    said = f"{{{{ m.content if m.role != 'assistant' or {condition} else {SPLIT} }}}}"
+    return AFTER_THE_USER + QWEN.replace("{{ m.content }}{% for c", said + "{% for c")
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "loop.index0 > ns.last_user_index",
+        "preserve_thinking is true or loop.index0 > ns.last_user_index",
+        "not (truncate_history_thinking | default(true) and loop.index0 < ns.last_user_index)",
+    ],
+)
+def test_a_template_is_rewritten_to_keep_thinking(condition):
+    tokenizer, asked = tokenizer_of(FAMILIES["qwen"], forgetful(condition)), {"role": "user", "content": "Again."}
+    said = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    with pytest.warns(UserWarning, match="where a user goes on: it drops the thinking"):
+        TurnTemplate(tokenizer, TOOLS).continuation([asked])
+    opening = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+    templates = TurnTemplates(PromptCodec(tokenizer, None, None), [], "rewrite")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ids = templates.of(TOOLS, None).continuation([asked])
+    assert tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True) == opening
+    whole = tokenizer.apply_chat_template([asked, said, asked], tokenize=False, add_generation_prompt=True)
+    assert whole == opening + said["content"] + "<|im_end|>" + tokenizer.decode(ids)
+
+
+def test_a_rewritten_template_shows_the_same_first_turn():
+    asks = "{{ '' if loop.index0 > ns.last_user_index else '?' }}"
+    before = AFTER_THE_USER + QWEN.replace("{{ m.content }}{% for c", "{{ m.content }}" + asks + "{% for c")
+    tokenizer = tokenizer_of(FAMILIES["qwen"], before)
+    with pytest.raises(ValueError, match="would change what this chat template writes for the first turn"):
+        keep_thinking(tokenizer)
+    assert tokenizer.chat_template == before
 
 
 def test_an_unknown_word_for_unstable_is_refused():

@@ -94,7 +94,7 @@ AGENTS = [
     Mistake(
         "Gave tools with a chat template that changes earlier turns",
         lambda b: conversations(b, UNSTABLE, tools=[add]),
-        ("not prefix-stable", "Change `tokenizer.chat_template`", "unstable_chat_template='keep'"),
+        ("not prefix-stable", "change `tokenizer.chat_template`", "unstable_chat_template='keep'"),
     ),
     Mistake(
         "Gave tools with a chat template that does not show them",

@@ -13,6 +13,7 @@ from typing import Any
 from covey.core.records import Message
 from covey.rollout.images import as_parts, with_images
 from covey.rollout.prompts import ControlTokens, PromptCodec
+from covey.rollout.tools.kept_thinking import keep_thinking
 from covey.rollout.vision import Encoded, Vision
 
 _TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"  # marks in placeholders
@@ -53,8 +54,9 @@ class TurnTemplate:
         if self.reasons and unstable == "raise":
             raise ValueError(
                 f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
-                " not be the one that the template renders. Change `tokenizer.chat_template` so that earlier turns stay"
-                " as they were, or set unstable_chat_template='keep' and keep them yourself wherever the model is used."
+                " not be the one that the template renders. Set unstable_chat_template='rewrite', if thinking is"
+                " dropped; or change `tokenizer.chat_template` so that earlier turns stay as they were; or set"
+                " unstable_chat_template='keep' and keep them yourself wherever the model is used."
             )
 
     def continuation(self, results: Sequence[Message], ended_with: int | None = None) -> list[int]:
@@ -146,7 +148,7 @@ class TurnTemplate:
         """Begin and end of the last mark in a rendered turn, and the end of the turn."""
         begin, mark = max((text.rfind(mark), mark) for mark in (_TEXT, _NAME))
         marked = begin + len(mark)
-        cut = max((text.rfind(end, marked) + len(end) for end in self._ends if end in text[marked:]), default=None)
+        cut = min((text.find(end, marked) + len(end) for end in self._ends if end in text[marked:]), default=None)
         if cut is None:  # the template does not end turns with a token: all text after the turn follows it
             cut = marked if mark == _TEXT else len(text)
         return begin, marked, cut
@@ -232,9 +234,9 @@ class TurnTemplate:
         if reasons:
             warnings.warn(
                 f"the chat template is not prefix-stable where a user goes on: {'; '.join(reasons)}. Earlier turns stay"
-                " as they were sampled, which is not how the template renders the conversation. Change"
-                " `tokenizer.chat_template`, or set unstable_chat_template='keep' and keep them wherever the model is"
-                " used.",
+                " as they were sampled, which is not how the template renders the conversation. Set"
+                " unstable_chat_template='rewrite', or change `tokenizer.chat_template`, or set 'keep' and keep them"
+                " wherever the model is used.",
                 stacklevel=2,
             )
 
@@ -266,7 +268,12 @@ class TurnTemplates:
     """Turn templates of one chat template, one for each set of tools and template arguments."""
 
     def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise", parser: str | None = None):
-        self.codec, self._end_ids, self._unstable = codec, tuple(end_ids), unstable
+        if unstable == "rewrite":
+            keep_thinking(codec.tokenizer)
+            if codec.vision is not None:  # its processor is what is saved
+                codec.vision.processor.chat_template = codec.tokenizer.chat_template
+        self.codec, self._end_ids = codec, tuple(end_ids)
+        self._unstable = "keep" if unstable == "keep" else "raise"
         self.parser = parser  # name of the notation of calls; None: what the chat template mentions
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
