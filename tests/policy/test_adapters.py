@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from covey.policy.adapters import base_sample
-from covey.trainer.checkpoint import _check_same_base
+from covey.trainer.checkpoint import _check_same_base, _warn_of_uncompared
 from tests.support import tiny
 
 KINDS = [
@@ -58,3 +58,11 @@ def test_the_same_dtype_allows_no_difference():
 def test_a_whole_model_has_no_base():
     assert base_sample(tiny.model()) is None
     checked(None, adapted(**KINDS[0]))  # a checkpoint of an earlier version
+
+
+def test_a_base_that_cannot_be_compared_is_warned_of():
+    policy = adapted(**KINDS[0])
+    base = policy.get_base_model()
+    base.is_quantized, base.config.quantization_config = True, {"quant_method": "gptq"}
+    with pytest.warns(UserWarning, match="which gptq has quantised, cannot be compared .* in 'checkpoint-1'"):
+        _warn_of_uncompared("checkpoint-1", policy)

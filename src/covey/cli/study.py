@@ -21,7 +21,7 @@ USAGE = """usage: covey study study.yaml [--resume]
 The file is that of `covey grpo` with a key `study`: variants (name: settings), grid (field: values), random (count,
 seed, field: values or {min, max, log}), eval_steps (a number or a list of steps), save_rounds, halving (the share to
 keep, or {keep, certain}). Variants with `peft: null` train the whole model, one after another. DIR is output_dir."""
-VARIANT_KEYS = ("peft", "method", "reward_funcs", "system_prompt")  # what variants change beside the config
+VARIANT_KEYS = ("peft", "method", "reward_funcs", "system_prompt")  # what variants change in addition to the config
 PLAN_KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
 
 

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from transformers import Trainer
 
-from covey.policy.adapters import base_sample, has_adapter
+from covey.policy.adapters import base_model, base_sample, has_adapter
+from covey.policy.quantization import quantization_method
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
 from covey.rewards import RewardSuite
 from covey.runtime.data_files import loading_data_alone
@@ -146,6 +147,7 @@ class Checkpointer:
         _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         _check_same_optimizer(checkpoint, saved.get("settings", {}), current.get("settings", {}))
         _check_same_base(checkpoint, state.get("base"), base_sample(self.context.loop.policy))
+        _warn_of_uncompared(checkpoint, self.context.loop.policy)
         self.load_method_state(state["method"])
         changes = changes_since(saved, current)
         if changes and self.context.args.should_log:
@@ -436,4 +438,14 @@ def _check_same_base(checkpoint: str, saved: Sequence[Any] | None, current: Sequ
             " is quantised in another way."
             " Resume with the base model that the run began with, or begin a new run that trains the adapter on this"
             f" one, with model=PeftModel.from_pretrained(base, {checkpoint!r}, is_trainable=True)."
+        )
+
+
+def _warn_of_uncompared(checkpoint: str, policy: Any) -> None:
+    method = quantization_method(base_model(policy))
+    if has_adapter(policy) and method not in (None, "bitsandbytes"):
+        warnings.warn(
+            f"the weights of the base model, which {method} has quantised, cannot be compared with those that the adapter"
+            f" in {checkpoint!r} was trained on: make sure that it is the same model.",
+            stacklevel=4,
         )

@@ -243,7 +243,9 @@ class TurnTemplate:
     def _instabilities(self, *answers: list[Message]) -> list[str]:
         """Reasons why the template is not prefix-stable over two rounds, with an answer to each turn."""
         opening = self._render([_USER])
-        thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not opening.rstrip().endswith("</think>")
+        begun = opening.rstrip()
+        thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not begun.endswith("</think>")
+        thinks = thinks or begun.endswith("<think>")
         results = [self._result_messages(answer, {}) for answer in answers]
         turns = [
             self._turn(result, f"<think>\n{_THOUGHT}{i}\n</think>\n\n" if thinks else "", str(i))
