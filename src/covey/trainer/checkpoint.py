@@ -445,7 +445,7 @@ def _warn_of_uncompared(checkpoint: str, policy: Any) -> None:
     method = quantization_method(base_model(policy))
     if has_adapter(policy) and method not in (None, "bitsandbytes"):
         warnings.warn(
-            f"the weights of the base model, which {method} has quantised, cannot be compared with those that the adapter"
-            f" in {checkpoint!r} was trained on: make sure that it is the same model.",
+            f"the weights of the base model, which {method} has quantised, cannot be compared with those that the"
+            f" adapter in {checkpoint!r} was trained on: make sure that it is the same model.",
             stacklevel=4,
         )
