@@ -151,7 +151,7 @@ def main() -> None:
             command += ["--model", model_path(given.model)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
-            given.results.write_text(json.dumps(results, indent=1) + "\n")
+            given.results.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
             print(f"{task}, {side}: {results[-1]['seconds']} s, {results[-1]['winner']}", flush=True)
     print(summary(results))
 

@@ -5,11 +5,12 @@ That conversations grow by the tokens which the template would have written is i
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.tools.kept_thinking import keep_thinking
+from covey.rollout.tools.kept_thinking import keep_thinking, rewritten
 from covey.rollout.tools.turn_template import TurnTemplate, TurnTemplates
 from tests.support.families import FAMILIES, LLAMA3, QWEN, TOKENIZERS, tokenizer_of
 
@@ -126,6 +127,19 @@ def test_templates_without_end_tokens_continue_after_the_turn():
     tokenizer = tokenizer_of(FAMILIES["generic"], plain)
     ids = TurnTemplate(tokenizer).continuation([{"role": "tool", "content": "4"}])
     assert tokenizer.decode(ids) == "\ntool: 4\nassistant: "
+
+
+def test_the_end_of_the_sequence_may_close_a_conversation():
+    """Phi 3's template ends turns with one token, and a conversation without an answer to come with another."""
+    family = replace(FAMILIES["generic"], eos="<|endoftext|>", special=["<|end|>"])
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% else %}<|endoftext|>{% endif %}"
+    )
+    tokenizer = tokenizer_of(family, template)
+    turns = TurnTemplate(tokenizer, [], [tokenizer.convert_tokens_to_ids("<|end|>")])
+    ids = turns.continuation([{"role": "user", "content": "4"}])
+    assert tokenizer.decode(ids) == "\nuser: 4<|end|>\nassistant: "
 
 
 # --- templates that are not prefix-stable ------------------------------------------------------------------------
@@ -260,6 +274,13 @@ def test_a_rewritten_template_shows_the_same_first_turn():
     assert tokenizer.chat_template == before
 
 
+def test_rewriting_again_changes_nothing_and_other_faults_stay_errors():
+    once = rewritten("{{ preserve_thinking }}")
+    assert rewritten(once) == once != "{{ preserve_thinking }}"
+    with pytest.raises(ValueError, match="'rewrite' does not help here: change"):
+        TurnTemplate(tokenizer_of(FAMILIES["qwen"], COUNTS), TOOLS, unstable="rewrite")
+
+
 def test_an_unknown_word_for_unstable_is_refused():
-    with pytest.raises(ValueError, match="choose 'raise' or 'keep'"):
+    with pytest.raises(ValueError, match="choose 'raise', 'keep' or 'rewrite'"):
         TurnTemplate(TOKENIZERS["qwen"], unstable="maybe")

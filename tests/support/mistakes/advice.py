@@ -121,7 +121,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
         "Gave tools with prompts that are strings": "",
         "Gave tools with a chat template that changes earlier turns": (
-            'Change `tokenizer.chat_template`, or set `unstable_chat_template="keep"` ([agents](conversations.md)).'
+            'Set `unstable_chat_template` to "rewrite" if thinking is dropped, or change `tokenizer.chat_template`,'
+            ' or set "keep" ([agents](conversations.md)).'
         ),
         "Gave a rollout_func that is no function": "",
         "Wrote an async rollout function with other arguments": (

@@ -46,9 +46,12 @@ def keep_thinking(tokenizer: Any) -> None:
 
 def rewritten(template: str) -> str:
     """Source of a chat template that keeps thinking: `SWITCHES` are set, or `CONDITIONS` replaced."""
-    switches = [name for name in SWITCHES if re.search(rf"\b{name}\b", template)]
+    switches = [
+        f"{{% set {name} = {value} %}}" for name, value in SWITCHES.items() if re.search(rf"\b{name}\b", template)
+    ]
     if switches:
-        return "".join(f"{{% set {name} = {SWITCHES[name]} %}}" for name in switches) + template
+        beginning = "".join(switches)
+        return template if template.startswith(beginning) else beginning + template
     for part, replacement in CONDITIONS.items():
         template = re.sub(part, replacement, template)
     return template

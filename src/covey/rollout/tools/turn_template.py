@@ -31,12 +31,12 @@ class TurnTemplate:
         tools: Sequence[dict[str, Any]] = (),
         end_ids: Iterable[int] = (),  # that end a turn, in addition to the tokenizer's end of sequence
         chat_template_kwargs: dict[str, Any] | None = None,
-        unstable: str = "raise",  # refuse a template that is not prefix-stable; "keep": turns stay as they were sampled
+        unstable: str = "raise",  # or "rewrite": refuse one that is not prefix-stable; "keep": turns stay as sampled
         vision: Vision | None = None,
         allow_control_tokens: bool = False,
     ):
-        if unstable not in ("raise", "keep"):
-            raise ValueError(f"unstable={unstable!r} is not known; choose 'raise' or 'keep'.")
+        if unstable not in ("raise", "keep", "rewrite"):
+            raise ValueError(f"unstable={unstable!r} is not known; choose 'raise', 'keep' or 'rewrite'.")
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tools need a chat template and the tokenizer has none. Set `tokenizer.chat_template` or use an"
@@ -50,13 +50,18 @@ class TurnTemplate:
         self.result_role, self._calls = self._find_result_format()
         self.shows_tools = self._renders_tools()
         self.reasons = self._instabilities([_result("1")], [_result("2")])
-        self._check_users = unstable == "raise"
-        if self.reasons and unstable == "raise":
+        self._check_users = unstable != "keep"
+        self._advice = (
+            "unstable_chat_template='rewrite' does not help here: change"
+            if unstable == "rewrite"
+            else "Set unstable_chat_template='rewrite', if thinking is dropped; or change"
+        )
+        if self.reasons and unstable != "keep":
             raise ValueError(
                 f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
-                " not be the one that the template renders. Set unstable_chat_template='rewrite', if thinking is"
-                " dropped; or change `tokenizer.chat_template` so that earlier turns stay as they were; or set"
-                " unstable_chat_template='keep' and keep them yourself wherever the model is used."
+                f" not be the one that the template renders. {self._advice} `tokenizer.chat_template` so that earlier"
+                " turns stay as they were; or set unstable_chat_template='keep' and keep them yourself wherever the"
+                " model is used."
             )
 
     def continuation(self, results: Sequence[Message], ended_with: int | None = None) -> list[int]:
@@ -234,9 +239,9 @@ class TurnTemplate:
         if reasons:
             warnings.warn(
                 f"the chat template is not prefix-stable where a user goes on: {'; '.join(reasons)}. Earlier turns stay"
-                " as they were sampled, which is not how the template renders the conversation. Set"
-                " unstable_chat_template='rewrite', or change `tokenizer.chat_template`, or set 'keep' and keep them"
-                " wherever the model is used.",
+                f" as they were sampled, which is not how the template renders the conversation. {self._advice}"
+                " `tokenizer.chat_template`; or set unstable_chat_template='keep' and keep them wherever the model is"
+                " used.",
                 stacklevel=2,
             )
 
@@ -274,8 +279,7 @@ class TurnTemplates:
             keep_thinking(codec.tokenizer)
             if codec.vision is not None:  # its processor is what is saved
                 codec.vision.processor.chat_template = codec.tokenizer.chat_template
-        self.codec, self._end_ids = codec, tuple(end_ids)
-        self._unstable = "keep" if unstable == "keep" else "raise"
+        self.codec, self._end_ids, self._unstable = codec, tuple(end_ids), unstable
         self.parser = parser  # name of the notation of calls; None: what the chat template mentions
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
