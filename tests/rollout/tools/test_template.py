@@ -274,7 +274,7 @@ def test_a_rewritten_template_shows_the_same_first_turn():
     assert tokenizer.chat_template == before
 
 
-def test_rewriting_again_changes_nothing_and_other_faults_stay_errors():
+def test_rewriting_is_done_once_and_helps_thinking_alone():
     once = rewritten("{{ preserve_thinking }}")
     assert rewritten(once) == once != "{{ preserve_thinking }}"
     with pytest.raises(ValueError, match="'rewrite' does not help here: change"):
