@@ -38,7 +38,8 @@ def run(command: list[str], seconds: float = 300, **more: str) -> str:
 
 def succeeded(done: "subprocess.CompletedProcess[str]") -> str:
     """Check that a program ended well; what it printed."""
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    errors = done.stderr if len(done.stderr) <= 20_000 else f"{done.stderr[:10_000]}\n[...]\n{done.stderr[-10_000:]}"
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{errors}"
     return done.stdout
 
 

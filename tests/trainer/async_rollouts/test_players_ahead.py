@@ -130,8 +130,8 @@ def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
     assert all(step - version <= 2 for step, _, _, versions in found for version in versions)
 
 
-@pytest.mark.parametrize("player", ["one rollout", "a group"])
-def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, monkeypatch):
+@pytest.mark.parametrize(("player", "starts"), [("one rollout", 4), ("a group", 1)])
+def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, starts, monkeypatch):
     """The engine has them all before it gets newer weights, though functions run on another thread, and slowly."""
     monkeypatch.setattr(SubmissionBarrier, "SECONDS", 30.0)  # the machine may be busy
 
@@ -145,8 +145,10 @@ def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, mo
 
     engine = scripted()
     play(tmp_path, slowly if player == "one rollout" else slow_tree, 2, engine).train()
-    first = [one.version for one in engine.served if len(one.request.prompt_ids) == 4]
-    assert sorted(first) == [0] * 6 + [1] * 2 + [2] * 2 + [3] * 2  # six generations of two prompts
+    first = [one for one in engine.served if len(one.request.prompt_ids) == 4]
+    versions = [one.version for one in first for _ in one.request.seeds]  # however many became one request
+    launched = [0] * 6 + [1] * 2 + [2] * 2 + [3] * 2  # six generations of two prompts
+    assert sorted(versions) == [version for version in launched for _ in range(starts)]
 
 
 def test_a_function_that_begins_late_is_not_waited_for(tmp_path, monkeypatch):
