@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "3e-1,rank=2": {"learning_rate": 3e-1, "peft": {"r": 2, "lora_alpha": 4}},
 }
 RULE = {"keep": 0.25, "certain": True}
-STEPS, EVALUATIONS, HELD_OUT = 16, [2, 4, 8], 16
+STEPS, EVALUATIONS, HELD_OUT = 16, [2, 4, 8], 32
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 16,

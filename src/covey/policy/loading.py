@@ -1,7 +1,6 @@
 """Loading of the policy (in float32 by default) and its tokenizer: a hub id, a folder, an object or a GGUF file."""
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Collection
@@ -370,8 +369,12 @@ def convert_gguf(path: str | Path, folder: str | Path) -> Path:
     clean.generation_config = quantised.generation_config
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
-        clean.save_pretrained(staging)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(staging)
-        shutil.copytree(staging, folder.with_suffix(".partial"), dirs_exist_ok=True)
-    folder.with_suffix(".partial").rename(folder)
+        whole = Path(staging, folder.name)
+        clean.save_pretrained(whole)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(whole)
+        try:
+            whole.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another process was faster
+                raise
     return folder
