@@ -18,7 +18,8 @@ def test_equal_variants_are_seldom_called_different():
     for _ in range(200):
         rewards = {name: [draw.gauss(0, 1) for _ in range(6)] for name in "abcdef"}
         variants = {name: Variant(name, {}, evaluations={1: one}) for name, one in rewards.items()}
-        wrong += any(difference.is_real for difference in comparison(variants)[1].values())
+        pairs = [difference for name in rewards for difference in comparison(variants, to=name)[1].values()]
+        wrong += any(difference.is_real for difference in pairs)
     assert wrong <= 20  # 0.05 * 200 = 10, and three standard deviations of 3.1
 
 
@@ -37,6 +38,8 @@ def test_halving_stops_those_that_are_really_worse():
     assert Halving(0.5)(made) == ["worse", "worst"]
     assert Halving(0.25)(made) == ["worse", "worst"]  # "unsure" may be as good as the best one
     assert Halving(0.25, certain=False)(made) == ["unsure", "worse", "worst"]
+    made.variants["lucky"] = variant("lucky", [4.0, -1.0, 4.0, -1.0])  # leads, and may be worse than all of them
+    assert Halving(0.25)(made) == ["worse", "worst"]  # than "best"
 
 
 def test_variants_are_compared_by_the_rewards_of_the_study(tmp_path):

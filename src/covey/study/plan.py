@@ -60,7 +60,7 @@ def _draw(name: str, choices: Any, source: random.Random) -> Any:
 
 @dataclass(frozen=True)
 class Halving:
-    """Stops, at each evaluation, the worse variants beyond the share `keep` whose difference to the best one is real.
+    """Stops, at each evaluation, the variants beyond the best share `keep` that are really worse than another one.
 
     With `certain=False` it stops them whether or not the difference is real (Jamieson and Talwalkar, arXiv 1502.07943).
     Variants that come to a step later, as whole models do, are compared with all that were evaluated there (Li et al.,
@@ -86,8 +86,9 @@ class Halving:
                 continue  # it will be evaluated there, too
             _, differences = comparison(known, step)
             order = sorted(differences, key=lambda name: -differences[name].mean)
+            pairs = [pair for other in known for pair in comparison(known, step, to=other)[1].items()]
+            worse = {name for name, difference in pairs if difference.high < 0}
             for name in order[max(math.ceil(len(known) * self.keep), 1) - 1 :]:  # the best one is not among them
-                difference = differences[name]
-                if latest.get(name) == step and (difference.is_real or not self.certain):
+                if latest.get(name) == step and (name in worse or not self.certain):
                     stopped.append(name)
         return stopped

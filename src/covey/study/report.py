@@ -41,8 +41,10 @@ class Difference:
         return self.high < 0 or self.low > 0
 
 
-def comparison(variants: Mapping[str, Variant], step: int | None = None) -> tuple[str | None, dict[str, Difference]]:
-    """The variant with the highest mean reward, and the others' differences to it, on the same prompts.
+def comparison(
+    variants: Mapping[str, Variant], step: int | None = None, to: str | None = None
+) -> tuple[str | None, dict[str, Difference]]:
+    """The variant with the highest mean reward, or `to`, and the others' differences to it, on the same prompts.
 
     At `step`, or at each variant's last evaluation; the best one's of the same step is taken if it has one. Intervals
     are Student's, Bonferroni-corrected for all pairs of variants: the best one is known from the same rewards.
@@ -51,7 +53,7 @@ def comparison(variants: Mapping[str, Variant], step: int | None = None) -> tupl
     rewards = {name: variants[name].evaluations[at] for name, at in last.items() if at in variants[name].evaluations}
     if not rewards:
         return None, {}
-    best = max(rewards, key=lambda name: _mean(rewards[name]))
+    best = to or max(rewards, key=lambda name: _mean(rewards[name]))
     share = 0.05 / max(math.comb(len(rewards), 2), 1)
     differences = {}
     for name, own in rewards.items():
