@@ -179,3 +179,40 @@ def test_flags_of_trls_example_scripts_are_read():
     assert (run.args.model_init_kwargs, run.quantization) == ({"dtype": "bfloat16"}, {"load_in_4bit": True})
     with pytest.raises(ValueError, match=r"r of an adapter, but no `use_peft`"):
         load_run(None, ["--lora_r", "8"], method="grpo")
+
+
+def test_flags_may_be_written_with_dashes():
+    flags = "--dataset-name d --dataset-config main --use-peft --lora-r 8 --load-in-4bit --reward-funcs a b"
+    run = load_run(None, [*flags.split(), "--kl-coef=0.1", "--exp-name", "a-b"], method="grpo")
+    assert (run.dataset, run.reward_funcs, run.args.beta, run.args.run_name) == ("d:main", ["a", "b"], 0.1, "a-b")
+    assert (run.peft["r"], run.quantization) == (8, {"load_in_4bit": True})
+
+
+def test_a_subset_without_a_dataset_names_none():
+    assert load_run(None, ["--dataset_config", "main"]).dataset is None
+
+
+def test_script_settings_that_are_off_are_not_given(write):
+    run = load_run(write("use_peft: false\nload_in_4bit: false\n"))
+    assert (run.peft, run.quantization) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("modules_to_save", "lm_head", ["lm_head"]),
+        ("target_parameters", "mlp.experts.down_proj", ["mlp.experts.down_proj"]),
+        ("target_modules", "q_proj", ["q_proj"]),
+        ("target_modules", "all-linear", "all-linear"),
+        ("target_modules", r".*\.q_proj", r".*\.q_proj"),
+    ],
+)
+def test_one_name_is_a_list_for_an_adapter(write, name, value, read):
+    """Of a text peft takes each letter for the end of a module's name."""
+    assert load_run(None, ["--use_peft", f"--lora_{name}", value]).peft[name] == read
+    assert load_run(write(f"peft: {{{name}: '{value}'}}\n")).peft == {name: read}
+
+
+def test_an_estimator_that_is_no_method_is_named(write):
+    with pytest.raises(ValueError, match=r"advantage_estimator='reinforce_plus_plus' is not known; .*`advantages`"):
+        load_run(write("rlhf_type: grpo\nadvantage_estimator: reinforce_plus_plus\n"))

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from covey.config.algebra import planning_for
-from covey.config.aliases import ALIASES, hint
+from covey.config.aliases import ALIASES, check_estimator, hint
 from covey.config.base import OnlineConfig
 
 RUN_KEYS = {
@@ -52,12 +52,13 @@ _OTHER_NAMES = {
 
 _SCRIPT_FLAGS = {
     "peft": {
-        **{f"lora_{name}": name for name in ("r", "target_modules", "task_type", "modules_to_save")},
+        **{f"lora_{name}": name for name in ("r", "target_modules", "target_parameters")},
+        **{f"lora_{name}": name for name in ("task_type", "modules_to_save")},
         **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     },
     "model_init_kwargs": {"dtype": "dtype", "model_revision": "revision", "attn_implementation": "attn_implementation"},
     "quantization": {
-        **{name: name for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")},
+        **{name: name for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage")},
         "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
     },
 }
@@ -133,6 +134,7 @@ def load_run(
         value = run.get(name) or []
         run[name] = list(value) if isinstance(value, (list, tuple)) else [value]
     run |= {name: _as_mapping(name, run.get(name)) for name in _MAPPINGS}
+    run["peft"] = run["peft"] and _with_lists(run["peft"])
     run["dataset_split"] = run.get("dataset_split") or "train"
     return RunConfig(args, method, **run)
 
@@ -236,8 +238,9 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
         return {}
     from covey.config.rloo import RLOOConfig  # the class with the most fields
 
-    namespace, unknown = flag_parser(RLOOConfig).parse_known_args(list(flags))
-    names = [word.lstrip("-").split("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    words = [re.sub(r"^--[\w-]+(?==|$)", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in flags]
+    namespace, unknown = flag_parser(RLOOConfig).parse_known_args(words)
+    names = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("--")]
     if unknown and not names:
         raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     return {**vars(namespace), **dict.fromkeys(names)}
@@ -251,19 +254,29 @@ def _read_script_flags(values: dict[str, Any]) -> None:
         for old, new in names.items():
             if isinstance(value := values.pop(old, None), list):  # of a flag, which may have no value or several
                 value = [str(part).strip(",") for part in value] if len(value) > 1 else [*value, True][0]
-            found |= {} if value is None else {new: value}
+            found |= {} if value is None or value is False else {new: value}
         if key == "peft" and adapts:
             found = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, **found}
         elif key == "peft" and found:
             raise ValueError(f"{', '.join(found)} of an adapter, but no `use_peft`: pass it too, or leave them out.")
         if found:
             values[key] = {**found, **(_as_mapping(key, values.get(key)) or {})}
-    if "dataset_config" in values:
-        values["dataset"] = f"{values.get('dataset')}:{values.pop('dataset_config')}"
+    if (subset := values.pop("dataset_config", None)) and values.get("dataset"):
+        values["dataset"] += f":{subset}"
     if "reward_model_name_or_path" in values:
         own = values.get("reward_funcs") or []
         own = list(own) if isinstance(own, (list, tuple)) else [own]
         values["reward_funcs"] = [*own, values.pop("reward_model_name_or_path")]
+
+
+def _with_lists(peft: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an adapter, with lists where peft would read a name letter by letter, or as a pattern of paths."""
+    found = dict(peft)
+    for name in ("modules_to_save", "target_parameters", "target_modules"):
+        value = found.get(name)
+        if isinstance(value, str) and (name != "target_modules" or value.isidentifier()):  # not `all-linear`
+            found[name] = [value]
+    return found
 
 
 def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
@@ -275,6 +288,8 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
         if other not in values:
             continue
         value = values.pop(other)
+        if other == "advantage_estimator":
+            check_estimator(value)
         warnings.warn(f"`{other}` is called `method` here.", FutureWarning, stacklevel=3)
         if named is not None and named != value:
             raise ValueError(f"method={named!r} and {other}={value!r} contradict each other.")

@@ -160,7 +160,7 @@ HINTS: dict[str, str] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "it is `max_completion_length`, of all turns together"),
     **dict.fromkeys(("group_size", "num_return_sequences"), "it is `num_generations`"),
     **dict.fromkeys(("multi_turn_scheduler", "external_plugins"), "give the trainer a `rollout_func` or environments"),
-    "completion_length_limit_scope": "`max_completion_length` is of all turns; a `rollout_func` may limit each",
+    "completion_length_limit_scope": "`max_completion_length` is of all turns, `max_turn_length` of each",
     "model_revision": "it belongs to the model: `model_init_kwargs: {revision: main}`",
     "chat_template_path": "set `processing_class.chat_template` of the trainer",
     "gradient_checkpointing_use_reentrant": "`gradient_checkpointing_kwargs: {use_reentrant: false}`",
@@ -175,13 +175,14 @@ HINTS: dict[str, str] = {
     "vllm_dtype": "`vllm_engine_kwargs: {dtype: bfloat16}`, or `covey vllm-serve --dtype bfloat16`",
     "vllm_data_parallel_size": "it belongs to the server: `covey vllm-serve --data-parallel-size 2`",
     "rlhf_type": "GRPOConfig and RLOOConfig choose the method; in a run file it is `method`",
-    **{name: _QUANTISED.format(name) for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")},
+    **{name: _QUANTISED.format(name) for name in ("load_in_4bit", "load_in_8bit")},
+    **{f"bnb_4bit_{name}": _QUANTISED.format(f"bnb_4bit_{name}") for name in ("quant_type", "quant_storage")},
     "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant"),
     "train_type": _ADAPTER,
     "use_peft": _ADAPTER,
     **dict.fromkeys(("lora_rank", "lora_r"), _PEFT.format("r")),
     **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
-    **{f"lora_{name}": _PEFT.format(name) for name in ("task_type", "modules_to_save")},
+    **{f"lora_{name}": _PEFT.format(name) for name in ("task_type", "modules_to_save", "target_parameters")},
     **dict.fromkeys(("target_modules", "lora_target_modules"), _PEFT.format("target_modules")),
 }
 """Names that are refused, because dropping them would change the training, with advice."""
@@ -242,17 +243,22 @@ def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
     estimator = keywords.get("advantage_estimator")
     if estimator is None:
         return
+    check_estimator(estimator)
     if estimator == cls.method:
         warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
-    elif estimator not in ("grpo", "rloo"):
-        advice = "choose one of: grpo, rloo, or see `advantages`, such as advantages='reinforce_plus_plus'."
-        raise ValueError(f"advantage_estimator={estimator!r} is not known; {advice}")
     else:
         name = estimator.upper()
         raise ValueError(
             f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
             f"{name}Config and {name}Trainer (in a run file: `method: {estimator}`)."
         )
+
+
+def check_estimator(name: Any) -> None:
+    """ValueError for an `advantage_estimator` that is no method here."""
+    if name not in ("grpo", "rloo"):
+        advice = "choose one of: grpo, rloo, or see `advantages`, such as advantages='reinforce_plus_plus_baseline'."
+        raise ValueError(f"advantage_estimator={name!r} is not known; {advice}")
 
 
 # ---- arguments of trainers -------------------------------------------------------------------------------------------
