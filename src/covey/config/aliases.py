@@ -286,8 +286,8 @@ HOOKS = {
     "_generate_and_score_completions": f"{_ROLLOUTS}; or reward functions, or `register_advantages`",
     **dict.fromkeys(("_generate", "_generate_single_turn", "_tool_call_loop"), _ROLLOUTS),
     "_calculate_rewards": "give reward functions",
-    **dict.fromkeys(("_compute_loss", "compute_liger_loss", "_get_high_entropy_mask"), _LOSS),
-    **dict.fromkeys(("_get_per_token_logps_and_entropies", "_get_last_hidden_state"), _LOSS),
+    **dict.fromkeys(("_compute_loss", "compute_liger_loss", "_get_high_entropy_mask", "get_high_entropy_mask"), _LOSS),
+    **dict.fromkeys(("_get_per_token_logps_and_entropies", "_get_per_token_logps", "_get_last_hidden_state"), _LOSS),
     "_get_train_sampler": "order the rows yourself with `shuffle_dataset=False`, or see `prompt_sampler`",
     "prediction_step": "evaluations sample and score as training does: see `covey.EvalSuite`",
 }

@@ -37,6 +37,9 @@ def test_views_show_what_the_run_uses(trained):
     assert trainer.reward_func_names == ["longer"]
     assert trainer.reward_weights.tolist() == [1.0]
     assert trainer.tools == []
+    assert trainer.reward_processing_classes == [None]
+    assert (trainer.num_generations_eval, trainer.chat_template_kwargs) == (4, {})
+    assert trainer._metrics["eval"] == {}  # of no open window
     assert trainer.ref_model is not None
     assert not trainer.aux_loss_enabled
     assert seen["reward"][0] > 0

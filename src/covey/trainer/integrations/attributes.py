@@ -14,7 +14,9 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "reward_funcs": lambda trainer: listed(trainer.made_of.get("reward_funcs")),
     "reward_func_names": lambda trainer: list(trainer.rewards.names),
     "reward_weights": lambda trainer: trainer.rewards.weights.clone(),
-    "reward_processing_classes": lambda trainer: listed(trainer.made_of.get("reward_processing_classes")),
+    "reward_processing_classes": lambda trainer: (
+        listed(trainer.made_of.get("reward_processing_classes")) or [None] * len(trainer.reward_funcs)
+    ),
     "tools": lambda trainer: listed(trainer.made_of.get("tools")),
     "environment_factory": lambda trainer: trainer.made_of.get("environment_factory"),
     "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
@@ -25,7 +27,9 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "pad_token": lambda trainer: trainer.collector.codec.tokenizer.pad_token,
     "pad_token_id": lambda trainer: trainer.collector.codec.tokenizer.pad_token_id,
     "eos_token_id": lambda trainer: trainer.collector.codec.tokenizer.eos_token_id,
-    "_metrics": lambda trainer: trainer.metrics.so_far(),
+    "num_generations_eval": lambda trainer: trainer.args.num_generations_eval or trainer.args.num_generations,
+    "chat_template_kwargs": lambda trainer: trainer.args.chat_template_kwargs or {},
+    "_metrics": lambda trainer: {"train": {}, "eval": {}, **trainer.metrics.so_far()},
 }
 """Trainer -> value. In addition, each field of the config that is no field of `TrainingArguments`."""
 
