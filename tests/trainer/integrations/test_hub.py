@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from covey import EvalSuite
+from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card, shown_settings
 from tests.support import runs, tiny
 from tests.support.fake_hub import FakeHub
@@ -195,6 +196,11 @@ def test_a_loss_of_ones_own_has_no_citation():
     assert model_card(facts(config={"loss_type": "mine"})).count("@misc") == 1
 
 
+@pytest.mark.parametrize("name", sorted({*LOSS_TYPES, *ADVANTAGES} - {"grpo", "bnpo"}))  # bnpo is not its paper's
+def test_a_published_method_is_cited(name):
+    assert model_card(facts(method="grpo", config={"loss_type": name, "advantages": name})).count("@misc") == 2
+
+
 def test_ratios_of_sequences_are_gspos():
     assert "2507.18071" in model_card(facts(method="grpo", config={"importance_sampling_level": "sequence"}))
 
@@ -208,6 +214,12 @@ def test_places_and_secrets_are_not_told():
         "logging_dir": "/x",
     }
     assert shown_settings(facts(config=told, defaults=dict.fromkeys(told))) == {"beta": 0.1}
+
+
+def test_functions_of_files_are_told_without_their_folder():
+    config = {"loss_type": "/home/me/mine.py:loss", "advantages": "mine.py:mean"}
+    shown = shown_settings(facts(config=config, defaults={"advantages": None}))
+    assert shown == {"loss_type": "mine.py:loss", "advantages": "mine.py:mean"}
 
 
 def test_what_may_be_a_hub_id(tmp_path):

@@ -27,7 +27,27 @@ PAPERS: dict[str, tuple[str, str]] = {
     "sapo": ("Soft Adaptive Policy Optimization", "2511.20347"),
     "luspo": ("LUSPO", "2602.05261"),
     "vespo": ("VESPO", "2602.10693"),
-}  # by method or loss type: title and arXiv number
+    **dict.fromkeys(
+        ("dppo_tv", "dppo_kl"), ("Rethinking the Trust Region in LLM Reinforcement Learning", "2602.04879")
+    ),
+    "gpg": ("GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", "2504.02546"),
+    "dro": ("Offline Regularised Reinforcement Learning for Large Language Models Alignment", "2405.19107"),
+    **dict.fromkeys(
+        ("kl_cov", "clip_cov"),
+        ("The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", "2505.22617"),
+    ),
+    **dict.fromkeys(
+        ("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        ("REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models", "2501.03262"),
+    ),
+    "maxrl": ("Maximum Likelihood Reinforcement Learning", "2602.02710"),
+    "opo": ("On-Policy RL with Optimal Reward Baseline", "2505.23585"),
+    "pass_at_k": (
+        "Pass@k Training for Adaptively Balancing Exploration and Exploitation of Large Reasoning Models",
+        "2508.10751",
+    ),
+    "otb": ("The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL", "2602.07078"),
+}  # by method, loss type or advantages: title and arXiv number
 
 SHOWN = (
     *("learning_rate", "num_generations", "generation_batch_size", "per_device_train_batch_size"),
@@ -81,7 +101,8 @@ def model_card(facts: CardFacts) -> str:
     names = ("name", "base", "method", "adapter", "sees_images", "rewards", "processes")
     settings = shown_settings(facts).items()
     by_sequence = str(facts.config.get("importance_sampling_level", "")).startswith("sequence")
-    cited = [facts.method, facts.config.get("loss_type"), "gspo" if by_sequence and facts.method == "grpo" else None]
+    gspo = "gspo" if by_sequence and facts.method == "grpo" else None
+    cited = [facts.method, facts.config.get("loss_type"), gspo, facts.config.get("advantages")]
     keys = [key for key in dict.fromkeys(cited) if key in PAPERS]
     card = ModelCard.from_template(
         metadata,
@@ -105,7 +126,9 @@ def shown_settings(facts: CardFacts) -> dict[str, Any]:
         if name in facts.defaults and value != facts.defaults[name]
         if not (name in PRIVATE or name.startswith(PRIVATE_STARTS) or name.endswith(PRIVATE_ENDS))
     ]
-    return {key: facts.config[key] for key in dict.fromkeys([*SHOWN, *changed]) if facts.config.get(key) is not None}
+    keys = [key for key in dict.fromkeys([*SHOWN, *changed]) if facts.config.get(key) is not None]
+    names = ("loss_type", "advantages")  # or the path of a file and a name
+    return {key: os.path.basename(facts.config[key]) if key in names else facts.config[key] for key in keys}
 
 
 def _results(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
