@@ -79,6 +79,12 @@ def test_generation_kwargs_for_transformers_get_vllm_names(tmp_path):
     }
 
 
+def test_generation_kwargs_get_sglangs_names(tmp_path):
+    given = {"stop_strings": ["</a>"], "min_tokens": 4, "do_sample": True}
+    extras = generation_extras(runs.config(tmp_path, use_sglang=True, generation_kwargs=given))
+    assert extras == {"stop": ["</a>"], "min_new_tokens": 4}
+
+
 def test_two_shapes_for_completions_are_refused(tmp_path):
     config = runs.config(
         tmp_path,

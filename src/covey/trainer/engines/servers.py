@@ -145,9 +145,11 @@ def remote_engine(
 
 def generation_extras(args: OnlineConfig) -> dict[str, Any]:
     """Settings of requests in addition to those that every engine knows."""
-    names = (
-        {"stop_strings": "stop", "min_new_tokens": "min_tokens"} if args.use_vllm else {}
-    )  # transformers' and vLLM's
+    names: dict[str, str] = {}  # transformers' or vLLM's, and the server's
+    if args.use_vllm:
+        names = {"stop_strings": "stop", "min_new_tokens": "min_tokens"}
+    elif args.use_sglang:
+        names = {"stop_strings": "stop", "min_tokens": "min_new_tokens"}
     given = dict(args.generation_kwargs or {}).items()  # type: ignore[arg-type] # a config parses JSON
     extra = {names.get(name, name): value for name, value in given if (name, value) != ("do_sample", True)}
     shape: dict[str, Any] = {}
