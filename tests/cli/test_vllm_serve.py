@@ -77,6 +77,8 @@ def test_names_that_differ_from_vllms_are_translated():
     assert command("m", "--vllm_model_impl", "transformers", "--log_level=debug")[-3:] == [
         "--model-impl", "transformers", "--uvicorn-log-level=debug",
     ]  # fmt: skip
+    swift = ["--vllm_tensor_parallel_size", "2", "--vllm_data_parallel_size=2"]
+    assert command("m", *swift)[-3:] == ["--tensor-parallel-size", "2", "--data-parallel-size=2"]
 
 
 def test_a_config_file_holds_flags_the_model_among_them(tmp_path):

@@ -46,7 +46,11 @@ VLLM = Backend(
     key="VLLM_API_KEY",
     port=8000,
     help=HELP,
-    renamed={"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"},
+    renamed={
+        **{f"--vllm-{name}": f"--{name}" for name in ("model-impl", "max-model-len", "gpu-memory-utilization")},
+        **{f"--vllm-{name}": f"--{name}" for name in ("tensor-parallel-size", "data-parallel-size")},
+        "--log-level": "--uvicorn-log-level",
+    },
     switches=("enforce-eager", "enable-prefix-caching", "trust-remote-code", "enable-lora", "enable-sleep-mode"),
 )
 
