@@ -260,6 +260,23 @@ def test_conversations_are_trained_on(tmp_path, method):
     ).train()
 
 
+def test_rows_may_be_transformed_as_they_are_read(tmp_path):
+    from datasets import Dataset
+
+    seen = []
+
+    def reward(completion_ids, prompts, size, **kwargs):
+        seen.extend(zip(prompts, size, strict=True))
+        return runs.longer(completion_ids)
+
+    rows = Dataset.from_list(tiny.rows())
+    rows.set_transform(
+        lambda batch: {"prompt": [text + "?" for text in batch["prompt"]], "size": [7] * len(batch["prompt"])}
+    )
+    runs.trainer(tmp_path, parts={"train_dataset": rows, "reward_funcs": reward}, max_steps=1).train()
+    assert len(seen) == 8 and all(prompt.endswith("=?") and size == 7 for prompt, size in seen)
+
+
 def test_iterable_datasets_are_trained_and_evaluated_on(tmp_path):
     from datasets import Dataset
 
