@@ -1,12 +1,14 @@
 """Sandboxed code: what it prints comes back, and what it does by accident stops at a limit."""
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -294,6 +296,41 @@ def test_files_outside_of_its_directory_cannot_be_changed(tmp_path):
         assert run_python(f"import os, shutil\n{change}").exit_code == 1
     assert kept.read_text() == "safe"
     assert run_python(f"print(open({str(kept)!r}).read())").stdout == "safe\n"
+
+
+def test_a_caller_may_ignore_the_ends_of_its_children():
+    code = (
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from covey.sandbox import run_python; print(run_python('print(1)', timeout=20.0))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert "stdout='1\\n'" in said and "exit_code=0, stopped=None" in said
+
+
+def test_lines_that_code_writes_into_its_report_are_skipped():
+    """Code of the same user reaches it by /proc, where there are no namespaces."""
+    end = {"exit_code": 3, "stopped": None, "duration": 0.5}
+    spoilt = ["rubbish", "5", '{"guards": 7}', '{"exit_code": 0}', "[" * 99_999, "\udcff", json.dumps(end), '{"exit']
+    report = bytearray("\n".join(['{"guards": ["files"]}', *spoilt]).encode("utf-8", "surrogateescape"))
+    assert sandbox._outcome(report) == {"guards": frozenset({"files"}), **end}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@either
+def test_a_program_that_kills_its_watcher_leaves_no_process():
+    mark = f"covey-unwatched-{os.getpid()}"
+    code = BACKGROUND.format(mark=mark, away=True, noisy=False)
+    result = run_python(f"{code}\nimport os, time\nos.kill(os.getppid(), 9)\ntime.sleep(30)", timeout=2.0)
+    assert not result.ok and alive(mark) == []
+
+
+def test_a_folder_that_its_program_has_shut_is_removed(tmp_path):
+    """Its owner may not look into it, unless that is root, whom nothing stops."""
+    (tmp_path / "shut").mkdir(mode=0)
+    with mock.patch.object(os, "chmod", wraps=os.chmod) as opened:
+        sandbox._remove(str(tmp_path / "shut"))
+    assert opened.call_args_list == [mock.call(str(tmp_path / "shut"), 0o700)]
+    assert list(tmp_path.iterdir()) == []
 
 
 DEEP = "import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"

@@ -215,6 +215,13 @@ def test_other_things_under_names_of_checkpoints_do_no_harm(run, saved):
     assert same(runs.weights(resumed), saved[1]) and (run / "checkpoint-3" / MANIFEST).exists()
 
 
+def test_a_link_that_leads_nowhere_gives_way_to_a_checkpoint(run, saved):
+    (run / "checkpoint-3").symlink_to(run / "moved")
+    resumed = resume(run, "auto", **SAVING)
+    assert same(runs.weights(resumed), saved[1])
+    assert (run / "checkpoint-3" / MANIFEST).exists() and not (run / "checkpoint-3").is_symlink()
+
+
 def test_a_full_disk_keeps_the_earlier_final_model(tmp_path):
     trainer = runs.trainer(tmp_path)
     trainer.save_model()

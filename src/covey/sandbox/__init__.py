@@ -178,8 +178,7 @@ class LocalSandbox:
             assert process.stdout is not None and process.stderr is not None
             streams = [process.stdout.fileno(), process.stderr.fileno(), report]
             (out, err, reported), late = self._read(streams, started + timeout + _GRACE)
-        lines = [json.loads(line) for line in reported.splitlines()]
-        outcome: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
+        outcome = _outcome(reported)
         if not outcome and not late:
             raise RuntimeError(f"the sandbox did not start: {err.decode(errors='replace')[-500:]}")
         return SandboxResult(
@@ -189,7 +188,7 @@ class LocalSandbox:
             stopped="time" if late else outcome.get("stopped"),
             truncated=max(len(out), len(err)) > self.max_output,
             duration=outcome.get("duration", time.monotonic() - started),
-            guards=frozenset(outcome.get("guards", ())),
+            guards=outcome.get("guards", frozenset()),
         )
 
     def _read(self, streams: list[int], deadline: float) -> tuple[list[bytearray], bool]:
@@ -210,10 +209,22 @@ class LocalSandbox:
         return list(kept.values()), False
 
 
+def _outcome(report: bytearray) -> dict[str, Any]:
+    """What the watcher reported; other lines are of code that no guard has kept from it."""
+    outcome: dict[str, Any] = {}
+    for line in report.splitlines():
+        with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+            said = json.loads(line)
+            end = {name: said[name] for name in ("exit_code", "stopped", "duration")} if "guards" not in said else {}
+            outcome |= end or {"guards": frozenset(said["guards"])}
+    return outcome
+
+
 def _remove(folder: str) -> None:
     """Remove a folder however deep it is: what lies in its folders moves up, so no path gets too long."""
     mark, number = uuid.uuid4().hex, itertools.count()
     with contextlib.suppress(OSError):
+        os.chmod(folder, 0o700)
         while entries := list(os.scandir(folder)):
             for entry in entries:
                 if not entry.is_dir(follow_symlinks=False):

@@ -33,12 +33,14 @@ linux = sys.platform == "linux"
 
 def main() -> None:
     limits = json.loads(sys.argv[1])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it has passed that on
     guards = isolate(limits["folder"]) if linux and limits["namespaces"] else []
     if "files" not in guards and linux and restrict(limits["folder"]):
         guards.append("files")
     say(limits, guards=guards)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     die_with_parent(signal.SIGTERM)
+    adopt_orphans()
     watcher = os.fork()
     if watcher == 0:
         die_with_parent()
@@ -49,6 +51,7 @@ def main() -> None:
     while signal.sigwait(AWAITED) == signal.SIGTERM:  # the caller is gone
         os.kill(watcher, signal.SIGTERM)
     os.waitpid(watcher, 0)
+    end_all()  # of a watcher that the code has killed
 
 
 def say(limits: dict, **facts: object) -> None:
@@ -124,12 +127,16 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def adopt_orphans() -> None:
+    if linux:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # they come here instead of getting away
+
+
 # --- watching ----------------------------------------------------------------------------------------------------
 
 
 def watch(limits: dict) -> None:
-    if linux:
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here instead of getting away
+    adopt_orphans()
     started = time.monotonic()
     child = os.fork()
     if child == 0:

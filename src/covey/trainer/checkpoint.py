@@ -215,7 +215,7 @@ class Checkpointer:
             state.save_to_json(os.path.join(staged, "trainer_state.json"))
         run_dir, staging = Path(final).parent, Path(staged).parent
         seal(Path(staged))
-        if os.path.exists(final):
+        if os.path.lexists(final):  # a link, too, that leads nowhere
             os.rename(final, staging / "replaced")
         os.rename(staged, final)
         flush(run_dir)
