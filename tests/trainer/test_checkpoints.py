@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig
 
 from covey.runtime import data_files
 from covey.runtime.files import MANIFEST, seal
 from covey.trainer import checkpoint
-from tests.support import runs
+from tests.support import runs, tiny
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
@@ -358,6 +359,28 @@ def test_a_save_that_is_late_is_finished(tmp_path, saved):
         asked.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert same(runs.weights(resume(tmp_path, "auto")), saved[1])
+
+
+def adapter(*targets, **settings):
+    return LoraConfig(r=4, target_modules=list(targets), **settings)
+
+
+@pytest.mark.parametrize(
+    ("began", "goes_on"),
+    [
+        ({}, {"model": tiny.model(num_hidden_layers=3)}),
+        ({}, {"model": tiny.model(num_hidden_layers=1)}),
+        ({}, {"model": tiny.model(tie_word_embeddings=False)}),
+        ({"peft_config": adapter("q_proj", "v_proj")}, {"peft_config": adapter("k_proj", "v_proj")}),
+        ({"peft_config": adapter("q_proj")}, {"peft_config": adapter("q_proj", use_dora=True)}),
+    ],
+    ids=["more layers", "fewer layers", "untied head", "other modules", "DoRA"],
+)
+def test_a_model_with_other_weights_is_refused(tmp_path, began, goes_on):
+    """Loading leaves out what only one of two models has."""
+    runs.trainer(tmp_path, parts=began, **SAVING, max_steps=1).train()
+    with pytest.raises(ValueError, match=r"checkpoint-1' do not fit this model: .* are in one of the two alone, such"):
+        runs.trainer(tmp_path, parts=goes_on, max_steps=2).train(resume_from_checkpoint="auto")
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "covey_manifest.json"
-LOCK = ".covey_lock"
+LOCK = "_covey_lock"  # uploads to the hub leave out "_*": reading it in this process would release it
 BLOCK = 1 << 26  # bytes of a file that share a checksum; threads read different blocks
 PIECE = 1 << 20
 CAUSES = {

@@ -19,6 +19,7 @@ from transformers import Trainer
 from covey.policy.adapters import base_model, base_sample, has_adapter
 from covey.policy.quantization import quantization_method
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
+from covey.policy.weights import checkpoint_name
 from covey.rewards import RewardSuite
 from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
@@ -80,6 +81,7 @@ class Checkpointer:
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
                     state["base"] = base_sample(self.context.loop.policy)
+                    state["trained"] = _trained(self.context.loop.policy)
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -146,6 +148,7 @@ class Checkpointer:
         saved, current = state.get("run", {}), self.described()
         _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         _check_same_optimizer(checkpoint, saved.get("settings", {}), current.get("settings", {}))
+        _check_same_weights(checkpoint, state.get("trained"), _trained(self.context.loop.policy))
         _check_same_base(checkpoint, state.get("base"), base_sample(self.context.loop.policy))
         _warn_of_uncompared(checkpoint, self.context.loop.policy)
         self.load_method_state(state["method"])
@@ -416,6 +419,21 @@ def _check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[
             f"{checkpoint!r} holds the state of optim={was}, which optim={now} cannot go on from. Resume with"
             f" optim={was}, or begin a new run from its weights with model={checkpoint!r}."
         )
+
+
+def _trained(policy: Any) -> list[str]:
+    return sorted(checkpoint_name(name) for name, weight in policy.named_parameters() if weight.requires_grad)
+
+
+def _check_same_weights(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str]) -> None:
+    """Loading takes no notice of a layer or an adapter's matrix that only one of two models has."""
+    if saved is None or saved == current:  # none in earlier checkpoints
+        return
+    others = sorted({*saved} ^ {*current})
+    raise ValueError(
+        f"the weights in {checkpoint!r} do not fit this model: they are of another one. {len(others)} that are trained"
+        f" are in one of the two alone, such as {others[0]}. Resume with the model that the run began with."
+    )
 
 
 def _check_same_base(checkpoint: str, saved: Sequence[Any] | None, current: Sequence[Any] | None) -> None:

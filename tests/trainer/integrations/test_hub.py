@@ -9,6 +9,7 @@ import yaml
 
 from covey import EvalSuite
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
+from covey.runtime.files import LOCK
 from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card, shown_settings
 from tests.support import runs, tiny
 from tests.support.fake_hub import FakeHub
@@ -61,6 +62,7 @@ def test_the_model_is_pushed_at_every_checkpoint_with_its_card(tmp_path, hub):
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "training_args.bin"} <= set(
         files_of(hub)[0][1]
     )
+    assert not any(LOCK in paths for _, paths in files_of(hub))  # the run would hold it no longer
     assert hub.tokens == {"hf_secret"}
     card = last(hub, "README.md")
     reward = runs.history(trainer, "eval_sums_reward")[-1]
