@@ -57,6 +57,15 @@ def test_without_a_terminal_a_log_is_one_plain_line():
     assert run.lines == ["step  1/10  reward 0.250  length 12.0  entropy 1.500  tok/s 150  ETA 18s"]
 
 
+def test_output_that_cannot_be_written_ends_no_run(monkeypatch):
+    run = Run()
+    monkeypatch.setattr(run.display.console.file, "write", lambda text: (_ for _ in ()).throw(OSError(28, "full")))
+    run.step(1.0, reward=0.5)
+    monkeypatch.undo()
+    run.step(1.0, reward=0.75)
+    assert [line.split()[:3] for line in run.lines[-1:]] == [["step", "2/10", "reward"]]
+
+
 def test_a_long_line_is_not_wrapped():
     run = Run()
     run.step(1.0, **dict.fromkeys(("reward", "reward_std", "entropy", "kl", "loss", "grad_norm", "step_time"), 1.0))

@@ -35,7 +35,10 @@ def main(argv: Sequence[str]) -> int:
     if given.limit < 1:
         raise ValueError(f"--limit {given.limit} leaves no completions: give a number of at least 1.")
     rows = (_logged(given.run) if given.run else _lines(given.completions))[: given.limit]
-    if not rows or not all(isinstance(row, dict) and {"prompt", "completion"} <= row.keys() for row in rows):
+    given_both = (
+        isinstance(row, dict) and "prompt" in row and isinstance(row.get("completion"), str | list) for row in rows
+    )
+    if not rows or not all(given_both):
         raise ValueError(f"{given.run or given.completions} must hold rows with `prompt` and `completion`.")
     table = examine(RewardSuite(resolve_reward(given.function), timeout=given.timeout), rows)
     for verdict, check, result in table:

@@ -81,8 +81,12 @@ def read_run(path: str | None, flags: list[str], method: str | None, needed: Seq
 
 @without_bars()
 def train(run: RunConfig) -> Any:
+    from covey.trainer.integrations.report import public_command
+
     trainer = build_trainer(run)
     trainer.report.named = {key: value for key in RUN_KEYS if (value := getattr(run, key))}
+    if isinstance(run.agent, str):
+        trainer.report.named["agent"] = public_command(run.agent)
     trainer.report.saves = True  # the model, in the end
     trainer.train()
     trainer.save_model()

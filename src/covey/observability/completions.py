@@ -134,7 +134,7 @@ class CompletionLog:
         if self.show:
             import rich
 
-            with suppress(SystemExit):  # rich's, where the reader of the output has gone
+            with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full
                 rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
             self.to_trackers(self.report_to, step)
         return path

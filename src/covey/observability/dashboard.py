@@ -247,7 +247,7 @@ class ProgressDisplay(TrainerCallback):
         return f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
 
     def _say(self, line: str) -> None:
-        with suppress(SystemExit):  # rich's, where the reader of the output has gone: the run goes on
+        with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full: the run goes on
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -159,6 +159,9 @@ def test_the_command_to_go_on_is_the_one_that_was_given(monkeypatch):
         ("--columns '{a: prompt}'", "--columns '{a: prompt}'"),
         ("--dataset https://me:S@host/rows.csv?token=S", "--dataset 'https://host/rows.csv?token=...'"),
         ("--peft '{r: 4, token: hf_x'", "--peft ..."),  # that cannot be read
+        ("--agent 'env KEY=K a.py --api-key K'", "--agent 'env KEY=... a.py --api-key ...'"),
+        ("--agent 'a.py --out \"b c\"'", "--agent 'a.py --out \"b c\"'"),
+        ('--system_prompt "it\'s -- so"', "--system_prompt 'it'\"'\"'s -- so'"),
     ],
 )
 def test_mappings_of_the_command_are_shown_without_secrets(monkeypatch, given, shown):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey import EvalSuite
-from covey.trainer.integrations.trackers import MODULES, check_trackers
+from covey.trainer.integrations.trackers import MODULES, check_trackers, guard_trackers
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import Bench
 from tests.support.mistakes.evaluation import offline
@@ -170,3 +170,17 @@ def test_a_tracker_that_fails_costs_its_entries_and_not_the_run(tmp_path):
     with pytest.warns(UserWarning, match="could not log"):
         trained = offline(Bench(tmp_path, ""))
     assert len(runs.history(trained, "reward")) == trained.state.global_step == 2
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_save", "on_train_end"])
+def test_what_a_tracker_raises_once_a_run_has_begun_is_a_warning(event):
+    from transformers.integrations import TensorBoardCallback
+
+    def fails(*given, **named):
+        raise ConnectionError("gone")
+
+    tracker = TensorBoardCallback.__new__(TensorBoardCallback)
+    setattr(tracker, event, fails)
+    guard_trackers([tracker])
+    with pytest.warns(UserWarning, match="could not log .*gone"):
+        assert getattr(tracker, event)(None, None, None) is None

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -124,20 +125,34 @@ def provenance(args: Any) -> dict[str, Any]:
 
 def command() -> str:
     """The command of this process without secrets; of one that a launcher has started, the launcher's."""
-    words = shlex.split(os.environ.get("COVEY_COMMAND", "")) or ["python", *sys.argv]
-    for place, (flag, word) in enumerate(zip(["", *words], words, strict=False)):
-        name, equals, _ = word.partition("=")
+    return shlex.join(public_words(shlex.split(os.environ.get("COVEY_COMMAND", "")) or ["python", *sys.argv]))
+
+
+def public_words(words: list[str]) -> list[str]:
+    """The words of a command without the values of flags and variables that hold secrets."""
+    shown = []
+    for flag, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
         if flag.startswith("--") and is_secret(flag[2:]):
-            words[place] = "..."
-        elif equals and name.startswith("--"):
-            words[place] = f"{name}=..." if is_secret(name[2:]) else f"{name}={_public(word[len(name) + 1 :])}"
+            shown.append("...")
+        elif equals and (name.startswith("--") or name.isidentifier()):
+            shown.append(f"{name}={'...' if is_secret(name.removeprefix('--')) else _public(value)}")
         else:
-            words[place] = _public(word)
-    return shlex.join(words)
+            shown.append(_public(word))
+    return shown
+
+
+def public_command(text: str) -> str:
+    """A command as one text, such as an agent's, without secrets."""
+    words = shlex.split(text)
+    return text if words == (public := public_words(words)) else shlex.join(public)
 
 
 def _public(word: str) -> str:
-    """A value of a flag; a URL or a mapping in it, such as `{"token": "hf_x"}`, without secrets."""
+    """A value of a flag; a URL, a mapping or a command in it, such as `{"token": "hf_x"}`, without secrets."""
+    with suppress(ValueError):  # a lone quotation mark: it is no command
+        if " --" in word:
+            return public_command(word)
     if not word.lstrip().startswith("{"):
         return str(without_secrets(word))
     try:

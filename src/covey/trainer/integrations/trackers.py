@@ -17,6 +17,8 @@ MODULES = {
     **{"tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": ("azureml",)},
 }  # by name in `report_to`: modules of which one must be installed
 
+GUARDED = ("on_log", "on_step_end", "on_evaluate", "on_predict", "on_save", "on_train_end")
+
 
 def check_trackers(report_to: str | Sequence[str] | None) -> None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -36,12 +38,13 @@ def check_trackers(report_to: str | Sequence[str] | None) -> None:
 
 
 def guard_trackers(callbacks: Iterable[TrainerCallback]) -> None:
-    """Let a tracker that fails while logging, as when its server is gone, cost its entry and not the run."""
+    """Let a tracker that fails once a run has begun, as when its server is gone, cost its entry and not the run."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     for callback in callbacks:
         if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
-            callback.on_log = partial(_log, callback.on_log)  # type: ignore[method-assign]
+            for event in GUARDED:
+                setattr(callback, event, partial(_log, getattr(callback, event)))
 
 
 def _log(log: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
