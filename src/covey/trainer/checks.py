@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from covey.config.base import OnlineConfig
 from covey.core.stats import Sum
@@ -145,6 +146,14 @@ def _check_estimated(name: str, metric: str, dataset: Any) -> None:
             f"metric_for_best_model={name!r}: this evaluation set{' is a suite and' * is_suite} has no {metric}. Choose"
             f" among its metrics, such as {', '.join(there)}{others}."
         )
+
+
+def log_save_evaluate(trainer: Any, tr_loss: Tensor, *rest: Any, **named: Any) -> None:
+    """A method of the trainer: the loss after a log begins at 0, also where `Trainer` subtracts NaN from itself."""
+    logs = trainer.control.should_log
+    Trainer._maybe_log_save_evaluate(trainer, tr_loss, *rest, **named)
+    if logs:
+        tr_loss.zero_()
 
 
 class NotFiniteError(FloatingPointError):

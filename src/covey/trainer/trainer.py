@@ -1,7 +1,6 @@
 """The training step of group-relative reinforcement learning: sample, score, assign credit, update.
 
-The outer loop (epochs, optimizer, schedule, checkpoints) is Hugging Face's `Trainer`, and all its hooks are here. The
-parts of a step are built from the config by `covey.trainer.build`.
+The outer loop is Hugging Face's `Trainer`, and all its hooks are here; `covey.trainer.build` makes the parts of a step.
 """
 
 import functools
@@ -33,7 +32,7 @@ from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, prepare_for_training, resume_from
-from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
+from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, log_save_evaluate
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.engine_check.correction import build_engine_check, corrected
@@ -409,6 +408,7 @@ class OnlineTrainer(Trainer):
             self.control.should_training_stop = True
 
     hyperparameter_search = search.hyperparameter_search
+    _maybe_log_save_evaluate = log_save_evaluate
     _prepare_for_training = prepare_for_training
     create_model_card = hub.create_model_card
     init_hf_repo = hub.init_hf_repo

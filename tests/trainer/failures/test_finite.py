@@ -101,6 +101,19 @@ def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, optim):
     assert math.isnan(runs.history(trainer, "grad_norm")[1])
 
 
+def test_a_loss_that_is_nan_once_is_logged_once(tmp_path):
+    trainer = runs.trainer(tmp_path, max_steps=4)
+    compute = trainer.compute_loss
+
+    def spoilt(*given, **named):
+        return compute(*given, **named) * (math.nan if trainer.state.global_step == 1 else 1.0)
+
+    trainer.compute_loss = spoilt
+    with pytest.warns(UserWarning, match="step 2: the norm of the gradient is nan"):
+        trainer.train()
+    assert [math.isnan(loss) for loss in runs.history(trainer, "loss")] == [False, True, False, False]
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     trainer = runs.trainer(tmp_path)
     spoiled = nn.Parameter(torch.full_like(trainer.model.model.norm.weight, math.nan))
