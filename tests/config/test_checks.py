@@ -253,6 +253,12 @@ WITHOUT_EFFECT = [
 ]
 
 
+def test_arguments_that_an_optimizer_reads_have_an_effect():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="`optim_args")
+        GRPOConfig(optim="sgd", optim_args="momentum=0.9")
+
+
 def refusal(cls, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

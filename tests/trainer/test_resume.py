@@ -251,6 +251,15 @@ def test_what_is_said_to_have_no_effect_has_none(tmp_path):
     assert (group["lr"], group["weight_decay"], group["betas"][0], group["eps"]) == (0.01, 0.0, 0.9, 1e-8)
 
 
+def test_arguments_of_the_optimizer_stay_those_of_the_checkpoint(tmp_path):
+    settings = {"optim": "sgd", "save_strategy": "steps", "save_steps": 1}
+    runs.trainer(tmp_path, max_steps=1, optim_args="momentum=0.5", **settings).train()
+    resumed = runs.trainer(tmp_path, max_steps=2, optim_args="momentum=0.1", **settings)
+    with pytest.warns(UserWarning, match=r"Has no effect: optim_args='momentum=0.1' \(was 'momentum=0.5'\)"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.optimizer.param_groups[0]["momentum"] == 0.5
+
+
 def test_a_resumed_run_reports_its_own_steps(tmp_path, capsys, monkeypatch):
     runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
     assert "trained 2 steps in" in capsys.readouterr().out

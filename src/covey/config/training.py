@@ -148,7 +148,7 @@ def one_update_has_many_micro_batches(args: "OnlineConfig") -> None:
 
 def optimizers_and_schedules_read_their_options(args: "OnlineConfig") -> None:
     optimizer, schedule = (str(getattr(name, "value", name)) for name in (args.optim, args.lr_scheduler_type))
-    if optimizer in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad"):
+    if optimizer in ("adamw_torch", "adamw_torch_fused"):
         ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
     if schedule == "constant":
         ignored(args, ["lr_scheduler_kwargs"], "the schedule 'constant' has no settings")

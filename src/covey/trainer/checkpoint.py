@@ -29,7 +29,9 @@ STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 AUTO = "auto"
 # Settings that a checkpoint's optimizer holds: loading it puts the old ones back.
-OF_THE_OPTIMIZER = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "weight_decay"})
+OF_THE_OPTIMIZER = frozenset(
+    {"adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "optim_args", "weight_decay"}
+)
 # Settings of a run's place and output, which may change unmentioned.
 NOT_OF_TRAINING = re.compile(
     "(eval|hub|log|logging|push|report|resume|save|trackio|vllm_server|sglang_server)_.*|.*_(dir|folder|name|rank|key|token|url|urls)"
