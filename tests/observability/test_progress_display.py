@@ -28,10 +28,10 @@ class Clock:
 class Run:
     """A display driven as the trainer drives it."""
 
-    def __init__(self, terminal: bool = False, step: int = 0):
+    def __init__(self, terminal: bool = False, step: int = 0, history=()):
         self.out = io.StringIO()
         self.clock = Clock()
-        self.state = TrainerState(max_steps=10, global_step=step, is_world_process_zero=True)
+        self.state = TrainerState(max_steps=10, global_step=step, is_world_process_zero=True, log_history=[*history])
         console = Console(file=self.out, force_terminal=terminal, width=100)
         self.display = ProgressDisplay(console, self.clock)
         args = SimpleNamespace(output_dir="runs/x")
@@ -86,6 +86,12 @@ def test_a_resumed_run_does_not_count_tokens_from_before():
     run.step(1.0, **{"num_tokens": 10**6, "phase/train": 1.0})
     assert "tok/s" not in run.lines[0]
     assert "ETA 4s" in run.lines[0]
+
+
+def test_a_resumed_run_goes_on_with_the_rewards_from_before():
+    run = Run(step=2, history=[{"reward": 0.25, "step": 1}, {"reward": 0.5, "step": 2}, {"train_loss": 0.1, "step": 2}])
+    run.step(1.0, reward=0.75)
+    assert [*run.display.board.rewards] == [0.25, 0.5, 0.75]
 
 
 def test_missing_and_undefined_metrics_are_left_out():

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from covey.observability.evaluations import evaluation_sets, metrics_of, with_interval
 from covey.observability.metrics import EVALUATE
-from covey.observability.plots import FAINT, PHASES
+from covey.observability.plots import FAINT, PHASES, series
 
 FIGURES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "{:.3f}"),
@@ -173,6 +173,7 @@ class ProgressDisplay(TrainerCallback):
         self._began = (state.global_step, self._clock())
         self._tokens = (0.0, self._trained) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
+        self.board.rewards.extend(series(state.log_history, "reward")[1])  # of a resumed run, from before
         if state.is_world_process_zero:
             name = getattr(getattr(kwargs.get("model"), "config", None), "_name_or_path", "") or "the model"
             resumed = f" from step {state.global_step}" if state.global_step else ""
