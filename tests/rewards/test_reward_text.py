@@ -33,3 +33,9 @@ def test_completion_text(completion, text):
 def test_long_samples_are_shown_shortened():
     shown = describe_sample("start " + "x" * 5000 + " end", None)
     assert len(shown) < 400 and "start" in shown and " end" in shown and "…" in shown
+
+
+def test_a_sample_of_messages_says_how_to_read_it():
+    shown = describe_sample("2+2=", [{"role": "assistant", "content": "4"}])
+    assert "completion: '4' (a list of messages: covey.rewards.completion_text gives its text)" in shown
+    assert "completion_text" not in describe_sample([{"role": "user", "content": "2+2="}], "4")

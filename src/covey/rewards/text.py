@@ -41,7 +41,8 @@ def content_text(content: Any) -> str:
 def describe_sample(prompt: Any, completion: Any) -> str:
     """Prompt and completion on two indented lines, shortened in the middle."""
     shown = [shorten(_on_one_line(one), 250) for one in (prompt, completion)]
-    return "  prompt:     {!r}\n  completion: {!r}".format(*shown)
+    kind = " (a list of messages: covey.rewards.completion_text gives its text)" if is_messages(completion) else ""
+    return "  prompt:     {!r}\n  completion: {!r}".format(*shown) + kind
 
 
 def _on_one_line(text_or_messages: Any) -> str:
