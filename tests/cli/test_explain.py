@@ -280,6 +280,17 @@ def test_text_that_a_reward_asks_for_is_the_solution(run_file, data, capsys, tmp
     assert "brief 0.000 -3.000 The solution is the text of the first row's 'kind'" in words(capsys.readouterr().out)
 
 
+def test_a_number_that_a_reward_asks_for_is_the_solution(run_file, data, capsys, tmp_path):
+    """As a CSV gives it: a reward that compares it with text shows 0 for its own solution."""
+    (tmp_path / "rows.csv").write_text("prompt,total\n" + "1+1=,2\n" * 7)
+    (tmp_path / "own.py").write_text(
+        "def right(completions, total, **kwargs): return [float(a == b) for a, b in zip(completions, total)]"
+    )
+    assert main([run_file, "--dataset", "rows.csv", "--reward_funcs", "own.py:right"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "right 0.000 0.000 The solution is the text of the first row's 'total': '2'" in text
+
+
 def test_ids_of_the_hub_are_listed_as_unchecked(run_file, capsys):
     assert main([run_file, "--dataset", "org/data", "--reward_funcs", "org/model"]) == 0
     text = words(capsys.readouterr().out)

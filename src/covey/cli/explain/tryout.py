@@ -116,11 +116,12 @@ def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str,
 
 
 def _solution_column(suite: RewardSuite, row: dict[str, Any]) -> str | None:
-    """The column that holds a correct completion: one of `SOLUTIONS`, or text that a reward asks for by name."""
+    """The column that holds a correct completion: one of `SOLUTIONS`, or one that a reward asks for, best of text."""
     functions = [one.function for one in suite.functions if isinstance(one, FunctionReward)]
     asked = [parameter.name for function in functions for parameter in parameters_of(function) or ()]
     named = [name for name in SOLUTIONS if isinstance(row.get(name), str | int | float)]
-    return next(iter(named + [name for name in asked if name != "prompt" and isinstance(row.get(name), str)]), None)
+    asked = [name for name in asked if name != "prompt" and isinstance(row.get(name), str | int | float)]
+    return next(iter(named + sorted(asked, key=lambda name: not isinstance(row[name], str))), None)
 
 
 def _cell(value: float) -> str:
