@@ -78,6 +78,23 @@ def test_guide_and_reference_stay_short():
     assert sum(words.values()) <= 35_000, words
 
 
+def test_the_readme_lists_every_command():
+    rows = re.findall(r"^\| (`covey .*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`covey ([\w-]+)", row)} == {*COMMANDS}
+
+
+def test_members_of_the_api_page_are_defined_where_it_says():
+    """The site leaves out, without a warning, a name that its module does not define."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    named = re.findall(r"^::: ([\w.]+)\n(?:    .*\n)*?.*members: \[(\w.*)\]", text, flags=re.MULTILINE)
+    assert len(named) > 10
+    for place, members in named:
+        path = ROOT / "src" / place.replace(".", "/")
+        for source in filter(Path.exists, (path.with_suffix(".py"), path / "__init__.py")):  # none of a class
+            defined = re.findall(r"^(?:class|def|async def) (\w+)", source.read_text(), flags=re.MULTILINE)
+            assert {*members.split(", ")} <= {*defined}, place
+
+
 def test_tests_that_forbid_bugs_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "bugs.md").read_text())
     assert len(named) >= 12
