@@ -61,6 +61,7 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     (folder / "run.json").write_text(json.dumps(settings))
     assert main(["eval", "--config", "run.json"]) == 0
     metrics = json.loads((folder / "out" / "evaluation.json").read_text())
+    assert metrics["model"] == str(tiny_folder)
     assert metrics["eval_greedy_prompts"] == 4 and 0 <= metrics["eval_votes_maj@3"] <= 1
     assert (folder / "out" / "evaluations" / "eval_votes_00000.parquet").is_file()
     printed = capsys.readouterr().out

@@ -24,7 +24,7 @@ INDENT = " " * 6
 def main(method: str, argv: Sequence[str]) -> int:
     if not argv:
         print(f"usage: covey {method} --config run.yaml [--field value ...]")
-        print(f"`covey {method} -h` lists every setting with an example; `covey {method} --help` tells all.")
+        print(f"`covey {method} -h` lists every setting, and `covey {method} --help` describes them all.")
         return 2
     if "-h" in argv or "--help" in argv:
         print(help_text(method, everything="--help" in argv))
@@ -54,7 +54,7 @@ def evaluate(argv: Sequence[str]) -> int:
     if trainer.is_world_process_zero():
         assert run.args.output_dir is not None, "transformers fills it in"
         path_of_metrics = Path(run.args.output_dir) / "evaluation.json"
-        path_of_metrics.write_text(json.dumps(metrics, indent=2) + "\n")
+        path_of_metrics.write_text(json.dumps({"model": run.model, **metrics}, indent=2) + "\n")
         print(f"metrics:     {path_of_metrics}")
     return 0
 
