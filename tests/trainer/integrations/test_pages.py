@@ -109,11 +109,26 @@ def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_go_on(tmp_path, capfd
     assert "One whole group" in page and "<th>seed</th>" in page and "<th>versions</th><td>covey " in page
 
 
+def interrupted_report(folder):
+    """The report of a run that a signal has ended in its second step."""
+    state = SimpleNamespace(log_history=[{"step": 2}], global_step=2, max_steps=4, is_world_process_zero=True)
+    parts = {"stop": SimpleNamespace(signal=2), "args": SimpleNamespace(output_dir=str(folder))}
+    return RunReport(SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]), **parts))
+
+
+def test_a_run_goes_on_from_no_later_step_than_its_own(tmp_path, capfd, monkeypatch):
+    """Checkpoints of an earlier run in the folder may be of later steps."""
+    monkeypatch.delenv("COVEY_COMMAND", raising=False)
+    for step in (2, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    interrupted_report(tmp_path).end()
+    way = f"trainer.train(resume_from_checkpoint='{tmp_path / 'checkpoint-2'}')"
+    assert f"go on from checkpoint-2 with: {way}" in capfd.readouterr().err
+
+
 def test_a_page_cut_short_leaves_the_way_to_go_on(tmp_path, capfd, monkeypatch):
     """The time to stop may end, or a second Ctrl-C come, while the last page is written."""
-    state = SimpleNamespace(log_history=[{"step": 2}], global_step=2, max_steps=4, is_world_process_zero=True)
-    parts = {"stop": SimpleNamespace(signal=2), "args": SimpleNamespace(output_dir=str(tmp_path))}
-    report = RunReport(SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]), **parts))
+    report = interrupted_report(tmp_path)
     report.saves = True
 
     def interrupted():

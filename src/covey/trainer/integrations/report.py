@@ -69,8 +69,12 @@ class RunReport(TrainerCallback):
                 self.write()
         finally:  # a page may take longer than there is time to stop
             if interrupted and state.is_world_process_zero:
-                there = numbered_checkpoints(trainer.args.output_dir)
-                way = f"go on from {there[-1].name} with: {resume_command()}" if there else "no checkpoint was saved"
+                saved = numbered_checkpoints(trainer.args.output_dir)
+                there = [one for one in saved if int(one.name[11:]) <= state.global_step]  # later: another run's
+                way = "no checkpoint was saved"
+                if there:
+                    wanted = there == saved or str(there[-1])
+                    way = f"go on from {there[-1].name} with: {resume_command(wanted)}"
                 print(f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}", file=sys.stderr)
 
     def write(self, **own: Any) -> None:
@@ -163,9 +167,10 @@ def _public(word: str) -> str:
     return word if public == given else yaml.safe_dump(public, default_flow_style=True, width=math.inf).strip()
 
 
-def resume_command() -> str:
+def resume_command(checkpoint: str | bool = True) -> str:
+    """The command that goes on from a checkpoint's folder, or from the last one."""
     if "COVEY_COMMAND" not in os.environ:
-        return "trainer.train(resume_from_checkpoint=True)"
+        return f"trainer.train(resume_from_checkpoint={checkpoint!r})"
     kept: list[str] = []
     follows = False  # a resume flag, as its value
     for word in shlex.split(command()):
@@ -174,7 +179,7 @@ def resume_command() -> str:
         if not (resumes or (follows and not word.startswith("--"))):
             kept.append(word)
         follows = resumes and not equals
-    return shlex.join([*kept, "--resume_from_checkpoint", "true"])
+    return shlex.join([*kept, "--resume_from_checkpoint", "true" if checkpoint is True else str(checkpoint)])
 
 
 def changed(args: Any) -> dict[str, Any]:
