@@ -210,7 +210,7 @@ class LocalSandbox:
 
 
 def _outcome(report: bytearray) -> dict[str, Any]:
-    """What the watcher reported; other lines are of code that no guard has kept from it."""
+    """Facts that the watcher reported; other lines are of code that no guard has kept from it."""
     outcome: dict[str, Any] = {}
     for line in report.splitlines():
         with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
