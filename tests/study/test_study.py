@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.study.commands import Command
+from covey.study.study import Study
 from covey.study.variants import settings_of
 from tests.support import runs, tiny
 from tests.support.studies import ADAPTER, COMMON, adapters, completions, study
@@ -116,6 +117,18 @@ def test_a_secret_of_a_variant_is_refused(tmp_path):
     assert "hf_S" not in str(said.value)
     with pytest.raises(ValueError, match="one of learning_rate, model_init_kwargs holds a secret"):
         Command("change", "a", {"learning_rate": 1e-3, "model_init_kwargs": {"token": "hf_S"}})
+
+
+def test_model_init_kwargs_load_the_model_of_all(tiny_folder, tmp_path):
+    args = {
+        **COMMON,
+        "peft": ADAPTER,
+        "output_dir": str(tmp_path),
+        "model_init_kwargs": {"attn_implementation": "eager"},
+    }
+    made = Study(tiny_folder, {"a": {}}, {**args, "max_steps": 1}, runs.longer, tiny.rows())
+    made.train()
+    assert made.base.config._attn_implementation == "eager" and made.variants["a"].status == "finished"
 
 
 def test_a_variant_that_fails_ends_alone(tmp_path):

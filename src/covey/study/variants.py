@@ -40,6 +40,7 @@ REFUSED = {  # settings that a study cannot have, and why
 OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "max_concurrent_completions")
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 2, "disable_tqdm": True}
+NOT_HERE |= {"model_init_kwargs": None}  # the study has loaded the model
 
 
 @dataclass
