@@ -51,10 +51,11 @@ def test_variants_are_compared_by_the_rewards_of_the_study(tmp_path):
     assert brief != a  # another prompt is another policy
 
 
-def test_halving_acts_at_the_step_of_an_evaluation(tmp_path):
+@pytest.mark.parametrize("saves", [{}, {"save_rounds": 1}])
+def test_halving_acts_at_the_step_of_an_evaluation(tmp_path, saves):
     variants = {name: {"seed": seed} for seed, name in enumerate("abcd")}
     rule = Halving(certain=False)
-    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule)
+    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
     ended = made.train()
     assert sorted(variant.step for variant in ended.values()) == [1, 1, 3, 5]
     assert sorted(max(variant.evaluations) for variant in ended.values()) == [1, 1, 3, 5]
@@ -63,7 +64,7 @@ def test_halving_acts_at_the_step_of_an_evaluation(tmp_path):
     assert best.step > 1
     stopped = next(name for name, variant in ended.items() if variant.step == 1)
     commands.send(tmp_path, commands.Command("resume", stopped))  # at that step, of which it has a checkpoint
-    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule)
+    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
     assert list(made.train(resume=True)[stopped].evaluations)[:2] == [1, 3]
 
 

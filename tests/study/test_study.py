@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -213,6 +214,8 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
         ({"eval_steps": 5}, "`eval_steps` is that of the study"),
         ({"output_dir": "elsewhere"}, "each variant has a folder in it"),
         ({"max_concurrent_completions": 2}, "share one model and engine"),
+        ({"save_only_model": True}, "from whole checkpoints"),
+        ({"eval_on_start": True}, "`eval_steps` of the study"),
     ],
 )
 def test_settings_that_a_study_cannot_have_are_named(tmp_path, changes, message):
@@ -228,14 +231,17 @@ def test_commands_that_cannot_be_carried_out_end_nothing(tmp_path):
             study.change("b", loss_type="nonsense")  # its config cannot be made
             study.change("b", learning_rat=1)
             study.clone("a", "c", peft=8)
+            study.change("b", num_iterations=2)
+            study.clone("a", "d", num_ppo_epochs=2)  # its old name
             study.resume("a", learning_rate=1.0)
         return []
 
     made.halving = ask
     a, b = made.train().values()
     assert [(one.status, one.step, one.changes) for one in (a, b)] == [("finished", 2, {})] * 2
-    assert "peft=8 does not fit" in a.history[0] and "running already" in a.history[1]
-    assert all("failed: " in line for line in b.history) and len(b.history) == 2
+    said = ["peft=8 does not fit", "num_ppo_epochs=2 does not fit", "running already"]
+    assert all(words in line for words, line in zip(said, a.history, strict=True))
+    assert all("failed: " in line for line in b.history) and len(b.history) == 3
 
 
 def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
@@ -303,6 +309,64 @@ def test_names_that_cannot_be_folders_are_refused(name):
 
     with pytest.raises(ValueError, match="cannot be called"):
         check_name(name)
+
+
+def test_a_stopped_variant_stays_so_if_its_change_fails(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {}, "c": {}}, max_steps=4)
+
+    def ask(study):
+        if study.round == 1:
+            study.stop("a")
+            study.change("a", loss_type="nonsense")
+            study.stop("b")
+        if study.round == 2:
+            study.change("b", loss_type="nonsense")
+        return []
+
+    made.halving = ask
+    ended = made.train()
+    assert [(one.status, one.step) for one in ended.values()] == [("stopped", 1), ("stopped", 1), ("finished", 4)]
+
+
+def test_a_fresh_clone_may_have_another_optimizer(tmp_path):
+    made = study(tmp_path, {"a": {}}, max_steps=2)
+    made.halving = lambda study: study.clone("a", "b", fresh=True, optim="sgd") or [] if study.round == 1 else []
+    clone = made.train()["b"]
+    assert (clone.status, clone.step) == ("finished", 2), clone.reason
+
+
+def test_a_reward_that_is_not_named_is_refused_at_the_call(tmp_path):
+    made = study(tmp_path, {"a": {}})
+    with pytest.raises(ValueError, match=r"cannot be written to study\.json.*Name functions"):
+        made.change("a", reward_funcs=runs.longer)
+
+
+@pytest.mark.parametrize("kind", ["stop", "change"])
+def test_a_whole_model_obeys_as_its_turn_comes(tmp_path, kind):
+    made = study(tmp_path, {"whole": {"peft": None}}, max_steps=2)
+    made.stop("whole") if kind == "stop" else made.change("whole", learning_rate=1e-3)
+    whole = made.train()["whole"]
+    assert (whole.status, whole.step) == (("stopped", 1) if kind == "stop" else ("finished", 2))
+    assert whole.history[0].startswith(f"step 1: {kind}")
+    assert "covey-whole" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_kill_after_the_last_of_several_steps_loses_nothing(tmp_path):
+    def make():
+        return study(tmp_path, {"two": {"num_iterations": 2}, "a": {"max_steps": 5}}, max_steps=4, save_rounds=1)
+
+    made = make()
+    save = made._save
+
+    def killed():
+        if made.variants["two"].status == "finished":  # in a round of two steps, each with a checkpoint
+            raise Killed
+        save()
+
+    made._save = killed
+    with pytest.raises(Killed):
+        made.train()
+    assert [(one.status, one.reason) for one in make().train(resume=True).values()] == [("finished", "")] * 2
 
 
 def test_points_of_a_grid_do_not_share_mappings():

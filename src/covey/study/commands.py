@@ -43,12 +43,18 @@ class Command:
 
 
 def check_public(changes: Mapping[str, Any]) -> None:
-    """ValueError for settings that hold a secret, since `study.json` and the report show them."""
+    """ValueError for settings that `study.json` and the report cannot show: secrets, and what is not JSON."""
     if without_secrets(dict(changes)) != changes:
         raise ValueError(
             f"one of {', '.join(changes)} holds a secret, which study.json and study.md would show. Give it to the"
             " study as a whole, or in an environment variable."
         )
+    try:
+        json.dumps(dict(changes))
+    except TypeError as error:
+        raise ValueError(
+            f"{dict(changes)!r} cannot be written to study.json: {error}. Name functions instead."
+        ) from None
 
 
 def check_name(name: str, known: Sequence[str] = ()) -> None:

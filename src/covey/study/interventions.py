@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey.config.aliases import ALIASES
 from covey.runtime.files import seal
-from covey.study.commands import Command, check_name
+from covey.study.commands import ENDED, Command, check_name
 from covey.study.turns import kept_accelerator
 from covey.study.variants import Variant, settings_of
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from covey.study.study import Study
 
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "generation_batch_size")
-KEPT = ("peft", "optim", "method", "steps_per_generation", *SIZES)  # what checkpoints hold or count in
+KEPT = ("peft", "optim", "method", "steps_per_generation", "num_iterations", *SIZES)  # what checkpoints count in
 
 
 def carry_out(study: "Study", command: Command) -> None:
@@ -32,11 +33,14 @@ def carry_out(study: "Study", command: Command) -> None:
             elif command.kind == "resume" and variant.status in ("running", "waiting"):
                 raise ValueError(f"{variant.name} is {variant.status} already. Use `change` for other settings.")
             elif command.kind != "stop":
+                had_ended = variant.status in ENDED and not variant.must_stop
                 _restart(study, variant, command.changes)
-                if command.kind == "resume":
+                if had_ended:
                     variant.resumed_at = variant.step
-            elif variant.live or variant.status == "waiting":  # if live, by an earlier command of this round
-                variant.trainer, variant.turn, variant.status = None, None, "stopped"
+            else:
+                variant.must_stop = False  # it has, for good
+                if variant.live or variant.status == "waiting":  # if live, by an earlier command of this round
+                    variant.trainer, variant.turn, variant.status = None, None, "stopped"
         variant.history.append(f"step {variant.step}: {said}")
     except Exception as error:
         if variant is not None:
@@ -89,7 +93,8 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _check_kept(variant: Variant, changes: Mapping[str, Any], fresh: bool = False) -> None:
     """Refuse (ValueError) what the variant's checkpoint holds already."""
     for name in changes if variant.checkpoint is not None else ():
-        if name in KEPT and not (fresh and name == "optim"):
+        field = ALIASES[name].new if name in ALIASES else name
+        if field in KEPT and not (fresh and field == "optim"):
             raise ValueError(
                 f"{name}={changes[name]!r} does not fit the checkpoint that {variant.name} goes on from. Begin a new"
                 " variant for it."

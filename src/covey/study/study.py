@@ -162,10 +162,15 @@ class Study:
         """Sample for all variants in one batch, then let each take its step; carry out what was asked for."""
         self.round += 1
         evaluated = self._evaluated()
-        if not self._cut:
-            self._begin_cut()
         if not self._live() and (waiting := self._unfinished()):
             self._begin_whole(max(waiting, key=lambda variant: variant.step))
+        if not self._cut:
+            self._begin_cut()
+        elif isinstance(self.halving, Halving):  # of evaluations in the step that ends with checkpoints
+            for variant in map(self.variants.__getitem__, self.halving(self)):
+                if variant.must_save and not variant.must_stop:
+                    variant.must_stop = True
+                    self._asked.append(Command("stop", variant.name))
         for variant in self._live():
             if variant.turn is not None and variant.turn.pending is None:
                 self._go_on(variant)  # it begins, and samples with the others at once, as after a kill

@@ -83,6 +83,22 @@ def test_drafts_are_verified_under_their_own_adapter(base, variants):
         assert all(one.reused >= len(tokens) - 1 for one, tokens in zip(completions, drafted, strict=True))
 
 
+def test_a_stored_prompt_is_continued_without_any_adapter(base, variants):
+    engine, turns = mixing(base, variants), ([7, 8, 9], [7, 8, 9, 10, 11])
+
+    async def two_turns():
+        with engine.awake():
+            for prompt in turns:
+                wanted = [request(name, prompt, n=1, shared=3) for name in VARIANTS]
+                found = await asyncio.gather(*map(engine.generate, wanted))
+        return found
+
+    for name, [completion] in zip(VARIANTS, asyncio.run(two_turns()), strict=True):
+        alone = NativeEngine(lambda model=variants[name]: model, **SETTINGS)
+        [[expected]] = sampled(alone, [request(None, turns[1], n=1)])
+        assert completion.token_ids == expected.token_ids
+
+
 def test_an_unknown_adapter_is_named(base, variants):
     with pytest.raises(ValueError, match=r"no adapter 'c'.*'a', 'b', 'new'"):
         sampled(mixing(base, variants), [request("c", [7, 8])])

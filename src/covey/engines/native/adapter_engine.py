@@ -51,6 +51,10 @@ class AdapterEngine(NativeEngine):
         self._rows.select([group[0].request.adapter for group in groups])
         super()._prefill(groups)
 
+    def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
+        self._rows.select([])  # none has an adapter that changes anything
+        super()._continue_prefixes(sequences)
+
     def _verify_drafts(self, prefilled: Cache | None, *computed: Any) -> None:
         self._rows.select([sequence.request.adapter for _, sequence in computed[-1]])
         super()._verify_drafts(prefilled, *computed)
