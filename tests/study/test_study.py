@@ -208,6 +208,7 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
         ({"max_staleness": 1}, "max_staleness=1 is not possible in a study"),
         ({"bf16": True}, "all share one model"),
         ({"peft": {"use_dora": True}}, "it is a DoRA"),
+        ({"peft": {"target_modules": ["embed_tokens", "q_proj"]}}, "it changes embeddings"),
         ({"peft": {"init_lora_weights": "pissa"}}, "'pissa' changes weights of the model, which all variants share"),
         ({"learning_rat": 1}, "learning_rat"),
         ({"save_steps": 5}, "save_rounds"),

@@ -148,6 +148,8 @@ def check_adapter(model: Any) -> None:
     head = base_model(model).get_output_embeddings()
     if obstacle is None and hasattr(head, "lora_A"):
         obstacle = "it changes the language-modelling head"
+    if obstacle is None and any(len(getattr(module, "lora_embedding_A", ())) for module in model.modules()):
+        obstacle = "it changes embeddings"
     if obstacle is not None:
         raise ValueError(f"this adapter cannot be sampled together with others: {obstacle}. Use a plain LoRA.")
 
