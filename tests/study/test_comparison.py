@@ -4,7 +4,7 @@ import pytest
 
 from covey.study import commands
 from covey.study.plan import Halving
-from tests.support import tiny
+from tests.support import runs, tiny
 from tests.support.studies import study
 
 
@@ -49,6 +49,15 @@ def test_variants_are_compared_by_the_rewards_of_the_study(tmp_path):
     a, *others, brief = [variant.evaluations[1] for variant in ended.values()]
     assert others == [a, a] and len(a) == 3  # the model has not changed
     assert brief != a  # another prompt is another policy
+
+
+def test_evaluations_know_old_names_of_settings(tmp_path):
+    from covey.study.evaluation import CommonEvaluation
+
+    own = runs.config(tmp_path, max_completion_length=3, num_generations=2)
+    changes = {"response_length": 3, "rloo_k": 2}
+    found = CommonEvaluation({"response_length": 6, "num_generations": 4}, changes, [], None)._settings(own)
+    assert (found.max_completion_length, found.num_generations) == (6, 4)
 
 
 @pytest.mark.parametrize("saves", [{}, {"save_rounds": 1}])

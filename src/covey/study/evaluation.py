@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from covey.config.aliases import ALIASES
 from covey.core.advantages import weighted_total
 from covey.core.records import PromptSample
 from covey.rewards import RewardSuite
@@ -24,7 +25,11 @@ class CommonEvaluation:
     def __init__(
         self, common: Mapping[str, Any], changes: Mapping[str, Any], rows: Sequence[dict[str, Any]], reward_funcs: Any
     ):
-        self.common, self.changes, self.reward_funcs = common, changes, reward_funcs
+        self.common, self.changes = (
+            {ALIASES[name].new if name in ALIASES else name: value for name, value in settings.items()}
+            for settings in (common, changes)
+        )
+        self.reward_funcs = reward_funcs
         self.rows = list(with_system(changes.get("system_prompt", common.get("system_prompt")), rows))
         self.rewards: RewardSuite | None = None  # if the variant is trained with others
 
