@@ -1,5 +1,6 @@
 """The command finds subcommands quickly and shows errors in one line."""
 
+import io
 import os
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def test_a_server_that_is_not_there_is_one_line(failing, monkeypatch, capsys):
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:surrogateescape"])  # the last in the C locale
 def test_a_console_that_cannot_encode_ends_nothing(encoding):
     code = "import sys; from covey.cli import main as m; sys.modules['n'] = type(sys)('n');"
     code += "sys.modules['n'].run = lambda a: print('→ 東') or 0; m.COMMANDS['n'] = ('n', 'run', '');"
@@ -102,6 +103,17 @@ def test_a_console_that_cannot_encode_ends_nothing(encoding):
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
     assert (done.returncode, done.stdout) == (0, b"\\u2192 \\u6771\n")
+
+
+def test_a_reader_that_is_gone_at_once_ends_no_run(failing, monkeypatch):
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setitem(command.COMMANDS, "grpo", command.COMMANDS["warn"])
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.warns(UserWarning, match="mind"):
+        assert command._run("grpo", ["run.yaml"]) == 0
 
 
 def test_our_own_mistakes_keep_their_traceback(failing):

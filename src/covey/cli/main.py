@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from covey import __version__
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"covey {__version__}")
         return 0
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode ends no run
     try:
         with warnings.catch_warnings():
@@ -108,7 +109,8 @@ def _run(name: str, arguments: list[str]) -> int:
         os.environ["COVEY_COMMAND"] = shlex.join(["covey", name, *arguments])  # for the processes of a launcher, too
     if name in ("grpo", "rloo", "eval") and arguments and not (launched or {"-h", "--help"} & set(arguments)):
         file = next((word for word in arguments if word.endswith((".yaml", ".yml", ".json"))), "the flags")
-        print(f"covey {__version__}: {name} by {file}", flush=True)  # libraries take seconds to load
+        with suppress(BrokenPipeError):  # nobody reads it: the run goes on
+            print(f"covey {__version__}: {name} by {file}", flush=True)  # libraries take seconds to load
     return getattr(import_module(module), function)(arguments)
 
 

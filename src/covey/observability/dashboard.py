@@ -160,8 +160,9 @@ class ProgressDisplay(TrainerCallback):
     def __init__(self, console: Console | None = None, clock: Any = time.monotonic, *, plain: bool = False):
         self.plain = plain
         self.console = console or rich.get_console()
-        if isinstance(self.console.file, io.TextIOWrapper) and self.console.file.errors == "strict":
-            self.console.file.reconfigure(errors="backslashreplace")  # one that cannot encode a sign ends no run
+        file = self.console.file
+        if isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
+            file.reconfigure(errors="backslashreplace")  # one that cannot encode a sign ends no run
         self.board = Board()
         self._clock = clock
         self._began: tuple[int, float] | None = None
