@@ -2,6 +2,7 @@
 
 import pytest
 
+from covey.data.sampler import PromptDataset
 from covey.data.validation import check_dataset
 
 
@@ -20,6 +21,7 @@ def messages(content):
         ({"prompt": '\ufeff {"name": "x", "role": "user", "content": "hi"}'}, "json.loads"),
         ({"prompt": '{"messages": [{"content": "hi", "role": "user"}]}'}, "json.loads"),
         ({"prompt": '[{"from": "human", "value": "hi"}]'}, "json.loads"),
+        ({"prompt": '[{"role": "User", "content": "hi"}]'}, "json.loads"),
         ({"prompt": "({'role': 'user', 'content': 'hi'},)"}, "json.loads"),
         ({"prompt": messages([3])}, "must be a string or a non-empty list of messages"),
         ({"prompt": messages([{"type": "text"}])}, "must be a string or a non-empty list of messages"),
@@ -56,6 +58,8 @@ class Rows:
 def test_a_dataset_with_fewer_rows_than_it_says_is_named():
     with pytest.raises(ValueError, match="row 1 of a dataset that says it has 9 cannot be read: IndexError"):
         check_dataset(Rows(), "train_dataset")
+    with pytest.raises(ValueError, match="row 1 of a dataset that says it has 9 cannot be read: IndexError"):
+        PromptDataset(Rows()).__getitems__([(0, 0), (1, 0)])
 
 
 def test_text_that_merely_looks_alike_is_a_prompt():

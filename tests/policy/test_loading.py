@@ -60,3 +60,10 @@ def test_soft_capping_models_do_not_load_with_sdpa(monkeypatch):
     written_out.load_state_dict(model.state_dict())
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     assert torch.equal(load_policy(model)(ids).logits, written_out(ids).logits)
+
+
+def test_a_damaged_weight_file_names_the_folder(tmp_path):
+    tiny.folder(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"model' cannot be loaded as a causal language model"):
+        load_policy(str(tmp_path / "model"))

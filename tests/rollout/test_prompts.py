@@ -62,6 +62,12 @@ def test_a_prompt_that_is_far_too_long_is_not_even_encoded(codec, wrapped):
         codec.read([{"role": "user", "content": [{"type": "text", "text": long}]}] if wrapped else long)
 
 
+def test_half_of_a_surrogate_pair_is_refused(codec):
+    for prompt in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
+        with pytest.raises(ValueError, match=r"ud800|surrogate"):
+            codec.read(prompt)
+
+
 def test_an_empty_prompt_is_refused(codec):
     with pytest.raises(ValueError, match="empty"):
         codec.read("")

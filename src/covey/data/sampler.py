@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import MicroStep, PromptSample
+from covey.data.validation import read_row
 
 Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
@@ -96,7 +97,7 @@ class PromptDataset(Dataset):
         return len(self.rows)
 
     def __getitems__(self, slots: list[Slot]) -> list[PromptSample]:
-        fetched = {prompt: self.rows[prompt] for prompt, _ in slots}
+        fetched = {prompt: read_row(self.rows, prompt) for prompt, _ in slots}
         return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
 
 

@@ -23,7 +23,7 @@ USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input"
 MESSAGES = re.compile(  # messages in JSON or Python, or an object that holds them
     r"[\s\ufeff]*[\[({](?=.*[\"'](content|value)[\"']\s*:)"
     r".*[\"'](role|from)[\"']\s*:\s*[\"'](user|system|assistant|tool|developer|human|gpt)[\"']",
-    re.DOTALL,
+    re.DOTALL | re.IGNORECASE,
 )
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
@@ -73,11 +73,12 @@ def first_rows(dataset: Any) -> list[Any]:
     if isinstance(dataset, list | tuple):
         return list(dataset)
     if hasattr(dataset, "__len__"):
-        return [_row(dataset, number) for number in range(min(LOOKED_AT, len(dataset)))]
+        return [read_row(dataset, number) for number in range(min(LOOKED_AT, len(dataset)))]
     return list(islice(iter(dataset), LOOKED_AT))
 
 
-def _row(dataset: Any, number: int) -> Any:
+def read_row(dataset: Any, number: int) -> Any:
+    """A row of a dataset with a length, whose class may be the user's; ValueError naming the row."""
     try:
         return dataset[number]
     except Exception as error:  # of the user's class

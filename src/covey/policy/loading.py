@@ -108,9 +108,9 @@ def _from_pretrained(
             f" model_init_kwargs={without_secrets(init_kwargs)!r}: {_first_line(error)} Install it; or, for an"
             " attn_implementation, leave that out: packed rows use Covey's own attention."
         ) from error
-    except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+    except Exception as error:  # of half a dozen libraries
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(_why_not_loaded(name, init_kwargs, error)) from error
+        raise kind(without_secrets(_why_not_loaded(name, init_kwargs, error))) from error
     model, report = loaded
     missing = [key for key, _ in model.named_parameters() if key in report["missing_keys"]]
     if missing:

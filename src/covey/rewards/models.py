@@ -35,7 +35,7 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             model_id, **{"num_labels": 1, **init_kwargs}, output_loading_info=True
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of half a dozen libraries
         raise RewardError(
             f"reward model {model_id!r} could not be loaded as a sequence classifier with one label. It must be the "
             "hub id or the folder of a model trained with num_labels=1 (a reward *function* is passed as an object, or "

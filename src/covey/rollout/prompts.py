@@ -167,6 +167,7 @@ class PromptCodec:
                 f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
                 f" {type(prompt).__name__}: {_shorten(prompt)}"
             )
+        prompt.encode()  # half of a surrogate pair is a ValueError here and a TypeError of the tokenizer
         if images and self.vision is not None:
             return self.vision.encode(prompt, images)
         ids = list(self.tokenizer(prompt)["input_ids"])
