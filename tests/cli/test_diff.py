@@ -83,11 +83,12 @@ def test_another_version_of_a_library_is_named(base, tmp_path, capsys):
     second = record(tmp_path, {"model": tiny.model(seed=1)})
     path = tmp_path / "record" / "run.json"
     described = json.loads(path.read_text())
-    described["versions"]["torch"] = "1.0"
+    described["versions"]["torch"] = "1.0\x1b[2J"
     path.write_text(json.dumps(described))
     capsys.readouterr()
     assert main(["diff", base, second]) == 1
-    assert "  version of torch: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "  version of torch: " in printed and "1.0\\x1b[2J" in printed and "\x1b" not in printed
 
 
 def test_a_folder_without_a_record_is_an_error(base, tmp_path, capsys):

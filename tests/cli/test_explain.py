@@ -191,6 +191,13 @@ def data(tmp_path, monkeypatch):
     return ["--dataset", "rows.jsonl", "--reward_funcs", "exact_match_reward"]
 
 
+def test_names_of_columns_cannot_steer_a_terminal(run_file, data, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prom\x1b[2Jpt": "x"}) + "\n")
+    assert main([run_file, *data]) == 2
+    printed = capsys.readouterr().out
+    assert r"prom\x1b[2Jpt" in printed and "\x1b" not in printed
+
+
 def test_the_rows_of_local_data_are_counted(run_file, data, capsys):
     # 2 prompts per rollout batch: 7 rows make 3 of one update, three times over 9
     assert main(["--config", run_file, *data]) == 0

@@ -159,6 +159,16 @@ def test_names_are_unique():
     assert suite.names == ["reward", "reward_1", "reward_2", "reward_3", "lambda", "reward_1_1"]
 
 
+def test_names_and_errors_cannot_steer_a_terminal(score):
+    def escapes(completions):
+        raise RewardError("\x1b[2J")
+
+    escapes.__name__ = "\x1b[31mred"
+    with pytest.raises(RewardError, match=r"'.*x1b\[31mred' failed on all 1 samples: \\x1b\[2J") as error:
+        score(RewardSuite(escapes), ["a"])
+    assert "\x1b" not in str(error.value)
+
+
 def test_weights_default_to_one_and_are_checked():
     assert RewardSuite([constant(0), constant(1)]).weights.tolist() == [1.0, 1.0]
     assert RewardSuite([constant(0)], weights=[0.25]).weights.tolist() == [0.25]

@@ -15,6 +15,7 @@ from typing import Any
 
 from covey.config import engines, objective, sampling, training
 from covey.observability.record import FOLDER, REWARD, files, number_of, read_rows, read_run
+from covey.runtime.safe_text import printable
 
 Row = dict[str, Any]
 
@@ -114,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         print("No difference: the runs recorded the same generations." if not changes else "No difference so far.")
         _list("Differs, without an effect up to here:", changes)
         return 0
-    print(difference)
+    print(printable(str(difference)))
     stages = [difference.stage]
     if difference.generation and difference.stage.columns[0] == "logprobs":
         print(f"It is generation {difference.generation}: {UPDATE.what}.")
@@ -230,4 +231,4 @@ def _shown(value: Any) -> str:
 def _list(title: str, entries: Iterable[Change]) -> None:
     lines = [f"  {entry}" for entry in entries]
     if lines:
-        print("\n".join([title, *lines]))
+        print(printable("\n".join([title, *lines])))

@@ -25,6 +25,7 @@ from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import CallTimeout
 from covey.runtime.isolation import FunctionWorker, WorkerFailed, WorkerLate
+from covey.runtime.safe_text import printable
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
@@ -168,7 +169,7 @@ class FailedReward(float):
 
     def __new__(cls, error: BaseException | None, text: str) -> "FailedReward":
         made = super().__new__(cls, math.nan)
-        made.error, made.text = error, text.rstrip(".")
+        made.error, made.text = error, printable(text.rstrip("."))
         return made
 
     def __getnewargs__(self) -> tuple[BaseException | None, str]:  # type: ignore[override]

@@ -26,6 +26,7 @@ from covey.rewards.models import Device, ModelReward, is_reward_model, load_rewa
 from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.isolation import DEFAULT_LIMITS
 from covey.runtime.loop_thread import LoopThread
+from covey.runtime.safe_text import printable
 
 FAILED_BATCHES = 3  # after this many batches in a row on which a function failed entirely, the run stops
 
@@ -254,7 +255,7 @@ def _name(candidate: Any) -> str:
         return model_name(candidate)
     if is_reward_model(candidate):
         return model_name(getattr(candidate.config, "_name_or_path", "") or type(candidate).__name__)
-    return function_name(candidate)
+    return printable(function_name(candidate))
 
 
 def unique_names(names: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from covey.cli.launch import find_config
 from covey.cli.train import take_config
 from covey.config.messages import closest
 from covey.runtime.quiet import without_bars
+from covey.runtime.safe_text import printable
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, SHARDED, ShardCounts
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import GIB
@@ -56,15 +57,15 @@ def main(argv: list[str]) -> int:
         )
         text = explain(explained)
     except (ValueError, TypeError, FileNotFoundError) as error:
-        print(f"covey explain: {error}", file=sys.stderr)
+        print(f"covey explain: {printable(str(error))}", file=sys.stderr)
         return 2
     print(f"{run.method.upper()} of {run.model or 'a model yet to be named'}\n")
-    print(text)
+    print(printable(text))
     for finding in figures.fit(explained):
         print(f"\n{finding}")
     notes = [str(w.message) for w in caught if issubclass(w.category, (UserWarning, FutureWarning))]
     if notes:
-        print("\n" + _section("Warnings", notes))
+        print(printable("\n" + _section("Warnings", notes)))
     return 2 if start.problems else 0
 
 
