@@ -157,8 +157,20 @@ def test_json_fields_take_dicts_and_text(name):
     assert getattr(GRPOConfig(**{name: {"a": 1}}), name) == {"a": 1}
     with pytest.raises(ValueError, match=f"{name}='a=1' is not JSON"):
         GRPOConfig(**{name: "a=1"})
-    with pytest.raises(ValueError, match=f"{name} must be a dict.* list"):
+    with pytest.raises(ValueError, match=f"{name}=.* must be a dict.* list"):
         GRPOConfig(**{name: "[1]"})
+
+
+def test_json_that_cannot_be_read_shows_no_secret():
+    for value in ("{'api_key': 'K-1'}", [{"token": "K-1"}], '{"hf_token": "K-1", "hf_token": "K-1"}'):
+        with pytest.raises(ValueError, match="model_init_kwargs") as error:
+            GRPOConfig(output_dir="unused", model_init_kwargs=value)
+        assert "K-1" not in str(error.value)
+
+
+def test_a_name_given_twice_in_json_is_refused():
+    with pytest.raises(ValueError, match=r"generation_kwargs=.*`top_p` is there twice"):
+        GRPOConfig(output_dir="unused", generation_kwargs='{"top_p": 0.5, "top_p": 0.9}')
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_secrets_are_left_out_at_every_depth():
     given = {"api_key": "K", "hf_token": "T", "Authorization": "A", "n": 1, "inner": {"secret": "S", "x": "y"}}
     assert without_secrets(given) == {"n": 1, "inner": {"x": "y"}}
     names = ("apiKey", "hfToken", "API-KEY", "auth", "bearer", "passwd", "credentials", "cookie", "access_token ")
-    for name in names:
+    for name in (*names, "passphrase", "jwt"):
         assert without_secrets({name: "K"}) == without_secrets({name: ["K"]}) == {}, name
     assert without_secrets({"headers": [{"Authorization": b"K"}]}) == {"headers": [{}]}
     assert without_secrets({"url": "http://me:K@host/"}) == {"url": "http://host/"}

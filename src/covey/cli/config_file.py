@@ -14,6 +14,8 @@ import yaml
 from covey.config.algebra import planning_for
 from covey.config.aliases import ALIASES, check_estimator, hint
 from covey.config.base import OnlineConfig
+from covey.config.parsing import unique
+from covey.runtime.files import read_text
 
 RUN_KEYS = {
     "method": "`grpo` or `rloo`.",
@@ -153,28 +155,16 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {str(path)!r}.")
+    text, is_json = read_text(path), path.suffix == ".json"
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        is_json = path.suffix == ".json"
-        values = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, _UniqueKeyLoader)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8."
-        ) from error
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        values = json.loads(text, object_pairs_hook=unique) if is_json else yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
     if others := [key for key in values if not isinstance(key, str)]:
         raise ValueError(f"{path} has a key {others[0]!r}, but names of settings are text: put it in quotes.")
     return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise yaml.YAMLError(f"`{twice}` is there twice. Leave one out.")
-    return dict(pairs)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -201,6 +191,14 @@ def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
+def yaml_value(text: str) -> Any:
+    """The value of a flag or a field, written as YAML; ValueError if it cannot be read."""
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} cannot be read: {error}") from error
+
+
 class FlagParser(argparse.ArgumentParser):
     """Argument parser whose errors are exceptions."""
 
@@ -221,12 +219,12 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
         parser.add_argument(f"--{other}", dest=key, help=argparse.SUPPRESS)
     fields = {field.name for field in dataclasses.fields(config_class)}
     for flag in ["use_peft", *(name for names in _SCRIPT_FLAGS.values() for name in names)]:
-        parser.add_argument(f"--{flag}", nargs="*", type=yaml.safe_load, help=argparse.SUPPRESS)
+        parser.add_argument(f"--{flag}", nargs="*", type=yaml_value, help=argparse.SUPPRESS)
     for flag in ("dataset_config", "reward_model_name_or_path"):
         parser.add_argument(f"--{flag}", help=argparse.SUPPRESS)
     for old in [*ALIASES, "advantage_estimator", "rlhf_type"]:
         if old not in fields:
-            parser.add_argument(f"--{old}", nargs="?", const=True, type=yaml.safe_load, help=argparse.SUPPRESS)
+            parser.add_argument(f"--{old}", nargs="?", const=True, type=yaml_value, help=argparse.SUPPRESS)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return parser
@@ -331,9 +329,9 @@ def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[s
 def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{name}={value!r} cannot be read: {error}") from error
+            value = yaml_value(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={error}") from error
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, dict):

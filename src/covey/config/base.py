@@ -113,7 +113,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._settle_best_metric()
         try:
             super().__post_init__()
-        except (OverflowError, TypeError, ValueError):  # which may name no field
+        except (AttributeError, OSError, OverflowError, TypeError, ValueError):  # which may name no field
             rules.check_fields(self)
             raise
         self._settle_direction()
@@ -210,6 +210,10 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 register(value, resolve(value, name))
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
+        for name in self._VALID_DICT_FIELDS:  # of transformers, whose error would not name the field
+            value = getattr(self, name)
+            if type(value) in (int, float, list) or (isinstance(value, str) and value.startswith("{")):
+                as_dict(name, value)
         set_fields_from_generation_kwargs(self)
         self.top_k = 0 if self.top_k is None else self.top_k  # as earlier releases of TRL have it
         if self.report_to is None:

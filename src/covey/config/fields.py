@@ -48,7 +48,7 @@ BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gra
 LIMITS = {  # by the name of the field; transformers declares these
     **dict.fromkeys(BATCH_SIZES, Limits(ge=1)),
     **dict.fromkeys(("seed", "data_seed"), Limits(ge=0, le=2**32 - 1, advice="Seeds are 32-bit numbers.")),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), Limits(ge=0, le=1)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Limits(ge=0, le=1 - 1e-9, advice="0.9 and 0.999 are usual.")),
     "adam_epsilon": Limits(ge=0, finite=True, advice="1e-8 is usual."),
     "num_train_epochs": Limits(finite=True, ge=-1, advice="max_steps ends a run earlier."),
     "max_steps": Limits(ge=-1, advice="-1 trains for num_train_epochs."),

@@ -92,9 +92,9 @@ class LossFields:
     """Largest ratio for negative advantages (two-sided clipping, INTELLECT-2); unset: no bound."""
     importance_sampling_level: str = limited("token", choices=tuple(RATIO_LEVELS))
     """Importance ratio of each `token`, of the whole `sequence` (GSPO), or `sequence_token` (GSPO-token)."""
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_neg: float = limited(1.05, gt=0, finite=True, advice="1.05 is the default.")
     """sapo: how quickly the gate closes for negative advantages."""
-    sapo_temperature_pos: float = 1.0
+    sapo_temperature_pos: float = limited(1.0, gt=0, finite=True, advice="1.0 is the default.")
     """sapo: how quickly the gate closes for positive advantages."""
     vespo_k_pos: float = 2.0
     """vespo: exponent of the sequence weight, positive advantages."""

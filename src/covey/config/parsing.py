@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from covey.runtime.safe_text import without_secrets
+from covey.runtime.safe_text import is_secret, without_secrets
 
 DICT_FIELDS = (
     "model_init_kwargs",
@@ -20,19 +20,34 @@ DICT_FIELDS = (
 def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """The value of field `name`, which accepts a dict or JSON text."""
     if isinstance(value, str):
+        text = value
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}={value!r} is not JSON ({error}); write it like '{{\"key\": 1}}'.") from error
+            value = json.loads(text, object_pairs_hook=unique)
+        except ValueError as error:
+            shown = "..." if any(map(is_secret, re.findall(r"[\w-]+", text))) else repr(text)
+            raise ValueError(f"{name}={shown} is not JSON ({error}); write it like '{{\"key\": 1}}'.") from error
     if value is None or isinstance(value, dict):
         return value
-    raise ValueError(f"{name} must be a dict, or JSON text of one, but is a {type(value).__name__}: {value!r}.")
+    shown = repr(without_secrets(value))
+    raise ValueError(f"{name}={shown} must be a dict, or JSON text of one, but is a {type(value).__name__}.")
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError for a name that is there twice, of which Python would take the last."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"`{twice}` is there twice. Leave one out.")
+    return dict(pairs)
 
 
 def as_urls(name: str, value: str | list[str] | None) -> str | None:
     """The URLs of field `name` (one, several with commas between them, or a list) with commas between them."""
     if not value:
         return None
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(
+            f"{name}={value!r} must be the URL of a server, or a list of such, as in http://127.0.0.1:8000."
+        )
     urls = value.split(",") if isinstance(value, str) else list(value)
     urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
     for url in urls:

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from covey.config import engines, objective, sampling, training
 from covey.config.fields import LIMITS
+from covey.runtime.safe_text import is_secret
 
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
@@ -44,8 +45,11 @@ def check_fields(args: "OnlineConfig") -> None:
 
 
 def _check_number(name: str, value: object, kinds: set[object]) -> None:
-    if kinds - {NoneType} == {bool} and isinstance(value, str):
-        raise ValueError(f"{name}={value!r} must be True or False, without quotes: as text it would count as True.")
+    if kinds - {NoneType} == {bool} and value not in (True, False, None):
+        raise ValueError(f"{name}={value!r} must be True or False, without quotes: as it is, it would count as True.")
+    if kinds - {NoneType} == {str} and not isinstance(value, str | bool | list | os.PathLike | None):
+        shown = "..." if is_secret(name) else repr(value)
+        raise ValueError(f"{name}={shown} must be text, but is a {type(value).__name__}.")
     if not kinds - {NoneType} or not kinds <= {int, float, NoneType}:
         return
     if value is None and (NoneType in kinds or name in MAY_BE_NONE):
@@ -62,10 +66,10 @@ def _check_number(name: str, value: object, kinds: set[object]) -> None:
 
 
 def _check_within(args: "OnlineConfig") -> None:
-    """Refuse NaN in the arguments of optimizers and schedulers, which few of them look at."""
+    """Refuse NaN and infinity in the arguments of optimizers and schedulers, which few of them look at."""
     for name in ("optim_args", "lr_scheduler_kwargs"):
-        if re.search(r"\bnan\b", str(getattr(args, name)), re.IGNORECASE):
-            raise ValueError(f"{name}={getattr(args, name)!r} holds NaN, which is not a number: give a number.")
+        if re.search(r"\b(nan|inf)\b", str(getattr(args, name)), re.IGNORECASE):
+            raise ValueError(f"{name}={getattr(args, name)!r} holds NaN or infinity: give a finite number.")
 
 
 def check_batch_settings(args: "OnlineConfig") -> None:

@@ -94,6 +94,16 @@ def _checksum(path: Path, start: int) -> int:
     return value
 
 
+def read_text(path: Path) -> str:
+    """The text of a file that a user wrote; ValueError if it is not in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8."
+        ) from error
+
+
 def flush(path: Path) -> None:
     """Have a file's content, or a folder's list of names, on the disk."""
     if os.name == "posix":

@@ -12,7 +12,7 @@ ESCAPES = {
 
 SECRET = re.compile(
     r"(.*[_\- ])?((api|access|auth|bearer)?(token|key)|tokens|secret|credential|cookie|password|passwd|pwd"
-    r"|auth(orization)?|bearer)s?"
+    r"|passphrase|jwt|pat|auth(orization)?|bearer)s?"
 )
 """Names of entries that hold a secret, where they hold more than a number; in lower case with underscores."""
 

@@ -1,5 +1,7 @@
 """Evaluation suites: sampling of their own, estimates by eye, and what is refused."""
 
+import math
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -221,3 +223,8 @@ def test_plain_evaluations_write_their_completions_too(tmp_path):
     table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")
     assert len(table) == 2 * trainer.context.algebra.eval_group
     assert {"prompt", "completion", "advantage"} <= set(table.column_names)
+
+
+def test_an_infinite_top_k_is_refused():
+    with pytest.raises(ValueError, match=r"EvalSuite\(top_k=inf\) must be a number, whole"):
+        EvalSuite(tiny.rows(), top_k=math.inf)

@@ -30,7 +30,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # p
 LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 (greedy), or 1e-05 or more", lambda value: value == 0 or 1e-5 <= value < math.inf),
     "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
-    "top_k": ("whole, 0 (all) or more", lambda value: value >= 0 and value == int(value)),
+    "top_k": ("whole, 0 (all) or more", lambda value: value >= 0 and value % 1 == 0),
     "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
     "success_threshold": ("and finite", math.isfinite),
