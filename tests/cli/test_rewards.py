@@ -180,11 +180,12 @@ def test_a_column_that_the_rows_lack_is_one_error(examined, capsys):
         ('{"prompt": "a", "completion": 4}', "must hold rows with `prompt` and `completion`"),
         ("[1]", "must hold rows with `prompt` and `completion`"),
         ('\n{"prompt"', "rows.jsonl, line 2, is no JSON"),
+        ("\udce9", "rows.jsonl is no UTF-8 text"),
     ],
 )
 def test_lines_are_read_as_json_lines(tmp_path, capsys, text, error):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
-    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8", errors="surrogateescape")
     arguments = [f"{tmp_path}/functions.py:right", "--completions", str(tmp_path / "rows.jsonl")]
     assert main(["rewards", "test", *arguments]) == (2 if error else 0)
     assert (error or "") in capsys.readouterr().err

@@ -54,6 +54,9 @@ def run_file(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "brief.py").write_text(REWARD)
+    (tmp_path / "leaves.py").write_text("def leave(x):\n    raise SystemExit(0)\n")
+    for name in ("latin.yaml", "latin.md"):
+        (tmp_path / name).write_bytes("# é".encode("latin-1"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
     path = tmp_path / "run.json"
     settings = {
@@ -118,6 +121,14 @@ def test_rloo_takes_the_same_file(run_file):
         (["--quantization", "{load_in_4bits: true}"], "load_in_4bits, which transformers.BitsAndBytesConfig does not"),
         (["--quantization", "{load_in_4bit: true}"], "`quantization_config` without `peft_config`"),
         (["--num_generations", "3"], "num_generations"),
+        (["--use_peft", "--lora_r", "["], "--lora_r"),
+        (["--peft", "{r: 4, r: 8}"], "`r` is in line 1 and in line 1"),
+        (["--eval_dataset", "{a: "], "cannot be read"),
+        (["--columns", "{answer: 7}"], "the new names must be text, and all different"),
+        (["--accelerate_config", "latin.yaml"], "latin.yaml is no UTF-8 text"),
+        (["--reward_funcs", "LLMJudge('http://127.0.0.1:9', 'latin.md')"], "latin.md is no UTF-8 text"),
+        (["--loss_type", "leaves.py:leave"], "leaves.py, line 2, called sys.exit"),
+        (["--advantages", "leaves.py:leave"], "leaves.py, line 2, called sys.exit"),
         (["--config"], "--config: expected one argument"),
     ],
 )

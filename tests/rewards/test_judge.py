@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 import threading
 import time
@@ -233,6 +234,8 @@ def test_the_key_is_sent_and_nowhere_else(endpoint, judged, monkeypatch, score):
         ({"url": "localhost:8000"}, "http"),
         ({"api_key_env": "NO_SUCH_KEY"}, "set the environment variable NO_SUCH_KEY"),
         ({"max_calls": 0}, "must be positive"),
+        ({"max_tokens": math.nan}, "must be positive"),
+        ({"concurrency": math.nan}, "must be positive"),
         ({"scale": (10, 0)}, "the lowest and the highest"),
     ],
 )

@@ -10,8 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from covey.cli.config_file import yaml_value
 from covey.core.transcript import with_system_message
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import format_error
@@ -39,6 +38,8 @@ def load_rows(
     if len(rows) == 0:
         raise ValueError(f"dataset {spec!r} has no rows" + (f" in split {split!r}." if split else "."))
     if columns:
+        if len({new for new in columns.values() if isinstance(new, str)}) < len(columns):
+            raise ValueError(f"columns={columns}: the new names must be text, and all different.")
         there = rows.column_names
         if missing := [old for old, new in columns.items() if old not in there and new not in there]:
             raise ValueError(f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}.")
@@ -212,7 +213,7 @@ def evaluation_sets(given: Any) -> dict[str, Any]:
     if not given:
         return {}
     if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = yaml.safe_load(given)
+        given = yaml_value(given)
     if isinstance(given, dict) and not isinstance(given.get("dataset"), str):
         return {str(name): entry for name, entry in given.items()}
     return {"": given}

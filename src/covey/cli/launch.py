@@ -8,7 +8,7 @@ from pathlib import Path
 
 from covey.cli.config_file import FlagParser
 from covey.config.messages import closest
-from covey.runtime.files import shipped
+from covey.runtime.files import read_text, shipped
 
 FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
 """Flags that choose processes and machines, by their names in `accelerate launch`."""
@@ -25,7 +25,7 @@ def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
             " `accelerate launch` has started it. Use one of the two."
         )
     config = Path(command[command.index("--config_file") + 1])
-    if "DEEPSPEED" in config.read_text().upper() and not importlib.util.find_spec("deepspeed"):
+    if "DEEPSPEED" in read_text(config).upper() and not importlib.util.find_spec("deepspeed"):
         raise ImportError(
             f"the accelerate config {config.stem!r} shards with DeepSpeed, which is not installed: pip install"
             " deepspeed, or take fsdp2, which needs no other package."

@@ -17,6 +17,7 @@ from typing import Any
 from covey.core.records import FinishReason, Rollout
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
 from covey.rewards.contract import MissingArgument
+from covey.runtime.files import read_text
 
 CONTEXT = RewardContext(None, lambda column, values: None, lambda name, value: None)
 Row = dict[str, Any]
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _lines(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # texts may hold other breaks
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # texts may hold other breaks
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:

@@ -6,6 +6,7 @@ import inspect
 import json
 import shlex
 import textwrap
+import traceback
 import types
 import typing
 from collections.abc import Sequence
@@ -88,7 +89,16 @@ def train(run: RunConfig) -> Any:
     if isinstance(run.agent, str):
         trainer.report.named["agent"] = public_command(run.agent)
     trainer.report.saves = True  # the model, in the end
-    trainer.train()
+    try:
+        trainer.train()
+    except SystemExit as error:
+        if error.code:  # of a signal
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{frame.filename}, line {frame.lineno}, called sys.exit, so the run ended without a model: raise an error"
+            " there instead."
+        ) from error
     trainer.save_model()
     trainer.save_state()
     if run.eval_dataset and run.args.eval_strategy == "no":
@@ -159,8 +169,12 @@ def environments(factory: Any, kind: str = "environment_factory") -> Any:
 
 def agent_of(agent: Any) -> Any:
     """The command of a run's agent, or the function that it names."""
-    from covey.runtime.import_path import is_reference
+    from covey.runtime.import_path import FORMS, is_reference
 
+    if not isinstance(agent, str | list | None):
+        raise ValueError(
+            f"agent {agent!r} is a {type(agent).__name__}; write a command, or name a function as {FORMS}."
+        )
     return named(agent, "agent") if isinstance(agent, str) and is_reference(agent) else agent or None
 
 

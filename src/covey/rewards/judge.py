@@ -18,6 +18,7 @@ from covey.core.transcript import as_text
 from covey.rewards.contract import MissingArgument, RewardError, RewardWarning
 from covey.rewards.functions import FailedReward
 from covey.rewards.text import content_text
+from covey.runtime.files import read_text
 
 RETRIED = (0, 408, 429, 500, 502, 503, 504)  # HTTP status; 0 without a connection
 MAX_BYTES, MAX_CHARS = 1 << 20, 8_000  # of an answer; of the reply in it, whose end is read
@@ -103,7 +104,8 @@ class LLMJudge:
                 " or query; name the variable that holds the key in api_key_env."
             )
         low, high = self.scale
-        positive = min(self.max_calls, self.max_tokens, self.concurrency, self.deadline) > 0 and self.retries >= 0
+        limits = (self.max_calls, self.max_tokens, self.concurrency, self.deadline)
+        positive = all(limit > 0 for limit in limits) and self.retries >= 0  # NaN is not
         if not (positive and self.deadline < math.inf and -math.inf < low < high < math.inf):
             raise ValueError(
                 f"{self}: max_calls, max_tokens, concurrency and deadline must be positive, retries at least 0, and"
@@ -112,7 +114,7 @@ class LLMJudge:
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ValueError(f"{self}: set the environment variable {self.api_key_env} to the key of the endpoint.")
         if re.fullmatch(r"\S+\.(md|txt)", self.rubric):
-            self.rubric = Path(self.rubric).read_text()
+            self.rubric = read_text(Path(self.rubric))
         self._spent: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._scores: dict[str, list[float]] = {}  # by the digest of a request
