@@ -116,6 +116,11 @@ def test_a_reader_that_is_gone_at_once_ends_no_run(failing, monkeypatch):
         assert command._run("grpo", ["run.yaml"]) == 0
 
 
+def test_a_closed_console_is_no_error(failing, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["warn"]) == 0
+
+
 def test_our_own_mistakes_keep_their_traceback(failing):
     with pytest.raises(KeyError):
         main(["bug"])

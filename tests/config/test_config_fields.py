@@ -252,9 +252,11 @@ def test_others_are_waited_for_as_long_as_ddp_timeout(monkeypatch):
         hardware.meet_on_cpu(1)
 
 
-@pytest.mark.parametrize("given", [{"WORLD_SIZE": ""}, {"WORLD_SIZE": "1", "RANK": "two"}])
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": ""}, {"WORLD_SIZE": "1", "RANK": "two"}, {"LOCAL_RANK": "x"}])
 def test_variables_of_a_launch_are_numbers(monkeypatch, given):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=rf"{name}='{value}' in the environment is not a whole number.*unset WORLD"):
-        hardware.announce_meeting(use_cpu=True)
+    with pytest.raises(
+        ValueError, match=rf"{name}='{value}' in the environment is not a whole number.*unset {next(iter(given))}"
+    ):
+        GRPOConfig(output_dir="unused", use_cpu=True)

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
             status = _run(arguments[0], arguments[1:])
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed, as by >&-
+                sys.stdout.flush()
             return status
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

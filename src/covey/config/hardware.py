@@ -16,7 +16,7 @@ def has_accelerator() -> bool:
 
 def launched() -> bool:
     """True if torchrun, `accelerate launch` or DeepSpeed has started this process."""
-    return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
+    return os.environ.get("LOCAL_RANK", "-1").isdigit()  # `announce_meeting` refuses other words
 
 
 def announce_meeting(use_cpu: bool) -> None:
