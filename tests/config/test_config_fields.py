@@ -256,7 +256,5 @@ def test_others_are_waited_for_as_long_as_ddp_timeout(monkeypatch):
 def test_variables_of_a_launch_are_numbers(monkeypatch, given):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ValueError, match=rf"{name}='{value}' in the environment is not a whole number.*unset {next(iter(given))}"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}='{value}' in the environment is not a whole number.*unset "):
         GRPOConfig(output_dir="unused", use_cpu=True)
