@@ -368,3 +368,17 @@ def test_unknown_ways_are_refused():
 
 def test_shared_memory_is_measured():
     assert sglang_weights.shared_memory_left() > 0 or not os.path.isdir("/dev/shm")
+
+
+def test_memory_is_shared_though_torch_is_late_at_first(monkeypatch):
+    share, late = torch.UntypedStorage._share_filename_cpu_, ["connection has timed out"] * 2 + ["no room"]
+
+    def shares(storage):
+        if late:
+            raise RuntimeError(late.pop(0))
+        return share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", shares)
+    with pytest.raises(RuntimeError, match="no room"):
+        sglang_weights.shared_buffer(8)
+    assert sglang_weights.shared_buffer(8).untyped_storage().is_shared()

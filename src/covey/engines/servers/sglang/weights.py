@@ -35,6 +35,7 @@ from covey.engines.servers.weights.channels import Channel, in_thread, nccl_that
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
+SHARING_ATTEMPTS = 5  # torch gives its manager of shared memory a second to answer, which a busy machine may exceed
 SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB of it
 AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 
@@ -283,7 +284,13 @@ def own_copies(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 def shared_buffer(nbytes: int) -> Tensor:
     """A flat uint8 buffer that another process of this machine can open by name."""
     buffer = torch.empty(nbytes, dtype=torch.uint8)
-    buffer.untyped_storage()._share_filename_cpu_()
+    for left in reversed(range(SHARING_ATTEMPTS)):
+        try:
+            buffer.untyped_storage()._share_filename_cpu_()
+            break
+        except RuntimeError as error:
+            if "timed out" not in str(error) or not left:
+                raise
     return buffer
 
 
