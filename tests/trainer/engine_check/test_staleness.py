@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from covey.core.batch import TrainBatch
 from covey.trainer.engine_check import staleness
@@ -50,6 +51,27 @@ def test_the_smallest_weights_are_copied_up_to_the_limit():
         weight.data += 1.0
     with torch.no_grad(), snapshot.in_place():
         assert same(values(model), before) == [True, False, False]
+
+
+def test_shards_are_copied_of_weights_that_are_gathered():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model = fully_shard(nn.Sequential(nn.Linear(2, 1, bias=False)))
+        with torch.no_grad():
+            model[0].weight.to_local().fill_(1.0)
+            assert model(torch.ones(1, 2)).item() == 2  # the last weights of a forward pass stay gathered
+            snapshot = Snapshot(model)
+            model[0].weight.to_local().fill_(3.0)
+            assert model(torch.ones(1, 2)).item() == 6
+            with snapshot.in_place():
+                assert model(torch.ones(1, 2)).item() == 2
+            snapshot.renew()
+            model[0].weight.to_local().fill_(5.0)
+            with snapshot.in_place():
+                assert model(torch.ones(1, 2)).item() == 6
+            assert model(torch.ones(1, 2)).item() == 10
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Run:

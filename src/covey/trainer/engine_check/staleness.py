@@ -38,6 +38,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, limit: int = COPIED_BYTES):
         self._model = model
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        reshard(model)  # a gathered weight of FSDP2 is freed later, and writing to it changes no shard
         trained = (own_shard(weight).detach() for weight in model.parameters() if weight.requires_grad)
         for weight in sorted(trained, key=lambda weight: weight.nbytes):
             limit -= weight.nbytes
