@@ -101,11 +101,15 @@ def identity(entry: Entry) -> dict[str, Any]:
 
 
 def read_findings(output: str) -> list[dict[str, Any]] | None:
-    try:
-        findings = json.loads(output)
-    except json.JSONDecodeError:
-        return None
-    return findings if isinstance(findings, list) else None
+    """The findings that `covey doctor --json` printed; None where it printed none.
+
+    Example:
+        >>> read_findings('{"run": "out", "findings": [{"code": "template"}], "summary": {}}')
+        [{'code': 'template'}]
+        >>> read_findings("") is None
+        True
+    """
+    return json.loads(output)["findings"] if output.strip() else None
 
 
 def covey(arguments: list[str], folder: Path, seconds: float) -> dict[str, Any]:
