@@ -134,7 +134,18 @@ def _f(body: str, arguments: str = "completions, answer") -> str:
 
 
 _EACH = "for one, a in zip(completions, answer)]"
-QUICK = ("constant", "by prompt", "by position", "random", "raises", "no column", "none", "rate of an adapter", "beta")
+QUICK = (
+    "constant",
+    "by prompt",
+    "by position",
+    "random",
+    "raises",
+    "no column",
+    "none",
+    "another case",
+    "rate of an adapter",
+    "beta",
+)
 """Faults that a random model shows as well."""
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -142,6 +153,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "by prompt": (
         "reward-constant",
         {"code": _f("return [float(len(str(p)[-9:]) + ord(str(p)[-4])) for p in prompts]", "prompts")},
+    ),
+    "another case": (
+        "reward-unreachable",
+        {
+            "rows": [{**row, "answer": f"Digit {row['answer']}"} for row in ROWS],
+            "code": _f("return [float(one[-1]['content'].lower() == a) " + _EACH),
+        },
     ),
     "swallowed": (
         "reward-constant",

@@ -1,6 +1,7 @@
 """Rewards: called again, in another order and on other texts, which shows what they depend on."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -216,6 +217,9 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
         if hits:
             yield _rare(f"{hits} of {further} completions of further prompts differ from their group", "")
             return
+        if (other := _other_column(run, value)) is not None:
+            yield other
+            return
         by_prompt = "" if share == 1 else ", which depends on the prompt alone"
         yield Finding(
             "reward-constant",
@@ -252,18 +256,61 @@ def texts_tried(run: ExaminedRun) -> list[tuple[float, float, str]]:
         row = base.samples[start].row
         answers = [str(row[name]) for name in row if name != "prompt" and isinstance(row[name], str | int | float)]
         answers.sort(key=len)
-        texts = [
-            form.replace("{}", answer).replace("{{", "{").replace("}}", "}") for answer in answers[:4] for form in FORMS
-        ]
+        texts = [text for answer in answers[:4] for text in _written(answer)]
         texts += [*TEXTS, *(json.dumps({"answer": answer}) for answer in answers[:2])]
         own = [completion_text(one.completion) for one in base.rollouts[start : start + 2]]
-        texts += [*own, *(form.replace("{}", "0").replace("{{", "{").replace("}}", "}") for form in FORMS)]
+        texts += [*own, *_written("0")]
         texts += [f"{text}\n{texts[n]}" for n, text in enumerate(own)]
         totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts])
         known = [(value, text) for value, text in zip(totals.tolist(), texts, strict=True) if value == value]
         if known:
             found.append((min(known)[0], *max(known, key=lambda pair: pair[0])))
     return found or [(0.0, 0.0, "")]
+
+
+def _written(answer: str) -> list[str]:
+    return [form.replace("{}", answer).replace("{{", "{").replace("}}", "}") for form in FORMS]
+
+
+def _other_column(run: ExaminedRun, value: float) -> Finding | None:
+    """A column whose values are not as the reward compares them: written otherwise, some text gets more."""
+    row, kept = run.base.samples[0].row, run.failure
+    for name, held in row.items():
+        for changed in () if name == "prompt" else _otherwise(held):
+            texts = [*_written(str(changed)), *_written(str(held))]
+            rollouts = [run.answering(row, text) for text in texts]
+            totals = run.totals([{**row, name: changed}] * len(texts), rollouts).nan_to_num(value).tolist()
+            run.failure = kept  # a function need not take what a column does not hold
+            best, text = max(zip(totals, texts, strict=True), key=lambda pair: pair[0])
+            if best > max(value, min(totals)) + 1e-9:
+                return Finding(
+                    "reward-unreachable",
+                    "error",
+                    f"all of {len(run.base.known)} completions get {value:g}, and so does {held!r:.80}, which the"
+                    f" column {name} holds.",
+                    f"Write the column {name} as the function compares it, or bring both sides into one form in the"
+                    " function (case, spaces, numbers).",
+                    f"With {changed!r:.80} in the column the text {text[:80]!r} gets {best:g}.",
+                )
+    return None
+
+
+def _otherwise(value: Any) -> list[Any]:
+    """Other ways to hold a value of a column.
+
+    Example:
+        >>> _otherwise("The sum is\\n#### 42")
+        ['the sum is\\n#### 42', 'THE SUM IS\\n#### 42', '42', 42.0]
+        >>> _otherwise(42), _otherwise([" Paris\\n"])
+        (['42'], [' Paris\\n', 'Paris'])
+    """
+    if isinstance(value, list | tuple):
+        return [one for item in value[:1] for one in (item, *_otherwise(item)[-1:])]
+    if not isinstance(value, str):
+        return [str(value)] if isinstance(value, int | float) else []
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", value)[-1:]
+    others = [value.lower(), value.upper(), value.strip(), *numbers, *map(float, numbers)]
+    return [other for other in others if other != value]
 
 
 def _unreachable(run: ExaminedRun, value: float, best: tuple[float, float, str]) -> Iterator[Finding]:
