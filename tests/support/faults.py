@@ -133,12 +133,20 @@ def _f(body: str, arguments: str = "completions, answer") -> str:
     return f"def f({arguments}, **kwargs):\n    {body}\n"
 
 
+_SEEN = """SEEN = set()
+
+def f(completions, **kwargs):
+    before = set(SEEN)
+    SEEN.update(map(str, completions))
+    return [float(str(one) not in before) for one in completions]
+"""
 _EACH = "for one, a in zip(completions, answer)]"
 QUICK = (
     "constant",
     "by prompt",
     "by position",
     "random",
+    "seen before",
     "raises",
     "no column",
     "none",
@@ -190,6 +198,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "reward-order",
         {"code": _f("return [float(text_of(one).strip() == answer[n - 1]) for n, one in enumerate(completions)]")},
     ),
+    "seen before": ("reward-order", {"code": _SEEN}),
     "random": ("reward-order", {"code": _f("return [random.random() for one in completions]")}),
     "raises": ("reward-failing", {"code": _f("return [float(one['text'] == a) " + _EACH)}),
     "none": ("reward-failing", {"code": _f("return [None for one in completions]")}),

@@ -158,8 +158,7 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
         return
     scale = (base.known.max() - base.known.min()).item() or 1.0
     samples, rollouts = base.samples, base.rollouts
-    first = run.score(samples, rollouts)[0]
-    again = run.score(samples, rollouts)[0] if run.recorded is None else base.rewards
+    first, again = base.rewards, run.score(samples, rollouts)[0]
     back = run.score(samples[::-1], rollouts[::-1])[0].flip(0)
     half = len(rollouts) // 2 or 1
     halves = torch.cat([run.score(samples[a:b], rollouts[a:b])[0] for a, b in ((half, None), (0, half))])
