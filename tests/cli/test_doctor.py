@@ -60,6 +60,13 @@ def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
     assert [str(one) for one in found if one.level == "error"] == []
 
 
+def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused):
+    code = "import time\n\ndef f(completions, **kwargs):\n    time.sleep(0.1 * len(completions))\n    return [1.0] * len(completions)\n"
+    found = findings(tmp_path, unused, code=code, seconds=5.0)
+    codes = [one.code for one in found]
+    assert codes[0] == "reward-slow" and "reward-failing" not in codes, list(map(str, found))
+
+
 def test_json_and_exit_status(tmp_path, unused, capsys):
     path = faults.write(tmp_path, unused, code="def f(completions, **kwargs):\n    return [0.5] * len(completions)\n")
     assert main([path, "--json"]) == 1

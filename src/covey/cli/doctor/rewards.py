@@ -44,8 +44,12 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
             yield Finding("data-columns", "error", str(error), "Rename the column (`columns`), or the argument.")
             return
         evidence = str(error).partition(" First sample:")[0]
-        yield Finding("reward-failing", "error", evidence, *_other_form(run))
+        if isinstance(error.__cause__, TimeoutError):
+            yield _late(run, evidence)
+        else:
+            yield Finding("reward-failing", "error", evidence, *_other_form(run))
         return
+    explained = False
     for index, name in enumerate(run.suite.names):
         kinds = {kind: base.stats.get(f"rewards/{name}/{kind}") for kind in ("failures", "timeouts")}
         failures, late = (int(stat.value()) if stat is not None else 0 for stat in kinds.values())
@@ -53,14 +57,7 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
         count = len(base.rollouts)
         if late > count / 4:
             seconds = run.suite.timeout
-            yield Finding(
-                "reward-slow",
-                "error",
-                f"{name} has not scored {late} of {count} completions within {seconds:g} s.",
-                "Let it answer sooner: score completions concurrently (`async def` with `covey.per_completion`), keep"
-                " what is computed again, or lower the time limits inside of it.",
-                _alone(run, index),
-            )
+            yield _late(run, f"{name} has not scored {late} of {count} completions within {seconds:g} s.")
         elif failures > count / 10:
             level = "error" if failures > count / 2 else "warning"
             fix, proof = _other_form(run)
@@ -74,8 +71,11 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
                 "Let it return a number for what it should judge; None is for rows that are not its own.",
                 f"Called again, one at a time, it returns None for all of {count}.",
             )
+        else:
+            continue
+        explained = True
     unscored = int(base.totals.isnan().sum())
-    if unscored > len(base.rollouts) / 2:
+    if unscored > len(base.rollouts) / 2 and not explained:
         evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
         yield Finding(
             "reward-failing", "error", evidence, "Let one return a number for every row.", *_other_form(run)[1:]
@@ -116,10 +116,15 @@ def _with(rollout: Rollout, completion: Any) -> Rollout:
     return Rollout(rollout.prompt_ids, ids, sampled, None, completion, FinishReason.STOP, extras=rollout.extras)
 
 
-def _alone(run: ExaminedRun, index: int) -> str:
+def _late(run: ExaminedRun, evidence: str) -> Finding:
+    fix = (
+        "Let it answer sooner: score completions concurrently (`async def` with `covey.per_completion`), keep what is"
+        " computed again, or lower the time limits inside of it."
+    )
     started = time.perf_counter()
     run.score(run.base.samples[:1], run.base.rollouts[:1])
-    return f"A single completion takes {time.perf_counter() - started:.1f} s."
+    proof = f"A single completion takes {time.perf_counter() - started:.1f} s."
+    return Finding("reward-slow", "error", evidence, fix, proof)
 
 
 def slow(run: ExaminedRun) -> Iterator[Finding]:
