@@ -61,7 +61,7 @@ def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
 
 
 def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused):
-    code = "import time\n\ndef f(completions, **kwargs):\n    time.sleep(0.1 * len(completions))\n    return [1.0] * len(completions)\n"
+    code = "import time\n\ndef f(completions, **kwargs):\n    return [time.sleep(0.1) or 1.0 for one in completions]\n"
     found = findings(tmp_path, unused, code=code, seconds=5.0)
     codes = [one.code for one in found]
     assert codes[0] == "reward-slow" and "reward-failing" not in codes, list(map(str, found))
