@@ -1,7 +1,9 @@
 """Launches scripts of this folder on several CPU processes, as a user would."""
 
+import contextlib
 import faulthandler
 import importlib
+import itertools
 import os
 import shutil
 import socket
@@ -18,10 +20,16 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "examples" / "accelerate_configs"
 
 
+TAKEN = itertools.count()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A free port below those of connections, from a range of this process: no other takes it before it is used."""
+    while True:
+        port = 10_000 + os.getpid() % 40 * 500 + next(TAKEN) % 500
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ from covey.engines.servers.errors import (
     ServerRefused,
 )
 from tests.support import runs, tiny
+from tests.support.launching import free_port
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
 from tests.support.servers.sglang_servers import InThread
@@ -258,12 +259,6 @@ def port_taken(scene: Scene) -> None:
     taken = scene.ending.enter_context(socket.socket())
     taken.bind(("127.0.0.1", GROUP_PORT))
     taken.listen()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 GROUP_PORT = free_port()
