@@ -67,6 +67,14 @@ def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused
     assert codes[0] == "reward-slow" and "reward-failing" not in codes, list(map(str, found))
 
 
+def test_a_count_of_letters_is_a_length(tmp_path, unused):
+    code = (
+        "def f(completions, **kwargs):\n    return [sum(map(str.isalnum, one[-1]['content'])) for one in completions]\n"
+    )
+    found = findings(tmp_path, unused, code=code, max_completion_length=128)
+    assert "reward-length" in {one.code for one in found}
+
+
 def test_json_and_exit_status(tmp_path, unused, capsys):
     path = faults.write(tmp_path, unused, code="def f(completions, **kwargs):\n    return [0.5] * len(completions)\n")
     assert main([path, "--json"]) == 1

@@ -151,6 +151,7 @@ QUICK = (
     "no column",
     "none",
     "another case",
+    "another column",
     "rate of an adapter",
     "beta",
 )
@@ -167,6 +168,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "rows": [{**row, "answer": f"Digit {row['answer']}"} for row in ROWS],
             "code": _f("return [float(one[-1]['content'].lower() == a) " + _EACH),
+        },
+    ),
+    "another column": (
+        "data-columns",
+        {
+            "rows": [{**row, "answer": "none", "digit": row["answer"]} for row in ROWS],
+            "code": _f("return [float(a.isdigit() and one[-1]['content'] == a) " + _EACH),
         },
     ),
     "swallowed": (

@@ -277,24 +277,28 @@ def _written(answer: str) -> list[str]:
 
 
 def _other_column(run: ExaminedRun, value: float) -> Finding | None:
-    """A column whose values are not as the reward compares them: written otherwise, some text gets more."""
+    """A column whose values the reward cannot match: written otherwise, or with another's, it can."""
     row, kept = run.base.samples[0].row, run.failure
-    for name, held in row.items():
-        for changed in () if name == "prompt" else _otherwise(held):
-            texts = [*_written(str(changed)), *_written(str(held))]
+    columns = {name: held for name, held in row.items() if name != "prompt"}
+    for name, held in columns.items():
+        others = [(other, written) for other, written in columns.items() if other != name]
+        for other, written in [*((None, changed) for changed in _otherwise(held)), *others]:
+            texts = [*_written(str(written)), *_written(str(held))]
             rollouts = [run.answering(row, text) for text in texts]
-            totals = run.totals([{**row, name: changed}] * len(texts), rollouts).nan_to_num(value).tolist()
+            totals = run.totals([{**row, name: written}] * len(texts), rollouts).nan_to_num(value).tolist()
             run.failure = kept  # a function need not take what a column does not hold
             best, text = max(zip(totals, texts, strict=True), key=lambda pair: pair[0])
             if best > max(value, min(totals)) + 1e-9:
                 return Finding(
-                    "reward-unreachable",
+                    "data-columns" if other else "reward-unreachable",
                     "error",
                     f"all of {len(run.base.known)} completions get {value:g}, and so does {held!r:.80}, which the"
                     f" column {name} holds.",
-                    f"Write the column {name} as the function compares it, or bring both sides into one form in the"
-                    " function (case, spaces, numbers).",
-                    f"With {changed!r:.80} in the column the text {text[:80]!r} gets {best:g}.",
+                    f"Give the function the column {other} as {name} (`columns`)."
+                    if other
+                    else f"Write the column {name} as the function compares it, or bring both sides into one form in"
+                    " the function (case, spaces, numbers).",
+                    f"With {written!r:.80} in the column the text {text[:80]!r} gets {best:g}.",
                 )
     return None
 
@@ -390,7 +394,7 @@ def _follows(totals: Tensor, values: Tensor) -> float:
 
 
 def length(run: ExaminedRun) -> Iterator[Finding]:
-    """Rewards that a text of the same length without content gets as well."""
+    """Rewards that a text gets as well whose words are as many and as long, but without content."""
     base = run.base
     if not base.spread.any() or not run.rescores:
         return
@@ -401,7 +405,7 @@ def length(run: ExaminedRun) -> Iterator[Finding]:
     filled = []
     for sample, rollout in zip(base.samples, base.rollouts, strict=True):
         text, tokens = completion_text(rollout.completion), len(rollout.completion_ids)
-        other = run.answering(sample.row, ("so it is " * (len(text) // 9 + 1))[: len(text)])
+        other = run.answering(sample.row, re.sub(r"\w", "a", text))
         other.completion_ids = (other.completion_ids * (tokens // max(len(other.completion_ids), 1) + 1))[:tokens]
         other.sampled = [True] * len(other.completion_ids)
         filled.append(other)
@@ -415,7 +419,7 @@ def length(run: ExaminedRun) -> Iterator[Finding]:
         "warning",
         f"within groups the reward follows the length of completions (correlation {correlation:.2f}).",
         "Add a reward for content that weighs more, or remove the length from the reward if that is not the aim.",
-        f"Filler of the same length gets the same reward for {equal} of {len(filled)} completions.",
+        f"With every letter and digit replaced by 'a' {equal} of {len(filled)} completions get the same reward.",
     )
 
 
