@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.algorithms import grpo, rloo
-from covey.algorithms.credit import Scores, assign_credit, signal, spread_of_rewards, step_stats
+from covey.algorithms.credit import Scores, assign_credit, signal, signal_stats, spread_of_rewards, step_stats
 from covey.core.stats import merge_all
 from tests.support import runs
 
@@ -134,6 +134,25 @@ def test_metrics_of_steps():
     }
     assert merge_all(dict(stats), stats)["steps/per_completion"].value() == 1.0  # every process adds the same
     assert step_stats(scores([[1.0], [2.0]]), ONE, ["right"], 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "method", "settings", "share"),
+    [
+        ([1.0, 1.0, 3.0, 3.0], "grpo", {}, 1.0),
+        ([1.0, 1.0, 3.0, 3.0], "grpo", {"advantages": "opo"}, 1.0),
+        ([1.0, 1.0, 3.0, 3.0], "grpo", {"advantages": "reinforce_plus_plus"}, 0.0),  # mean 2: -1, -1, 1, 1
+        ([1.0, 1.0, 3.0, 3.0], "rloo", {"advantages": "reinforce_plus_plus", "beta": 0.0}, 0.0),
+        ([1.0, 1.0, 1.0, 1.0], "grpo", {"advantages": "reinforce_plus_plus"}, 1.0),
+        ([7.0, 9.0, 1.0, 3.0], "rloo", {"beta": 0.0, "reward_clip_range": (0.0, 5.0)}, 0.5),  # 5 and 5
+        ([7.0, 9.0, 1.0, 3.0], "grpo", {"outcome_weight": 0.0}, 1.0),
+    ],
+)
+def test_groups_without_a_signal_are_counted_by_advantages(rewards, method, settings, share):
+    method, given = algorithm(method, **settings), scores([[reward] for reward in rewards])
+    credit = assign_credit(method, ONE, given, 2)
+    assert signal_stats(method, ONE, given, 2, credit)["frac_advantage_zero"].value() == share
+    assert signal_stats(method, ONE, given, 2, None)["frac_advantage_zero"].value() == share  # beside a KL penalty
 
 
 def test_how_much_rewards_differ():

@@ -20,8 +20,8 @@ def advice(history, args, ended=False):
 
 
 def logs(count, **changes):
-    log = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0, "completions/clipped_ratio": 0.5}
-    return [{"step": step, **log, **changes} for step in range(1, count + 1)]
+    log = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0, "frac_advantage_zero": 1.0}
+    return [{"step": step, **log, "completions/clipped_ratio": 0.5, **changes} for step in range(1, count + 1)]
 
 
 def test_equal_rewards_are_reported_with_value_and_advice():
@@ -35,17 +35,16 @@ def test_rewards_that_differ_between_prompts_are_not_equal():
 
 def test_one_group_with_a_difference_is_enough_to_say_nothing():
     history = logs(5)
-    history[-1]["frac_reward_zero_std"] = 0.75
+    history[-1]["frac_advantage_zero"] = 0.75
     assert advice(history, ARGS) == {}
 
 
-def test_refilled_groups_are_something_to_learn_from():
-    assert advice(logs(5, **{"dynamic_sampling/trained_signal": 0.25}), ARGS) == {}
-    assert "signal-sparse" in advice(logs(5, **{"dynamic_sampling/trained_signal": 0.0}), ARGS)
+def test_advantages_of_0_are_reported_where_rewards_differ():
+    assert "rewards differ" in advice(logs(5, frac_reward_zero_std=0.5), ARGS)["signal-sparse"]
 
 
 def test_masking_everything_is_told():
-    cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_reward_zero_std": 0.0})
+    cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_advantage_zero": 0.0})
     assert "max_completion_length=8" in advice(cut, ARGS)["completions-cut"]
     assert advice(cut, SimpleNamespace(mask_truncated_completions=False)) == {}
 
@@ -58,7 +57,7 @@ def test_masking_everything_is_told():
     ],
 )
 def test_dropping_most_of_what_an_engine_sampled_is_told(mode, says):
-    dropped = logs(5, **{"frac_reward_zero_std": 0.0, "sampling/importance_sampling_ratio/outside": 0.6})
+    dropped = logs(5, **{"frac_advantage_zero": 0.0, "sampling/importance_sampling_ratio/outside": 0.6})
     assert re.search(
         says, advice(dropped, SimpleNamespace(**vars(ARGS), resolved_mismatch_mode=mode))["engine-mismatch"]
     )
@@ -110,7 +109,7 @@ def test_completions_of_an_earlier_run_are_pointed_out(tmp_path):
 
 
 TOOLS = SimpleNamespace(**vars(ARGS), tool_parser=None, tool_timeout=60.0, max_tool_calling_iterations=4)
-LEARNS = {"frac_reward_zero_std": 0.0, "tools/call_frequency": 2.0}
+LEARNS = {"frac_advantage_zero": 0.0, "tools/call_frequency": 2.0}
 
 
 @pytest.mark.parametrize(

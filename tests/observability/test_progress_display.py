@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from covey.observability.dashboard import FIGURES, Board, ProgressDisplay, duration, phase_bar, sparkline
+from covey.observability.dashboard import FIGURES, Board, ProgressDisplay, duration, folded, phase_bar, sparkline
 
 
 def shown(renderable, width=100):
@@ -72,6 +72,21 @@ def test_a_long_line_is_not_wrapped():
     run.step(1.0, **{"reward": 1.0, "completions/mean_length": 1e6, "num_tokens": 10**9})
     assert len(run.lines) == 2
     assert "\x1b" not in run.out.getvalue()
+
+
+def test_on_a_terminal_lines_break_between_figures():
+    assert folded("eval  step 1/2  reward 1.000  loss +0.0265", 32) == "eval  step 1/2  reward 1.000\n  loss +0.0265"
+    run = Run(terminal=True)
+    run.display.on_log(None, run.state, TrainerControl(), logs={f"eval_{name}": 0.5 for name in FIGURES})
+    plain = [line for line in run.lines if "\x1b" not in line]  # not of the board
+    assert plain[-1].endswith("s/step 0.50") and max(map(len, plain)) <= 100
+
+
+def test_names_that_only_a_script_logs_print_no_line():
+    run = Run()
+    run.step(1.0, reward=0.5)
+    run.display.on_log(None, run.state, TrainerControl(), logs={"mine": 1.0, "test_reward": 2.0})
+    assert len(run.lines) == 1
 
 
 def test_tokens_per_second_are_those_since_the_last_log():

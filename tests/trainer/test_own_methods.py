@@ -7,6 +7,7 @@ import torch
 
 from covey import GRPOConfig
 from covey.cli.config_file import load_run
+from covey.core.losses import mean_per_sequence
 from tests.support import runs
 
 MINE = """
@@ -21,6 +22,37 @@ def mean(x):
 
 def detached(x):
     return (-x.ratio * x.advantages).detach()
+
+def integer(x):
+    return (-x.ratio * x.advantages).long()
+
+def nothing(x):
+    pass
+
+def certain(x):
+    return -x.ratio * x.advantages / (1 + x.entropies)
+
+def misspelt(x):
+    return -x.ratios
+
+def infinite(x):
+    return -x.ratio * x.advantages / 0
+
+calls = []
+
+def later(x):
+    calls.append(x)
+    return (-x.ratio * x.advantages) if len(calls) < 3 else x.logprobs.sum()
+"""
+
+REGISTERED = """
+from covey.algorithms import register_loss
+from covey.core.losses import mean_per_sequence
+
+def weighted(x):
+    return -x.ratio * x.advantages * x.entropies
+
+register_loss("NAME", weighted, mean_per_sequence, entropies=True)
 """
 
 
@@ -39,13 +71,43 @@ def test_loss_and_advantages_are_named_by_file(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(own), runs.weights(known), strict=True))
 
 
-@pytest.mark.parametrize(("function", "said"), [("mean", "returned shape []"), ("detached", "without a gradient")])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("mean", "returned torch.float32 of shape []"),
+        ("detached", "without a gradient"),
+        ("integer", "returned torch.int64 of shape"),
+        ("nothing", "returned a NoneType"),
+        ("certain", "x.entropies is None: call register_loss(..., entropies=True)"),
+        ("misspelt", "misspelt.py: AttributeError: 'SurrogateInputs' object has no attribute 'ratios'"),
+        ("later", "returned torch.float32 of shape []"),  # in the second step
+    ],
+)
 def test_losses_that_cannot_train_are_refused(tmp_path, function, said):
     file = tmp_path / f"{function}.py"
     file.write_text(MINE)
     with pytest.raises(ValueError) as error:
         runs.trainer(tmp_path, loss_type=f"{file}:{function}").train()
     assert said in str(error.value)
+
+
+def test_losses_that_are_not_finite_are_named(tmp_path):
+    file = tmp_path / "infinite.py"
+    file.write_text(MINE)
+    with pytest.warns(UserWarning, match="infinite' returned losses that are NaN or infinite for .* of .* tokens"):
+        runs.trainer(tmp_path, loss_type=f"{file}:infinite", max_steps=1).train()
+
+
+def test_a_loss_named_by_file_is_the_one_that_its_file_registers(tmp_path, request):
+    name, file = f"own-{request.node.name}-{tmp_path.name}", tmp_path / "registered.py"
+    file.write_text(REGISTERED.replace("NAME", name))
+    results = []
+    for loss_type in (f"{file}:weighted", name):
+        trained = runs.trainer(tmp_path, loss_type=loss_type, max_steps=1)
+        trained.train()
+        assert trained.context.algorithm.weighting is mean_per_sequence
+        results.append(runs.weights(trained))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_kl_in_reward_moves_the_policy_but_not_by_the_loss(tmp_path):

@@ -24,6 +24,7 @@ METRICS = {
     "reward",
     "reward_std",
     "frac_reward_zero_std",
+    "frac_advantage_zero",
     "entropy",
     "rewards/longer/mean",
     "rewards/longer/std",
@@ -39,13 +40,22 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_every_promised_metric_is_logged(tmp_path, method):
-    trained = runs.trainer(tmp_path, method, beta=0.1)
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("grpo", {}),
+        ("rloo", {}),
+        ("grpo", {"dynamic_sample": True, "log_entropy": True, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}),
+    ],
+)
+def test_every_promised_metric_is_logged(tmp_path, method, changes):
+    parts = {"eval_dataset": tiny.rows()}
+    trained = runs.trainer(tmp_path, method, parts=parts, beta=0.1, eval_strategy="steps", eval_steps=1, **changes)
     trained.train()
-    logged = trained.state.log_history[0]
+    logged, evaluated = trained.state.log_history[:2]
     assert (METRICS | {"kl"}) - set(logged) == set()
-    assert {name for name in logged if meaning(name) is None} <= {"epoch", "step"}  # metric_docs has all others
+    own = {"step", *(f"eval_{what}" for what in ("runtime", "samples_per_second", "steps_per_second"))}
+    assert {name for name in {**logged, **evaluated} if meaning(name) is None} <= own  # metric_docs has all others
     assert logged["num_tokens"] > 0
 
 

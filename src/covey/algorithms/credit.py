@@ -100,6 +100,14 @@ def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: 
     return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
 
 
+def signal_stats(
+    algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, credit: Credit | None
+) -> dict[str, Stat]:
+    """`frac_advantage_zero`: the share of groups without a signal; `credit` is given if no KL penalty is part of it."""
+    signal_N = signal(algorithm, weights_F, scores, group_size) if credit is None else credit.has_signal()
+    return {"frac_advantage_zero": Mean.of((~signal_N.view(-1, group_size).any(1)).double().tolist())}
+
+
 @dataclass
 class UnreadSettings:
     """Settings of process rewards that the user gave; a warning, if no reward function rewards steps."""

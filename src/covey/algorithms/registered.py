@@ -1,6 +1,8 @@
 """Losses and advantages by name: those that scripts register, and checks of what they return."""
 
 import inspect
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, LossType
 from covey.core.losses import Surrogate, SurrogateInputs, Weighting, mean_over_update
+from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.registry import Registry
+from covey.runtime.user_code import format_error
 
 
 def register_loss(
@@ -36,14 +40,25 @@ def register_loss(
         `surrogate`.
 
     Raises:
-        ValueError: the name is taken. In training, at the first pass: it returns no token losses [N] with a gradient.
+        ValueError: the name is taken. In training: it fails, or returns no token losses [N] with a gradient.
     """
     _check_call("register_loss", name, surrogate, "SurrogateInputs")
-    row = LossType(
-        lambda config: _checked_once(name, surrogate), weighting, zero_without_advantage=zero_without_advantage
-    )
+    row = LossType(lambda config: _checked(name, surrogate), weighting, zero_without_advantage=zero_without_advantage)
     LOSS_TYPES.register(name, replace(row, needs_entropies=entropies))
+    _SURROGATES[name] = surrogate
     return surrogate
+
+
+_SURROGATES: dict[str, Surrogate] = {}  # by name, as they were given to `register_loss`
+
+
+def register_loss_of_file(name: str, surrogate: Surrogate) -> None:
+    """Register a function under its `file.py:name`, as its file registers it, or else with the defaults."""
+    own = next((one for one, given in _SURROGATES.items() if given is surrogate), None)
+    if own is None:
+        register_loss(name, surrogate)
+    else:
+        LOSS_TYPES.register(name, LOSS_TYPES[own])
 
 
 def _check_call(registers: str, name: str, function: Callable[..., Any], given: str) -> None:
@@ -57,29 +72,56 @@ def _check_call(registers: str, name: str, function: Callable[..., Any], given: 
             ) from error
 
 
-def _checked_once(name: str, surrogate: Surrogate) -> Surrogate:
-    """The surrogate; its first result with a gradient is checked."""
-    checked = False
+def _checked(name: str, surrogate: Surrogate) -> Surrogate:
+    """The surrogate; its results are checked, the first one with a gradient for having it."""
+    trains = False
 
     def checking(x: SurrogateInputs) -> Tensor:
-        nonlocal checked
-        losses = surrogate(x)
-        if not checked and torch.is_grad_enabled() and x.logprobs.requires_grad:
-            checked = True
-            given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-            if not isinstance(losses, Tensor) or losses.shape != x.logprobs.shape:
-                raise ValueError(
-                    f"loss_type={name!r} returned {given}; it must return the loss of each token, shape"
-                    f" {list(x.logprobs.shape)}. The trainer averages them itself."
-                )
+        nonlocal trains
+        try:
+            losses = surrogate(x)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            cause = f"{format_error(error)}.{_absent(x, error)}"
+            raise ValueError(f"loss_type={name!r} failed in {_place(error)}: {cause}") from error
+        is_tensor = isinstance(losses, Tensor)
+        if not is_tensor or losses.shape != x.logprobs.shape or not losses.is_floating_point():
+            given = f"{losses.dtype} of shape {list(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
+            raise ValueError(
+                f"loss_type={name!r} returned {given}; it must return the loss of each token, a floating-point tensor"
+                f" of shape {list(x.logprobs.shape)}. The trainer averages them itself."
+            )
+        if not trains and torch.is_grad_enabled() and x.logprobs.requires_grad:
+            trains = True
             if not losses.requires_grad:
                 raise ValueError(
                     f"loss_type={name!r} returned losses without a gradient, so nothing would be trained. Compute them"
                     " from x.ratio, x.log_ratio or x.logprobs, without `detach` or `torch.no_grad`."
                 )
+        broken = ~losses.isfinite() & x.sampled & (x.logprobs + x.log_ratio).isfinite()
+        if broken.any():
+            warnings.warn(
+                f"loss_type={name!r} returned losses that are NaN or infinite for {int(broken.sum())} of"
+                f" {int(x.sampled.sum())} tokens, though their log-probs are finite.",
+                stacklevel=2,
+            )
         return losses
 
     return checking
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's file that raised; the command line shows no traceback."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"line {last.lineno} of {last.filename}"
+
+
+def _absent(x: SurrogateInputs, error: Exception) -> str:
+    """Advice about inputs that nothing asked for, where the error is about None."""
+    advice = {"entropies": "call register_loss(..., entropies=True)", "ref_logprobs": "set beta above 0"}
+    missing = [f" x.{name} is None: {how}." for name, how in advice.items() if getattr(x, name) is None]
+    return "".join(missing) if "NoneType" in str(error) else ""
 
 
 class AdvantageInputs(NamedTuple):

@@ -288,10 +288,21 @@ HOOKS = {
     "_calculate_rewards": "give reward functions",
     **dict.fromkeys(("_compute_loss", "compute_liger_loss", "_get_high_entropy_mask", "get_high_entropy_mask"), _LOSS),
     **dict.fromkeys(("_get_per_token_logps_and_entropies", "_get_per_token_logps", "_get_last_hidden_state"), _LOSS),
+    **dict.fromkeys(("get_off_policy_mask", "get_gamma_weights"), _LOSS),
+    **dict.fromkeys(("_tokenize_prompts", "_get_tool_suffix_ids"), _ROLLOUTS),
+    "_log_metric": "a reward function gets `log_metric`",
+    "_log_completion_extra": "a reward function gets `log_extra`",
     "_get_train_sampler": "order the rows yourself with `shuffle_dataset=False`, or see `prompt_sampler`",
+    "_get_eval_sampler": "order the rows of `eval_dataset` yourself",
+    **dict.fromkeys(("_get_dataloader", "_prepare_input"), "transform rows with `dataset.map` or `set_transform`"),
+    "create_optimizer_and_scheduler": "override `create_optimizer` or `create_scheduler`, or give `optimizers`",
     "prediction_step": "evaluations sample and score as training does: see `covey.EvalSuite`",
 }
 """Methods of TRL's trainers, and of transformers', that scripts override and that are never called, with advice."""
+
+_COLUMNS = ("_set_signature_columns_if_needed", "_remove_unused_columns", "_get_collator_with_removed_columns")
+NOT_NEEDED = dict.fromkeys(_COLUMNS, "every column reaches the reward functions without it")
+"""The same, where a run is the same without the override."""
 
 
 def accepts_old_names(init: Init) -> Init:
@@ -327,10 +338,14 @@ def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -
 
 
 def refuse_hooks(kind: type) -> None:
-    """Raise TypeError for a subclass that overrides what is never called: its objective would be another one."""
-    theirs = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in ("covey", "transformers")]
-    if name := next((name for name in HOOKS if any(name in vars(one) for one in theirs)), None):
-        raise TypeError(f"{kind.__name__} overrides `{name}`, which is never called: {HOOKS[name]}.")
+    """Raise TypeError for a class that overrides what is never called, also by assignment: it would train otherwise."""
+    theirs = [one for one in kind.__mro__ if one.__module__.partition(".")[0] != "transformers"]
+    for name, advice in {**HOOKS, **NOT_NEEDED}.items():
+        if any(name in vars(one) for one in theirs):
+            text = f"{kind.__name__} overrides `{name}`, which is never called: {advice}."
+            if name in HOOKS:
+                raise TypeError(text)
+            warn(text)
 
 
 def _argument_hint(name: str, known: list[str], config_class: Any) -> str:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Self
 
 from transformers import TrainingArguments
 
-from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages, register_loss
+from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages
+from covey.algorithms.registered import register_loss_of_file
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
@@ -202,7 +203,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def _normalise(self) -> None:
         for name, known, register in (
-            ("loss_type", LOSS_TYPES, register_loss),
+            ("loss_type", LOSS_TYPES, register_loss_of_file),
             ("advantages", ADVANTAGES, register_advantages),
         ):
             value = getattr(self, name)

@@ -22,6 +22,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from covey.observability.evaluations import evaluation_sets, metrics_of, with_interval
+from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import EVALUATE
 from covey.observability.plots import FAINT, PHASES, series
 
@@ -205,7 +206,7 @@ class ProgressDisplay(TrainerCallback):
                 self._say("  ".join(filter(None, (f"eval {name}".rstrip(), self._place(), figures))))
         else:
             self._take(logs)
-            if self._stop is None:
+            if self._stop is None and any(map(is_taken, {*logs} - {"epoch"})):  # not those of a script alone
                 left = self.board.seconds_left
                 ending = f"  ETA {duration(left)}" if left is not None else ""
                 self._say(f"{self._place()}  {_joined(self.board.figures())}{ending}")
@@ -249,8 +250,21 @@ class ProgressDisplay(TrainerCallback):
         return f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
 
     def _say(self, line: str) -> None:
+        if self.console.is_terminal:
+            line = folded(line, self.console.width)
         with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full: the run goes on
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def folded(line: str, width: int) -> str:
+    """A line broken between its figures, where a terminal would break it anywhere."""
+    lines: list[str] = []
+    for figure in line.split("  "):
+        if lines and len(lines[-1]) + 2 + len(figure) <= width:
+            lines[-1] += f"  {figure}"
+        else:
+            lines.append(f"  {figure}" if lines else figure)
+    return "\n".join(lines)
 
 
 def _joined(figures: Figures) -> str:

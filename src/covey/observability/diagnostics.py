@@ -33,13 +33,18 @@ def advice(log_history: list[Log], args: Any, ended: bool = False) -> list[Findi
     return found
 
 
-def _equal_rewards(logs: list[Log], args: Any) -> Text:
+def _no_advantage(logs: list[Log], args: Any) -> Text:
     value = logs[0].get("reward")
     always = all(log.get("reward") == value and log.get("reward_std") == 0 for log in logs)
     which = f": every reward was {f'{value:g}' if isinstance(value, int | float) else value}" if always else ""
+    if any(log["frac_reward_zero_std"] < 1 for log in logs):
+        return (
+            "rewards differ, but all advantages from them are 0, so nothing is learnt from rewards.",
+            "Look at what makes advantages of rewards: advantages, outcome_weight, reward_clip_range.",
+        )
     return (
-        f"""all completions of a prompt got the same reward{which}. Groups without a difference give no gradient, so
-        nothing is learnt from rewards.""",
+        f"""all completions of a prompt got the same reward{which}. So rewards give no completion an advantage, and
+        nothing is learnt from them.""",
         f"""The task may be too hard or too easy, or the reward may never fire: read the completions in
         {args.output_dir}/completions/, or let `covey doctor {args.output_dir}` look for the cause.""",
     )
@@ -131,10 +136,7 @@ def _slow_tools(logs: list[Log], args: Any) -> Text:
 
 
 FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], Text]]] = {
-    "signal-sparse": (  # no group was replaced by another one that has a signal
-        lambda log, args: log["frac_reward_zero_std"] == 1 and log.get("dynamic_sampling/trained_signal", 0) == 0,
-        _equal_rewards,
-    ),
+    "signal-sparse": (lambda log, args: log.get("frac_advantage_zero") == 1, _no_advantage),
     "completions-cut": (
         lambda log, args: bool(args.mask_truncated_completions) and log.get("completions/clipped_ratio") == 1,
         _masked,

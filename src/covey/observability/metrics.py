@@ -61,10 +61,9 @@ class MetricLog:
                 result[prefix + name] = 0.0
         return result
 
-    def so_far(self) -> dict[str, dict[str, tuple[float]]]:
-        """Values of this process's open windows by mode and name, each in a tuple, to which nothing can be added."""
-        windows = self._stats.items()
-        return {mode: {name: (stat.value(),) for name, stat in stats.items()} for mode, stats in windows}
+    def so_far(self, mode: str) -> dict[str, float]:
+        """Values of this process's open window by name."""
+        return {name: stat.value() for name, stat in self._stats.get(mode, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """This process's open windows, as plain lists and numbers."""

@@ -48,7 +48,7 @@ PANELS = (
     ),
     Panel(
         "Groups and completions",
-        {"frac_reward_zero_std": "groups without signal", "completions/clipped_ratio": "completions cut off"},
+        {"frac_advantage_zero": "groups without signal", "completions/clipped_ratio": "completions cut off"},
         percent=True,
     ),
     Panel("Turns and calls per rollout", {"rollouts/turns": "turns", "tools/call_frequency": "calls"}),

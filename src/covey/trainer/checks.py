@@ -156,6 +156,19 @@ def log_save_evaluate(trainer: Any, tr_loss: Tensor, *rest: Any, **named: Any) -
         tr_loss.zero_()
 
 
+def determine_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -> bool:
+    """A method of the trainer: an evaluation in which no reward function gave a reward is not the best one."""
+    name = "eval_" + (trainer.args.metric_for_best_model or "").removeprefix("eval_")
+    if name not in metrics and any(name in entry for entry in trainer.state.log_history):
+        warnings.warn(
+            f"step {trainer.state.global_step}: this evaluation has no {name}, which chooses the best model, although"
+            " earlier ones had it (every reward is None, say), so it is not the best.",
+            stacklevel=2,
+        )
+        return False
+    return Trainer._determine_best_metric(trainer, metrics, trial)
+
+
 class NotFiniteError(FloatingPointError):
     """A loss, a gradient or a weight became NaN or infinite."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
+from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.model import inference_mode_of
@@ -234,19 +234,19 @@ class CreditAssigner:
         if context.training:
             self.num_tokens += (selection or everyone).processed_tokens
             context.metrics.set("num_tokens", self.num_tokens)
-        sampled = everyone if selection is None else selection.first  # groups kept for their rewards would mislead
-        stats = dict(selection.stats) if selection is not None else {}
+        sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
         stats |= generation_stats(
             lengths=sampled.lengths,
             truncated=sampled.truncated,
-            rewards_NF=sampled.scores.rewards,
+            rewards_NF=sampled.scores.rewards,  # groups kept for their rewards would mislead
             weights_F=weights,
             names=names,
             num_generations=context.group_size,
         )
         stats |= step_stats(sampled.scores, weights, names, context.group_size)
-        if context.args.log_entropy:
-            stats |= entropy_stats(everyone.columns["entropy"])
+        alone = credit if everyone.kl is None else None  # the rewards' own
+        stats |= signal_stats(context.algorithm, weights, everyone.scores, context.group_size, alone)
+        stats |= entropy_stats(everyone.columns["entropy"])
         context.metrics.add(stats, context.mode)
         if log is not None and log.enabled:
             log.add(context.step + context.training, **everyone.table(names, credit.of_completions()))

@@ -32,7 +32,7 @@ from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, prepare_for_training, resume_from
-from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, log_save_evaluate
+from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.engine_check.correction import build_engine_check, corrected
@@ -409,9 +409,9 @@ class OnlineTrainer(Trainer):
 
     hyperparameter_search = search.hyperparameter_search
     _maybe_log_save_evaluate = log_save_evaluate
+    _determine_best_metric = determine_best_metric
     _prepare_for_training = prepare_for_training
-    create_model_card = hub.create_model_card
-    init_hf_repo = hub.init_hf_repo
+    create_model_card, init_hf_repo = hub.create_model_card, hub.init_hf_repo
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)

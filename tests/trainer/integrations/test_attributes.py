@@ -4,7 +4,8 @@ import pytest
 from transformers import TrainerCallback
 
 from covey import GRPOTrainer
-from covey.config.aliases import HOOKS
+from covey.config.aliases import HOOKS, NOT_NEEDED
+from covey.rewards import RewardError
 from covey.trainer.integrations.attributes import FIELDS, VIEWS
 from tests.support import runs
 
@@ -66,6 +67,19 @@ def test_methods_that_are_never_called_cannot_be_overridden(name):
         mine("model")
 
 
+def test_methods_that_are_not_needed_are_warned_about(tmp_path, recwarn):
+    kind = type("Mine", (GRPOTrainer,), dict.fromkeys(NOT_NEEDED, lambda self, *given: None))
+    runs.trainer(tmp_path, kind=kind)
+    said = [str(one.message) for one in recwarn if "never called" in str(one.message)]
+    assert [name in text for name, text in zip(NOT_NEEDED, said, strict=True)] == [True] * len(NOT_NEEDED)
+
+
+def test_an_assigned_method_that_is_never_called_is_refused(monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: None, raising=False)
+    with pytest.raises(TypeError, match="GRPOTrainer overrides `_generate`, which is never called"):
+        GRPOTrainer("model")
+
+
 def test_the_loss_may_be_overridden(tmp_path):
     class Halved(GRPOTrainer):
         def compute_loss(self, *given, **named):
@@ -79,9 +93,27 @@ def test_the_loss_may_be_overridden(tmp_path):
     assert norms[1] == pytest.approx(norms[0] / 2)
 
 
-def test_values_of_a_window_cannot_be_appended_to(trained):
-    with pytest.raises(AttributeError):
+def test_scripts_append_values_of_their_own_to_the_window(tmp_path):
+    """1 and 3 in the first step, 5 in the second."""
+
+    class Mine(GRPOTrainer):
+        def training_step(self, *given, **named):
+            loss = super().training_step(*given, **named)
+            for value in [5.0] if self.state.global_step else [1.0, 3.0]:
+                self._metrics["train"]["mine"].append(value)
+            assert self._metrics["train"].setdefault("mine", []) is not None
+            return loss
+
+    made = runs.trainer(tmp_path, kind=Mine, gradient_accumulation_steps=1)
+    made.train()
+    assert runs.history(made, "mine") == [2.0, 5.0]
+
+
+def test_values_of_the_trainer_cannot_be_changed_by_scripts(trained):
+    with pytest.raises(RewardError, match="the trainer logs a metric of this name itself"):
         trained[1]["reward"].append(1.0)
+    with pytest.raises(AttributeError, match="append a value"):
+        trained[0]._metrics["train"]["mine"] = [1.0]
 
 
 @pytest.mark.parametrize("name", ["reward_funcs", "beta", "tools", "num_generations"])

@@ -219,6 +219,7 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
         multi_objective_aggregation=settings.get("multi_objective_aggregation"),
         reward_weights=settings.get("reward_weights"),
         dynamic_sample=settings.get("dynamic_sample", False),
+        advantages=settings.get("advantages"),
         method="grpo",
     )
     suite = SimpleNamespace(names=read.names)

@@ -430,8 +430,8 @@ def solution_columns(row: dict[str, Any]) -> list[str]:
 def signal(run: ExaminedRun) -> Iterator[Finding]:
     """Share of groups with a signal, now and with other group sizes."""
     base, group = run.base, run.group
-    if not base.spread.any() or run.args.dynamic_sample:
-        return
+    if not base.spread.any() or run.args.dynamic_sample or run.args.advantages == "reinforce_plus_plus":
+        return  # the last has the batch as its baseline
     if base.size < SAMPLES and hasattr(run, "sample"):
         base = run.sample(PROMPTS, SAMPLES, max_tokens=base.limit)
     now, more = base.signal(group), base.signal(8)

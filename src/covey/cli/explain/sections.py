@@ -187,8 +187,11 @@ def loss(run: ExplainedRun) -> Iterator[str]:
     if args.method == "grpo" and args.scale_rewards == "group" and a.num_generations == 2:
         yield """With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on
         a tie), however far apart the rewards are. scale_rewards=none keeps the distance."""
-    yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is the
-    fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."""
+    if args.advantages == "reinforce_plus_plus":
+        yield "The baseline is the whole batch, so a group whose rewards are all equal teaches too."
+    else:
+        yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is
+        the fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."""
     if args.beta == 0:
         yield "beta=0: no KL penalty, no reference model in memory, no kl metric."
     else:

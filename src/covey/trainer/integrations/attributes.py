@@ -6,6 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from covey.config.rloo import RLOOConfig
+from covey.observability.metrics import MetricLog
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "epsilon_low": lambda trainer: trainer.args.epsilon,
@@ -29,7 +30,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "eos_token_id": lambda trainer: trainer.collector.codec.tokenizer.eos_token_id,
     "num_generations_eval": lambda trainer: trainer.args.num_generations_eval or trainer.args.num_generations,
     "chat_template_kwargs": lambda trainer: trainer.args.chat_template_kwargs or {},
-    "_metrics": lambda trainer: {"train": {}, "eval": {}, **trainer.metrics.so_far()},
+    "_metrics": lambda trainer: {mode: OpenWindow(trainer.metrics, mode) for mode in ("train", "eval")},
 }
 """Trainer -> value. In addition, each field of the config that is no field of `TrainingArguments`."""
 
@@ -54,6 +55,39 @@ def attribute(trainer: Any, name: str) -> Any:
         return getattr(args, name)
     advice = f": {ABSENT[name]}." if name in ABSENT else ""
     raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
+
+
+class OpenWindow(dict[str, list[float]]):
+    """Values by name since the last log; a script may append to those of names of its own."""
+
+    def __init__(self, metrics: MetricLog, mode: str):
+        super().__init__({name: Appended(metrics, mode, name, value) for name, value in metrics.so_far(mode).items()})
+        self.metrics, self.mode = metrics, mode
+
+    def __missing__(self, name: str) -> list[float]:
+        return Appended(self.metrics, self.mode, name)
+
+    def __setitem__(self, name: str, values: list[float]) -> None:
+        raise AttributeError(f"_metrics[{self.mode!r}][{name!r}] cannot be assigned: append a value to it.")
+
+    def setdefault(self, name: str, default: Any = None) -> list[float]:
+        return self[name]
+
+
+class Appended(list[float]):
+    """The value of one name; what is appended is averaged over processes and the window."""
+
+    def __init__(self, metrics: MetricLog, mode: str, name: str, *values: float):
+        super().__init__(values)
+        self.metrics, self.mode, self.name = metrics, mode, name
+
+    def append(self, value: float) -> None:
+        from covey.trainer.rollout_reports import RewardLog  # which imports this module
+
+        log = RewardLog()
+        log.log_metric(self.name, value)
+        self.metrics.add(log.metrics, self.mode)
+        super().append(value)
 
 
 class View:
