@@ -115,6 +115,14 @@ def test_groups_of_two_have_fixed_advantages():
     assert "always +0.71" not in words(explain(GRPOConfig(num_generations=4)))
 
 
+@pytest.mark.parametrize(
+    ("advantages", "said"),
+    [(None, "has advantages of 0 and teaches nothing"), ("reinforce_plus_plus", "teaches too")],
+)
+def test_what_equal_rewards_teach_follows_from_the_baseline(advantages, said):
+    assert said in words(explain(GRPOConfig(advantages=advantages)))
+
+
 def test_tokens_are_counted():
     # 8 completions of up to 100 tokens: 800 sampled; with prompts of 20, 8 * 120 = 960 read
     text = words(explain(GRPOConfig(max_completion_length=100), prompt_tokens=20))

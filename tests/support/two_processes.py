@@ -94,7 +94,7 @@ NAMES = (
     *("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance"),
     *("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max"),
     *("rollouts/turns", "rollouts/failed", "sampling/staleness/mean", "sampling/staleness/max"),
-    *("steps/per_completion", "frac_reward_zero_std"),
+    *("steps/per_completion", "frac_reward_zero_std", "frac_advantage_zero"),
 )
 
 

@@ -187,6 +187,27 @@ def test_the_best_model_is_kept_and_loaded(tmp_path, metric):
     assert all(map(torch.equal, runs.weights(trainer), after_step_two))
 
 
+def test_an_evaluation_without_the_metric_is_not_the_best(tmp_path):
+    trainer = runs.trainer(
+        tmp_path,
+        parts={"eval_dataset": ASKED, "reward_funcs": by_step([0, 1.0, None, 2.0])},
+        max_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="reward",
+        **EVALUATED,
+        **SAVED,
+    )
+    with pytest.warns(UserWarning, match="step 2: this evaluation has no eval_reward"):
+        trainer.train()
+    assert [trainer.state.best_metric, trainer.state.best_global_step] == [2.0, 3]
+
+
+def test_a_best_metric_that_no_evaluation_has_is_an_error(tmp_path):
+    settings = {**EVALUATED, **SAVED, "metric_for_best_model": "rewrad", "load_best_model_at_end": True}
+    with pytest.raises(KeyError, match="eval_rewrad"):
+        runs.trainer(tmp_path, parts={"eval_dataset": ASKED}, **settings).train()
+
+
 def test_only_better_models_are_saved_with_save_strategy_best(tmp_path):
     trainer = runs.trainer(
         tmp_path,
