@@ -286,6 +286,7 @@ HOOKS = {
     "_generate_and_score_completions": f"{_ROLLOUTS}; or reward functions, or `register_advantages`",
     **dict.fromkeys(("_generate", "_generate_single_turn", "_tool_call_loop"), _ROLLOUTS),
     "_calculate_rewards": "give reward functions",
+    "_prepare_inputs": "change rewards, or advantages by `register_advantages`; a batch is no dictionary",
     **dict.fromkeys(("_compute_loss", "compute_liger_loss", "_get_high_entropy_mask", "get_high_entropy_mask"), _LOSS),
     **dict.fromkeys(("_get_per_token_logps_and_entropies", "_get_per_token_logps", "_get_last_hidden_state"), _LOSS),
     **dict.fromkeys(("get_off_policy_mask", "get_gamma_weights"), _LOSS),
@@ -339,10 +340,12 @@ def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -
 
 def refuse_hooks(kind: type) -> None:
     """Raise TypeError for a class that overrides what is never called, also by assignment: it would train otherwise."""
-    theirs = [one for one in kind.__mro__ if one.__module__.partition(".")[0] != "transformers"]
+    members = [member for one in kind.__mro__ for member in vars(one).items()]
+    own = ("covey", "transformers")
+    theirs = {name for name, value in members if str(getattr(value, "__module__", "")).partition(".")[0] not in own}
     for name, advice in {**HOOKS, **NOT_NEEDED}.items():
-        if any(name in vars(one) for one in theirs):
-            text = f"{kind.__name__} overrides `{name}`, which is never called: {advice}."
+        if name in theirs:
+            text = f"{kind.__name__} overrides `{name}`, which is never called as in TRL: {advice}."
             if name in HOOKS:
                 raise TypeError(text)
             warn(text)
