@@ -218,6 +218,11 @@ def test_several_rewards_are_told_apart():
     assert run.lines[1].startswith("step  2/10  reward 1.200  right 1.000  brief 0.200  entropy")
 
 
+def test_small_rewards_are_not_shown_as_nothing():
+    logs = {"reward": 2.5e-5, "reward_std": 0.0, "rewards/a/mean": -4e-6, "rewards/b/mean": 1.0}
+    assert "reward 2.5e-05 a -4.0e-06 b 1.000 std 0.000" in " ".join(shown(Board(logs=logs)).split())
+
+
 def test_labels_and_values_stay_together_on_a_narrow_screen():
     board = Board(logs=dict.fromkeys(FIGURES, -0.5) | {"phase/generate": 1.0, "phase/train": 2.0})
     lines = [line.rstrip() for line in shown(board, width=40).splitlines()]

@@ -358,7 +358,13 @@ def _styled(entry: Entry) -> Any:
 def _number(value: float | None, signed: bool = False) -> str:
     if value is None or value != value:
         return "–"
-    return f"{value:+.2f}" if signed and value else f"{value:.2f}"
+    return ("+" if signed and value > 0 else "") + decimal(value, 2)
+
+
+def decimal(value: float, digits: int) -> str:
+    """A number with so many decimals, or as a power of ten where these would all be 0."""
+    text = f"{value:.{digits}f}"
+    return text if float(text) or not value else f"{value:.1e}"
 
 
 def _colour(advantage: float) -> str:

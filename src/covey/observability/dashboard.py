@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from covey.observability.completions import decimal
 from covey.observability.evaluations import evaluation_sets, metrics_of, with_interval
 from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import EVALUATE
@@ -69,7 +70,7 @@ class Board:
 
     def figures(self) -> Figures:
         speed = [] if self.tokens_per_second is None else [("tok/s", f"{self.tokens_per_second:,.0f}")]
-        own = [(name[8:-5], f"{self.logs[name]:.3f}") for name in self.logs if re.fullmatch("rewards/.*/mean", name)]
+        own = [(name[8:-5], decimal(self.logs[name], 3)) for name in self.logs if re.fullmatch("rewards/.*/mean", name)]
         figures = readable(self.logs)
         figures[1:1] = own if len(own) > 1 else []  # behind the total
         return figures + speed
@@ -103,7 +104,7 @@ class Board:
 
 def readable(logs: dict[str, float]) -> Figures:
     return [
-        (label, _without_empty_sign(form.format(logs[name])))
+        (label, _without_empty_sign(decimal(logs[name], 3) if form == "{:.3f}" else form.format(logs[name])))
         for name, (label, form) in FIGURES.items()
         if isinstance(logs.get(name), int | float) and (math.isfinite(logs[name]) or name in ALWAYS_SHOWN)
     ]
