@@ -11,6 +11,8 @@ from covey.core.losses import mean_per_sequence
 from tests.support import runs
 
 MINE = """
+import torch
+
 def loss(x):
     return -x.ratio * x.advantages * (1 + 0 * x.entropies) if x.entropies is not None else -x.ratio * x.advantages
 
@@ -34,6 +36,9 @@ def certain(x):
 
 def misspelt(x):
     return -x.ratios
+
+def unequal(x):
+    return torch.einsum("i,j", x.ratio)
 
 def infinite(x):
     return -x.ratio * x.advantages / 0
@@ -79,6 +84,7 @@ def test_loss_and_advantages_are_named_by_file(tmp_path):
         ("integer", "returned torch.int64 of shape"),
         ("nothing", "returned a NoneType"),
         ("certain", "x.entropies is None: call register_loss(..., entropies=True)"),
+        ("unequal", "in line 29 of"),  # not of torch's own file
         ("misspelt", "misspelt.py: AttributeError: 'SurrogateInputs' object has no attribute 'ratios'"),
         ("later", "returned torch.float32 of shape []"),  # in the second step
     ],
@@ -89,6 +95,13 @@ def test_losses_that_cannot_train_are_refused(tmp_path, function, said):
     with pytest.raises(ValueError) as error:
         runs.trainer(tmp_path, loss_type=f"{file}:{function}").train()
     assert said in str(error.value)
+
+
+def test_advantages_that_fail_are_named_with_their_line(tmp_path):
+    file = tmp_path / "advantages_that_fail.py"
+    file.write_text("def mine(x):\n    return x.rewards['accuracy']\n")
+    with pytest.raises(ValueError, match=r"fail.py:mine' failed in line 2 of .*fail.py: IndexError"):
+        runs.trainer(tmp_path, advantages=f"{file}:mine").train()
 
 
 def test_losses_that_are_not_finite_are_named(tmp_path):

@@ -83,8 +83,7 @@ def _checked(name: str, surrogate: Surrogate) -> Surrogate:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            cause = f"{format_error(error)}.{_absent(x, error)}"
-            raise ValueError(f"loss_type={name!r} failed in {_place(error)}: {cause}") from error
+            raise ValueError(f"loss_type={name!r} failed in {_described(error)}{_absent(x, error)}") from error
         is_tensor = isinstance(losses, Tensor)
         if not is_tensor or losses.shape != x.logprobs.shape or not losses.is_floating_point():
             given = f"{losses.dtype} of shape {list(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
@@ -111,10 +110,11 @@ def _checked(name: str, surrogate: Surrogate) -> Surrogate:
     return checking
 
 
-def _place(error: Exception) -> str:
-    """The line of the user's file that raised; the command line shows no traceback."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"line {last.lineno} of {last.filename}"
+def _described(error: Exception) -> str:
+    """Line of the user's file and what it raised, as the command line shows no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
+    return f"line {last.lineno} of {last.filename}: {format_error(error)}."
 
 
 def _absent(x: SurrogateInputs, error: Exception) -> str:
@@ -153,7 +153,10 @@ def register_advantages(name: str, function: Advantages) -> Advantages:
 def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, lengths: Tensor) -> Tensor:
     """Advantages [P, G] float32 by the function that the config names; 0 for a completion without a reward."""
     x = AdvantageInputs(totals.double(), rewards.double(), lengths.double(), config.pass_at_k)
-    found = ADVANTAGES[config.advantages](x)
+    try:
+        found = ADVANTAGES[config.advantages](x)
+    except Exception as error:
+        raise ValueError(f"advantages={config.advantages!r} failed in {_described(error)}") from error
     if not isinstance(found, Tensor) or found.shape != totals.shape:
         given = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ValueError(
