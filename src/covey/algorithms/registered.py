@@ -84,13 +84,14 @@ def _checked(name: str, surrogate: Surrogate) -> Surrogate:
             if is_out_of_memory(error):
                 raise
             raise ValueError(f"loss_type={name!r} failed in {_described(error)}{_absent(x, error)}") from error
-        is_tensor = isinstance(losses, Tensor)
-        if not is_tensor or losses.shape != x.logprobs.shape or not losses.is_floating_point():
-            given = f"{losses.dtype} of shape {list(losses.shape)}" if is_tensor else f"a {type(losses).__name__}"
+        given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        if not isinstance(losses, Tensor) or losses.shape != x.logprobs.shape:
             raise ValueError(
-                f"loss_type={name!r} returned {given}; it must return the loss of each token, a floating-point tensor"
-                f" of shape {list(x.logprobs.shape)}. The trainer averages them itself."
+                f"loss_type={name!r} returned {given}; it must return the loss of each token, shape"
+                f" {list(x.logprobs.shape)}. The trainer averages them itself."
             )
+        if not losses.is_floating_point():
+            raise ValueError(f"loss_type={name!r} returned losses of {losses.dtype}; give floating-point numbers.")
         if not trains and torch.is_grad_enabled() and x.logprobs.requires_grad:
             trains = True
             if not losses.requires_grad:
