@@ -4,7 +4,7 @@ import pytest
 
 from covey.study import commands
 from covey.study.plan import Halving
-from tests.support import runs, tiny
+from tests.support import tiny
 from tests.support.studies import study
 
 
@@ -42,22 +42,28 @@ def test_halving_stops_those_that_are_really_worse():
     assert Halving(0.25)(made) == ["worse", "worst"]  # than "best"
 
 
-def test_variants_are_compared_by_the_rewards_of_the_study(tmp_path):
-    own = {"reward_funcs": "tests.support.runs:digits", "num_generations": 2, "temperature": 0.5}
-    variants = {"a": {}, "own": own, "weighted": {"reward_weights": [2.0]}, "brief": {"system_prompt": "Be brief."}}
-    ended = study(tmp_path, variants, max_steps=1, learning_rate=0.0, eval_dataset=tiny.rows(3)).train()
-    a, *others, brief = [variant.evaluations[1] for variant in ended.values()]
-    assert others == [a, a] and len(a) == 3  # the model has not changed
-    assert brief != a  # another prompt is another policy
+OWN = (
+    {"reward_funcs": "think_format_reward", "num_generations": 2, "temperature": 0.5},
+    {"reward_weights": [2.0]},
+    {"response_length": 3, "rloo_k": 2},  # old names of `max_completion_length` and `num_generations`
+    {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5},
+    {"generation_kwargs": {"bad_words_ids": [[20]], "stop_strings": ["3"]}},
+    {"method": "rloo"},
+    {"seed": 7},
+    {"system_prompt": "Be brief."},
+    {"chat_template_kwargs": {"more": "think"}},
+    {"allow_control_tokens": True},
+)
 
 
-def test_evaluations_know_old_names_of_settings(tmp_path):
-    from covey.study.evaluation import CommonEvaluation
-
-    own = runs.config(tmp_path, max_completion_length=3, num_generations=2)
-    changes = {"response_length": 3, "rloo_k": 2}
-    found = CommonEvaluation({"response_length": 6, "num_generations": 4}, changes, [], None)._settings(own)
-    assert (found.max_completion_length, found.num_generations) == (6, 4)
+def test_variants_are_evaluated_with_the_settings_of_the_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "CHAT_TEMPLATE", "{{ more|default('') }}" + tiny.CHAT_TEMPLATE)
+    variants = {"a": {}} | {"-".join(changes): changes for changes in OWN}
+    held_out = [{"prompt": [{"role": "user", "content": f"<eos>{i}+{i}="}]} for i in range(3)]
+    data = {"train_dataset": tiny.rows(conversational=True), "eval_dataset": held_out}
+    ended = study(tmp_path, variants, max_steps=1, learning_rate=0.0, **data).train()  # the model does not change
+    found = {name: variant.evaluations[1] for name, variant in ended.items()}
+    assert found == dict.fromkeys(variants, found["a"]) and len(found["a"]) == 3
 
 
 @pytest.mark.parametrize("saves", [{}, {"save_rounds": 1}])

@@ -1,67 +1,69 @@
-"""The evaluation that all variants of a study have in common: the same prompts, sampling settings and rewards."""
+"""The evaluation that all variants of a study have in common: the same prompts, seeds, settings and rewards."""
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from covey.config.aliases import ALIASES
+from covey.config.sampling import AgentFields, GenerationFields
 from covey.core.advantages import weighted_total
 from covey.core.records import PromptSample
-from covey.rewards import RewardSuite
-from covey.study.variants import TRAINERS, with_system
-from covey.trainer.build import build_rewards, sampling_params
-from covey.trainer.evaluation.suites import SAMPLING
+from covey.rollout.agents import with_agent
+from covey.runtime.user_code import preserve_process_state
+from covey.trainer.build import build_collector, build_rewards, sampling_params
+from covey.trainer.rollout_phase import RolloutPhase
 
-# of the study, whatever a variant trains with
-SETTINGS = (*SAMPLING, "num_generations", "max_completion_length", "generation_kwargs", "reward_weights")
+SHAPES = ("seed", *(one.name for kind in (GenerationFields, AgentFields) for one in fields(kind)))  # of rollouts
+PARTS = ("tools", "rollout_func", "environment_factory", "agent")
 
 
+@dataclass(eq=False)
 class CommonEvaluation:
-    """Mean rewards by prompt of one variant, by the rewards and the sampling settings of the study."""
+    """Mean rewards by prompt of one variant, by the rewards and the settings of the study, whatever it trains with."""
 
-    def __init__(
-        self, common: Mapping[str, Any], changes: Mapping[str, Any], rows: Sequence[dict[str, Any]], reward_funcs: Any
-    ):
-        self.common, self.changes = (
-            {ALIASES[name].new if name in ALIASES else name: value for name, value in settings.items()}
-            for settings in (common, changes)
-        )
-        self.reward_funcs = reward_funcs
-        self.rows = list(with_system(changes.get("system_prompt", common.get("system_prompt")), rows))
-        self.rewards: RewardSuite | None = None  # if the variant is trained with others
+    args: Any  # config of the study, without the variant's changes
+    rows: Sequence[dict[str, Any]]
+    reward_funcs: Any
+    has_own_rewards: bool  # the variant is trained with others
+    phase: RolloutPhase | None = None  # made at the first evaluation
 
     @torch.no_grad()
     def __call__(self, trainer: Any) -> list[float]:
         """The mean reward of each prompt, over as many completions as the study's groups have, with the same seeds."""
-        args, model, phase = self._settings(trainer.args), trainer.model, trainer.rollouts
-        own, was_training = phase.rewards, model.training
-        if self.rewards is None and {"reward_funcs", "reward_weights"} & {*self.changes}:
-            context = replace(trainer.context, args=args)
-            self.rewards = build_rewards(context, trainer.collector, self.reward_funcs, None)
-        params = sampling_params(args, trainer.collector.codec.tokenizer)
-        count = args.num_generations
+        if self.phase is None:
+            with preserve_process_state():  # environments that are made for it may draw random numbers
+                self.phase = self._phase(trainer)
+        phase = self.phase
+        model, was_training, count = trainer.model, trainer.model.training, self.args.num_generations
         samples = [PromptSample(row, number, sample) for number, row in enumerate(self.rows) for sample in range(count)]
         model.eval()
         try:
-            phase.rewards = self.rewards or own
-            scored = phase.sample(("study", 0), samples, params=params)
+            scored = phase.sample(("study", 0), samples)
             totals = weighted_total(scored.rewards.double(), phase.rewards.weights.double())
         finally:
-            phase.rewards = own
             model.train(was_training)
             trainer.context.metrics.drain("eval")
         return totals.view(len(self.rows), count).nanmean(dim=1).tolist()
 
-    def _settings(self, own: Any) -> Any:
-        config_class, args = TRAINERS[self.common.get("method", "grpo")].config_class, copy.copy(own)
-        for name in SETTINGS:
-            if {name, "method"} & {*self.changes}:
-                setattr(args, name, self.common.get(name, getattr(config_class, name, None)))
-        return args
+    def _phase(self, trainer: Any) -> RolloutPhase:
+        context, collector = replace(trainer.context, args=self.args), trainer.collector
+        tokenizer, rewards = collector.codec.tokenizer, trainer.rewards
+        if any(getattr(self.args, name) != getattr(trainer.args, name) for name in SHAPES):
+            tools, function, factory, agent = map(trainer.made_of.get, PARTS)
+            factory = with_agent(agent, factory, tools, function)
+            collector = build_collector(context, trainer.model, tokenizer, collector.engine, tools, function, factory)
+            collector.run = trainer.collector.run
+        if self.has_own_rewards:
+            rewards = build_rewards(context, collector, self.reward_funcs, None)
+        params = sampling_params(self.args, tokenizer)
+        return replace(trainer.rollouts, context=context, collector=collector, params=params, rewards=rewards)
 
-    def close(self) -> None:
-        if self.rewards is not None:
-            self.rewards.close()
+    def close(self, trainer: Any) -> None:
+        """End what the evaluation has started, in addition to the trainer's own."""
+        if self.phase is None:
+            return
+        if self.phase.rewards is not trainer.rewards:
+            self.phase.rewards.close()
+        if (spec := self.phase.collector.spec) is not None and spec is not trainer.collector.spec:
+            spec.close()

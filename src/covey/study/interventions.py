@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.config.aliases import ALIASES
 from covey.runtime.files import seal
 from covey.study.commands import ENDED, Command, check_name
 from covey.study.turns import kept_accelerator
-from covey.study.variants import Variant, settings_of
+from covey.study.variants import Variant, field_of, settings_of
 
 if TYPE_CHECKING:
     from covey.study.study import Study
@@ -93,8 +92,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _check_kept(variant: Variant, changes: Mapping[str, Any], fresh: bool = False) -> None:
     """Refuse (ValueError) what the variant's checkpoint holds already."""
     for name in changes if variant.checkpoint is not None else ():
-        field = ALIASES[name].new if name in ALIASES else name
-        if field in KEPT and not (fresh and field == "optim"):
+        if (field := field_of(name)) in KEPT and not (fresh and field == "optim"):
             raise ValueError(
                 f"{name}={changes[name]!r} does not fit the checkpoint that {variant.name} goes on from. Begin a new"
                 " variant for it."

@@ -43,6 +43,7 @@ from covey.study.variants import (
     Variant,
     VariantEngine,
     check_adapter,
+    field_of,
     settings_of,
     with_shared_weights,
     with_system,
@@ -97,7 +98,7 @@ class Study:
         share_one_heap()
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
-        self.eval_rows = [dict(row) for row in eval_dataset] if eval_dataset else []
+        self.eval_rows = with_system(args.get("system_prompt"), [dict(row) for row in eval_dataset or ()])
         if not self.eval_rows and (eval_steps or isinstance(halving, Halving)):
             raise ValueError("`eval_steps` and `halving` need rows to compare variants on: give `eval_dataset`.")
         if isinstance(halving, Halving) and not eval_steps:
@@ -258,8 +259,11 @@ class Study:
         arguments = self._arguments(variant.changes)
         evaluate = None
         if self.eval_rows:
-            common = self._arguments({}).get("reward_funcs")
-            evaluate = CommonEvaluation(self.common, variant.changes, self.eval_rows, common)
+            common = settings_of(
+                self.common, {"peft": None if peft_config is None else {}}, self.folder / variant.name
+            )[2]
+            has_own = any(field_of(name).startswith("reward_") for name in variant.changes)
+            evaluate = CommonEvaluation(common, self.eval_rows, self._arguments({}).get("reward_funcs"), has_own)
         follows = FollowsStudy(variant, evaluate, self._is_due, pauses=lambda: self.halving is not None)
         trainer = TRAINERS[method](
             model=model,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from covey.config.aliases import ALIASES
 from covey.config.engines import CORRECTION
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion
@@ -83,7 +84,8 @@ def settings_of(
     common: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
 ) -> tuple[str, dict[str, Any] | None, Any]:
     """Method, adapter (None: the whole model) and config of a variant; ValueError for what a study cannot have."""
-    values = {**common, **changes}
+    own = {field_of(name) for name in changes}  # also under an old name
+    values = {**{name: value for name, value in common.items() if field_of(name) not in own}, **changes}
     check_public(changes)
     if given := [name for name in ("eval_strategy", "eval_steps") if values.get(name, "no") not in ("no", None)]:
         raise ValueError(f"`{given[0]}` is that of the study: give it `eval_steps` and `eval_dataset`.")
@@ -132,6 +134,11 @@ def settings_of(
     if args.world_size > 1:
         raise ValueError(f"a study is one process, and {args.world_size} were started. Start it without a launcher.")
     return method, adapter, args
+
+
+def field_of(setting: str) -> str:
+    """The field's name now, of a setting by its old or its new name."""
+    return (ALIASES[setting].new if setting in ALIASES else None) or setting
 
 
 def _names_server(setting: str) -> bool:
@@ -225,7 +232,7 @@ class FollowsStudy(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if self.evaluate is not None:
-            self.evaluate.close()
+            self.evaluate.close(self.variant.trainer)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self.variant.must_save = self.variant.adopts = False
