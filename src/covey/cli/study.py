@@ -1,6 +1,5 @@
 """`covey study`: trains many configurations over one model, and stops, clones, changes and resumes them meanwhile."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from covey.cli.config_file import RUN_KEYS, config_of, load_run, read_mapping, typed
+from covey.cli.config_file import RUN_KEYS, FlagParser, config_of, read_mapping, typed
 from covey.config.aliases import ALIASES, hint
+from covey.config.messages import closest
 
 USAGE = """usage: covey study study.yaml [--resume]
        covey study stop NAME --study DIR
@@ -22,7 +22,6 @@ The file is that of `covey grpo` with a key `study`: variants (name: settings), 
 seed, field: values or {min, max, log}), eval_steps (a number or a list of steps), save_rounds, halving (the share to
 keep, or {keep, certain}). Variants with `peft: null` train the whole model, one after another. DIR is output_dir."""
 VARIANT_KEYS = ("peft", "method", "reward_funcs", "system_prompt")  # what variants change in addition to the config
-PLAN_KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,13 +31,16 @@ def main(argv: Sequence[str]) -> int:
     from covey.study.commands import KINDS, Command, send
 
     if argv[0] not in (*KINDS, "show"):
-        parser = argparse.ArgumentParser(prog="covey study", usage=USAGE)
+        if not Path(argv[0]).suffix and not Path(argv[0]).exists():
+            hint = closest(argv[0], (*KINDS, "show"))
+            raise ValueError(f"{argv[0]!r} is neither a file nor one of {', '.join((*KINDS, 'show'))}.{hint}")
+        parser = FlagParser(prog="covey study", usage=USAGE)
         parser.add_argument("file")
         parser.add_argument("--resume", action="store_true")
         options = parser.parse_args(list(argv))
         print(train(read_mapping(options.file), options.resume))
         return 0
-    parser = argparse.ArgumentParser(prog=f"covey study {argv[0]}", usage=USAGE)
+    parser = FlagParser(prog=f"covey study {argv[0]}", usage=USAGE)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--study", required=True)
     parser.add_argument("--to")
@@ -57,16 +59,17 @@ def main(argv: Sequence[str]) -> int:
 def train(values: dict[str, Any], resume: bool = False) -> str:
     """Train the study of a file; returns its table."""
     from covey.cli.data import load_rows
-    from covey.cli.train import agent_of, environments, named, rewards
-    from covey.study.plan import Halving, variants_of
+    from covey.cli.train import agent_of, environments, named, read_run, rewards
+    from covey.study.plan import KEYS, halving_of, refuse_unknown, variants_of
     from covey.study.report import table
     from covey.study.study import Study
 
     plan = values.pop("study", None)
-    if not isinstance(plan, Mapping) or set(plan) - set(PLAN_KEYS):
-        raise ValueError(f"study={plan!r} must be a mapping with some of the keys {', '.join(PLAN_KEYS)}.")
-    run = load_run(values)
-    run.require(*run.needed)
+    if not isinstance(plan, Mapping):
+        given = "the file has no key `study`, which" if plan is None else f"study={plan!r}"
+        raise ValueError(f"{given} must be a mapping with some of the keys {', '.join(KEYS)}.")
+    refuse_unknown("study", plan, KEYS)
+    run = read_run(values, [], None)
     if run.quantization or isinstance(run.eval_dataset, Mapping):
         name = "quantization" if run.quantization else "eval_dataset"
         raise ValueError(
@@ -80,9 +83,6 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         "environment_factory": environments(run.environment_factory),
         "agent": agent_of(run.agent),
     }
-    halving = plan.get("halving")
-    if halving and not isinstance(halving, Mapping):
-        halving = {} if halving is True else {"keep": halving}
     study = Study(
         run.model,
         {name: _typed(changes, run.method) for name, changes in variants_of(plan).items()},
@@ -97,7 +97,7 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         eval_dataset=load_rows(run.eval_dataset, None, run.columns) if run.eval_dataset else (),
         eval_steps=plan.get("eval_steps"),
         save_rounds=plan.get("save_rounds"),
-        halving=Halving(**halving) if halving else None,
+        halving=halving_of(plan.get("halving")),
         parts=parts,
     )
     return table(study.train(resume))

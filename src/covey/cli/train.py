@@ -9,7 +9,7 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -70,7 +70,9 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
     return found.config, rest
 
 
-def read_run(path: str | None, flags: list[str], method: str | None, needed: Sequence[str] | None = None) -> RunConfig:
+def read_run(
+    path: str | Mapping[str, Any] | None, flags: list[str], method: str | None, needed: Sequence[str] | None = None
+) -> RunConfig:
     """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
     try:
         run = load_run(path, flags, method=method)

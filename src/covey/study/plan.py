@@ -3,35 +3,85 @@
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from covey.config.messages import closest
 from covey.study.report import comparison
 
 if TYPE_CHECKING:
     from covey.study.study import Study
 
 
+KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
+EXAMPLES = {
+    "variants": "{small: {peft: {r: 2}}, fast: {learning_rate: 1e-3}}",
+    "grid": "{learning_rate: [1e-5, 1e-4], peft.r: [8, 32]}",
+    "random": "{count: 8, learning_rate: {min: 1e-6, max: 1e-4, log: true}}",
+}
+
+
 def variants_of(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Variants by name: those listed in `variants`, all of `grid`, and the draws of `random`.
+    """Variants by name: those listed in `variants`, all of `grid`, and different draws of `random`.
 
     Example:
         >>> variants_of({"grid": {"beta": [0.0, 0.1], "peft.r": 8}})["beta=0.1,r=8"]
         {'beta': 0.1, 'peft': {'r': 8}}
     """
-    found = {str(name): dict(changes or {}) for name, changes in (plan.get("variants") or {}).items()}
-    choices = []
-    if grid := plan.get("grid"):
-        values = [value if isinstance(value, list) else [value] for value in grid.values()]
-        choices += [dict(zip(grid, point, strict=True)) for point in itertools.product(*values)]
-    if drawn := dict(plan.get("random") or {}):
-        source, count = random.Random(drawn.pop("seed", 0)), int(drawn.pop("count", 8))
-        choices += [{name: _draw(name, range_, source) for name, range_ in drawn.items()} for _ in range(count)]
-    for choice in choices:
-        name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in choice.items())
-        found["".join("_" if one.isspace() or one in "/\\|" else one for one in name)] = _nested(choice)
+    for key, example in EXAMPLES.items():
+        if not isinstance(given := plan.get(key), Mapping | None):
+            raise ValueError(f"study: {key}={given!r} must be a mapping, such as {example}.")
+    found: dict[str, dict[str, Any]] = {}
+    for name, changes in (plan.get("variants") or {}).items():
+        if not isinstance(name, str | int | float) or isinstance(name, bool):
+            raise ValueError(f"study: the name of a variant is read as {name!r}: put it in quotes.")
+        if not isinstance(changes, Mapping | None):
+            raise ValueError(
+                f"study: variants: {name}={changes!r} must be a mapping of settings, such as {{learning_rate: 1e-3}}."
+            )
+        found[str(name)] = dict(changes or {})
+    grid = {key: value if isinstance(value, list) else [value] for key, value in (plan.get("grid") or {}).items()}
+    if empty := [key for key, values in grid.items() if not values]:
+        raise ValueError(f"study: grid: {empty[0]}=[] has no values: name some, or leave {empty[0]} out.")
+    for point in itertools.product(*grid.values()) if grid else ():
+        name, changes = _named(dict(zip(grid, point, strict=True)))
+        if name in found:
+            raise ValueError(f"study: two variants are called {name!r}: leave one out, or give it another name.")
+        found[name] = changes
+    if plan.get("random"):
+        _add_draws(dict(plan["random"]), found)
     return found
+
+
+def _add_draws(ranges: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+    count, seed = ranges.pop("count", 8), ranges.pop("seed", 0)
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in (count, seed)) or count < 1:
+        raise ValueError(f"study: random: count={count!r}, seed={seed!r}: both are whole numbers, and count 1 or more.")
+    if not ranges:
+        raise ValueError(f"study: random names no setting to draw; write one, as in {EXAMPLES['random']}.")
+    source, wanted = random.Random(seed), len(found) + count
+    for _ in range(100 * count):
+        name, changes = _named({name: _draw(name, choices, source) for name, choices in ranges.items()})
+        found.setdefault(name, changes)
+        if len(found) == wanted:
+            return
+    raise ValueError(
+        f"study: random: count={count}, but only {len(found) - wanted + count} further variants were found in"
+        f" {100 * count} draws. Lower count, or give more values."
+    )
+
+
+def _named(choice: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and settings of a point."""
+    name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in choice.items())
+    return "".join("_" if one.isspace() or one in "/\\|" else one for one in name), _nested(choice)
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := [name for name in given if name not in known]:
+        hint = closest(unknown[0], known)
+        raise ValueError(f"{where}: there is no {unknown[0]!r}; there are {', '.join(known)}.{hint}")
 
 
 def _nested(choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,16 +96,30 @@ def _nested(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _draw(name: str, choices: Any, source: random.Random) -> Any:
-    if isinstance(choices, list):
+    if isinstance(choices, list) and choices:
         return source.choice(choices)
+    if isinstance(choices, Mapping):
+        refuse_unknown(f"study: random: {name}", choices, ("min", "max", "log"))
     try:
         low, high, log = float(choices["min"]), float(choices["max"]), choices.get("log", False)
+        if not (low < high and isinstance(log, bool)):
+            raise ValueError("min must be below max, and log true or false")
         drawn = math.exp(source.uniform(math.log(low), math.log(high))) if log else source.uniform(low, high)
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"random: {name}: {choices!r} is no range; write a list of values, or {{min: 1e-6, max: 1e-4, log: true}}."
+            f"study: random: {name}: {choices!r} is no range; write a list of values, or {{min: 1e-6, max: 1e-4, log:"
+            f" true}}.{closest(name, ('count', 'seed'))}"
         ) from error
     return float(f"{drawn:.3g}")
+
+
+def halving_of(given: Any) -> "Halving | None":
+    """The rule that a plan names: none, a share to keep, or its settings."""
+    if given is None or given is False:
+        return None
+    settings = given if isinstance(given, Mapping) else {} if given is True else {"keep": given}
+    refuse_unknown("study: halving", settings, ("keep", "certain"))
+    return Halving(**settings)
 
 
 @dataclass(frozen=True)
@@ -73,6 +137,8 @@ class Halving:
     def __post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise ValueError(f"halving: keep={self.keep!r} is the share of variants to keep; give one such as 0.5.")
+        if not isinstance(self.certain, bool):
+            raise ValueError(f"halving: certain={self.certain!r} must be true or false.")
 
     def __call__(self, study: "Study") -> list[str]:
         live = {name: variant for name, variant in study.variants.items() if variant.live}

@@ -11,8 +11,8 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -103,17 +103,27 @@ class Study:
             raise ValueError("`eval_steps` and `halving` need rows to compare variants on: give `eval_dataset`.")
         if isinstance(halving, Halving) and not eval_steps:
             raise ValueError("`halving` stops variants at evaluations: give `eval_steps`, the steps between these.")
+        if isinstance(halving, Halving) and len(self.eval_rows) == 1:
+            raise ValueError("`halving` compares variants over several prompts, and `eval_dataset` has one: give more.")
         self.eval_steps, self.save_rounds, self.halving, self.round = eval_steps, save_rounds, halving, 0
         self.variants: dict[str, Variant] = {}
+        ends: list[int] = []  # steps, where they are given
         for name, changes in variants.items():
             check_name(name)
             self.variants[name] = Variant(name, dict(changes))
-            settings_of(self.common, changes, self.folder / name)
+            with _named(name):
+                ends.append(settings_of(self.common, changes, self.folder / name)[2].max_steps)
             if self.eval_rows and "reward_funcs" in changes and not (reward_funcs or self.common.get("reward_funcs")):
                 raise ValueError(
                     f"{name} has rewards of its own, and variants are compared by those of the study: give"
                     " `reward_funcs` for all, or leave `eval_dataset` out."
                 )
+        evaluated = eval_steps if isinstance(eval_steps, list | tuple) else [eval_steps]
+        if isinstance(halving, Halving) and min(ends) > 0 and min(evaluated) >= max(ends):
+            raise ValueError(
+                f"eval_steps={eval_steps!r} with max_steps={max(ends)}: `halving` stops variants at evaluations before"
+                " the last step, and there is none. Give a smaller number, or leave `halving` out."
+            )
         init: dict[str, Any] = {name: self.common[key] for name, key in INIT.items() if key in self.common}
         self.base = load_policy(model, **init)
         if hasattr(self.base, "peft_config"):
@@ -137,7 +147,8 @@ class Study:
         self._saved = -1  # round after which the state was written down
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
-            self.begin(variant)
+            with _named(variant.name):
+                self.begin(variant)
 
     def train(self, resume: bool = False) -> dict[str, Variant]:
         """Train all variants to their ends, from the start or, with `resume`, from the last common checkpoint."""
@@ -238,10 +249,7 @@ class Study:
         method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
         from peft import LoraConfig
 
-        try:
-            config = LoraConfig(**{"task_type": "CAUSAL_LM", **(adapter or {})})
-        except TypeError as error:
-            raise ValueError(f"peft={adapter!r}: {error}. See peft.LoraConfig for what it takes.") from error
+        config = LoraConfig(**{"task_type": "CAUSAL_LM", **(adapter or {})})
         self._make_trainer(variant, method, args, with_shared_weights(self.base), config)
 
     def _begin_whole(self, variant: Variant) -> None:
@@ -421,9 +429,19 @@ def _is_finite(model: Any) -> bool:
     return all(bool(weight.isfinite().all()) for weight in weights)
 
 
+@contextmanager
+def _named(variant: str) -> Iterator[None]:
+    """Begin the message of an error with the variant that has it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"variant {variant}: {error}") from error
+
+
 def _check_counts(**given: Any) -> None:
     for name, value in given.items():
-        counts = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        listed = name == "eval_steps" and isinstance(value, list | tuple)
+        counts = value if listed else [] if value is None else [value]
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in counts):
             raise ValueError(
                 f"{name}={value!r} must be a whole number, 1 or more (of `eval_steps`, a list is allowed)."

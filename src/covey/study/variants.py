@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from covey.config.aliases import ALIASES
 from covey.config.engines import CORRECTION
+from covey.config.messages import closest
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion
 from covey.core.transcript import with_system_message
@@ -111,6 +112,14 @@ def settings_of(
             f"init_lora_weights={start!r} changes weights of the model, which all variants share. Use one of"
             f" {', '.join(map(repr, UNTOUCHED))}."
         )
+    if adapter is not None:
+        from peft import LoraConfig
+
+        known = [one.name for one in dataclasses.fields(LoraConfig)]
+        if unknown := [name for name in adapter if name not in known]:
+            raise ValueError(f"`peft` has no field {unknown[0]!r}.{closest(unknown[0], known)} See peft.LoraConfig.")
+        if not isinstance(rank := adapter.get("r", 8), int):
+            raise ValueError(f"peft: r={rank!r} must be a whole number (in `random`, draw it from a list).")
     for name in ("peft", "reward_funcs", "system_prompt"):
         values.pop(name, None)
     if adapter is None and values.get("use_vllm"):  # the server's weights are those under the adapters
@@ -119,7 +128,7 @@ def settings_of(
         args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
     except TypeError as error:
         raise ValueError(
-            f"{error}. A variant changes settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and"
+            f"{error} A variant changes settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and"
             " `system_prompt`."
         ) from None
     for name, why in REFUSED.items():
