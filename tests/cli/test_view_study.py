@@ -99,11 +99,10 @@ def test_what_is_wrong_or_foreign_queues_nothing(trained, body, headers, status,
     assert not list(trained.glob("commands/*"))
 
 
-def test_a_command_waits_for_a_study_that_has_ended(trained):
+def test_the_page_of_a_study_that_has_ended_queues_nothing(trained):
     ((status, text),) = answers(trained, (asked("resume", "a", changes="max_steps=2"), JSON))
-    assert status == 200 and "all variants have ended, so it acts when `covey study FILE --resume`" in text
-    (queued,) = trained.glob("commands/*")
-    queued.unlink()
+    assert status == 400 and "has ended, so nothing would carry out `resume a`" in text
+    assert not list(trained.glob("commands/*"))
 
 
 def test_variants_lead_to_the_pages_of_their_runs(trained):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from covey.study import commands
 from covey.study.plan import Halving
 from tests.support import tiny
 from tests.support.studies import study
@@ -78,8 +77,8 @@ def test_halving_acts_at_the_step_of_an_evaluation(tmp_path, saves):
     best = max(ended.values(), key=lambda variant: sum(variant.evaluations[1]))
     assert best.step > 1
     stopped = next(name for name, variant in ended.items() if variant.step == 1)
-    commands.send(tmp_path, commands.Command("resume", stopped))  # at that step, of which it has a checkpoint
     made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
+    made.resume(stopped)  # at that step, of which it has a checkpoint
     assert list(made.train(resume=True)[stopped].evaluations)[:2] == [1, 3]
 
 

@@ -7,8 +7,10 @@ import threading
 
 import pytest
 import torch
+from accelerate.state import GradientState, PartialState
 from safetensors.torch import load_file
 
+from covey.study import commands
 from covey.study.commands import Command
 from covey.study.study import Study
 from covey.study.variants import settings_of
@@ -229,25 +231,120 @@ def test_commands_that_cannot_be_carried_out_end_nothing(tmp_path):
 
     def ask(study):
         if study.round == 1:
-            study.change("b", loss_type="nonsense")  # its config cannot be made
-            study.change("b", learning_rat=1)
-            study.clone("a", "c", peft=8)
-            study.change("b", num_iterations=2)
-            study.clone("a", "d", num_ppo_epochs=2)  # its old name
+            study.change("b", reward_funcs="no_such_module:reward")
             study.resume("a", learning_rate=1.0)
         return []
 
     made.halving = ask
     a, b = made.train().values()
     assert [(one.status, one.step, one.changes) for one in (a, b)] == [("finished", 2, {})] * 2
-    said = ["peft=8 does not fit", "num_ppo_epochs=2 does not fit", "running already"]
-    assert all(words in line for words, line in zip(said, a.history, strict=True))
-    assert all("failed: " in line for line in b.history) and len(b.history) == 3
+    assert "failed: a is running already" in a.history[0] and "no_such_module" in b.history[0]
+
+
+WRONG = [
+    ({"learnig_rate": 1e-3}, "no .*`learnig_rate`. Did you mean `learning_rate`"),
+    ({"learning_rate": [1]}, r"learning_rate=\[1\] must be a number"),
+    ({"temperature": -1.0}, "temperature=-1.0 is out of range"),
+    ({"loss_type": "nonsense"}, "loss_type='nonsense' is not known"),
+    ({"peft": {"r": 2}}, "peft=.* does not fit the checkpoint"),
+    ({"num_iterations": 2}, "num_iterations=2 does not fit"),
+    ({"num_ppo_epochs": 2}, "num_ppo_epochs=2 does not fit"),  # its old name
+    ({"bf16": True}, "all share one model"),
+    ({"max_staleness": 1}, "max_staleness=1 is not possible in a study"),
+]
+
+
+def test_a_wrong_setting_is_refused_where_it_is_given(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {"temperature": 0.5}}, max_steps=2)
+    tried = []
+
+    def ask(study):
+        if study.round == 1:
+            before = {**GradientState._shared_state}, {**PartialState._shared_state}
+            for changes, message in WRONG:
+                for act in (lambda c: study.change("b", **c), lambda c: study.clone("b", "c", **c)):
+                    with pytest.raises(ValueError, match=message):
+                        act(changes)
+                with pytest.raises(ValueError, match=message):
+                    commands.send(tmp_path, Command("change", "b", changes))
+                tried.append(changes)
+            with pytest.raises(ValueError, match=r"no variant 'bb'; there are a, b\. Did you mean 'b'"):
+                commands.send(tmp_path, Command("stop", "bb"))
+            assert before == ({**GradientState._shared_state}, {**PartialState._shared_state})
+        return []
+
+    made.halving = ask
+    ended = made.train()
+    assert len(tried) == len(WRONG) and not any(one.history for one in ended.values())
+
+
+def test_commands_on_what_is_queued_are_known(tmp_path):
+    made = study(tmp_path, {"a": {}, "b": {}}, max_steps=3)
+
+    def ask(study):
+        if study.round == 1:
+            commands.send(tmp_path, Command("clone", "a", {"learning_rate": 1e-3}, "c"))
+            commands.send(tmp_path, Command("change", "c", {"temperature": 0.5}))
+            for name, message in (("c", "there is a variant 'c' already"), ("a/c", "cannot be called")):
+                with pytest.raises(ValueError, match=message):
+                    commands.send(tmp_path, Command("clone", "b", {}, name))
+        return []
+
+    made.halving = ask
+    ended = made.train()
+    assert ended["c"].changes == {"learning_rate": 1e-3, "temperature": 0.5} and ended["c"].step == 3
+
+
+def test_a_study_that_has_ended_takes_no_command(tmp_path):
+    study(tmp_path, {"a": {}}, max_steps=1).train()
+    for kind in ("stop", "resume", "clone"):
+        with pytest.raises(ValueError, match=f"has ended, so nothing would carry out `{kind} a`. From Python"):
+            commands.send(tmp_path, Command(kind, "a"))
+    assert not list(tmp_path.glob("commands/*"))
+    made = study(tmp_path, {"a": {}}, max_steps=2)
+    made.resume("a")
+    assert made.train(resume=True)["a"].step == 2
+
+
+def test_only_a_clone_has_a_new_name_and_optimizer():
+    for further in ({"to": "b"}, {"fresh": True}):
+        with pytest.raises(ValueError, match="those of a clone, not of `change`"):
+            Command("change", "a", {"beta": 0.1}, **further)
+
+
+SAME = {"a": {"learning_rate": 1e-3}, "b": {}}
+
+
+@pytest.mark.parametrize(
+    ("variants", "base", "resume", "message"),
+    [
+        ({"x": {}, "b": {}}, {}, False, "holds another study: the variants a, b there and x, b here"),
+        ({"x": {}}, {}, True, "the variants a, b there and x here. Give another `output_dir`"),
+        ({**SAME, "new": {}}, {}, False, "a, b there and a, b, new here"),
+        ({"a": {}, "b": {}}, {}, False, r"a with {'learning_rate': 0.001} there and {} here"),
+        (SAME, {"learning_rate": 0.5}, False, "learning_rate=0.01 there and 0.5 here"),
+        (SAME, {"learning_rate": 0.5}, True, "learning_rate=0.01 there and 0.5 here"),
+    ],
+)
+def test_the_folder_of_another_study_is_refused(tmp_path, variants, base, resume, message):
+    study(tmp_path, SAME, max_steps=1).train()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=message):
+        study(tmp_path, variants, max_steps=1, **base).train(resume)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_the_same_study_goes_on_without_resume(tmp_path):
+    kill_after(study(tmp_path, SAME, max_steps=3, save_rounds=1), 2)
+    made = study(tmp_path, SAME, max_steps=3, save_rounds=1)
+    play, played = made.play_round, []
+    made.play_round = lambda: (played.append(made.round), play())
+    with pytest.warns(UserWarning, match="holds this study: it goes on after round 2"):
+        ended = made.train()
+    assert played == [2] and {variant.step for variant in ended.values()} == {3}
 
 
 def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
-    from covey.study import commands
-
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=6, eval_dataset=tiny.rows(1), eval_steps=1)
     asked, play, unlink, save = 4, made.play_round, commands.Path.unlink, made._save
 
@@ -318,10 +415,10 @@ def test_a_stopped_variant_stays_so_if_its_change_fails(tmp_path):
     def ask(study):
         if study.round == 1:
             study.stop("a")
-            study.change("a", loss_type="nonsense")
+            study.change("a", reward_funcs="no_such_module:reward")
             study.stop("b")
         if study.round == 2:
-            study.change("b", loss_type="nonsense")
+            study.change("b", reward_funcs="no_such_module:reward")
         return []
 
     made.halving = ask

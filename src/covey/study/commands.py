@@ -3,11 +3,12 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from covey.config.messages import closest
 from covey.runtime.files import flush
 from covey.runtime.safe_text import without_secrets
 
@@ -15,6 +16,7 @@ KINDS = ("stop", "clone", "resume", "change")
 ENDED = ("stopped", "failed", "finished")
 QUEUE = "commands"
 STATE = "study.json"
+ANYWHERE = {"use_cpu": True, "bf16": False, "fp16": False, "tf32": None}  # a command may be typed where no GPU is
 OWN_FILES = (QUEUE, STATE, "study.md", "study.html")
 
 
@@ -35,6 +37,8 @@ class Command:
             raise ValueError(
                 f"{self!r}: `name` and `to` are names of variants, and `changes` is a mapping of settings."
             )
+        if (self.to is not None or self.fresh) and self.kind != "clone":
+            raise ValueError(f"a new name and a fresh optimizer are those of a clone, not of `{self.kind}`.")
         if self.changes and self.kind == "stop":
             raise ValueError(f"`stop` changes no settings, but was given {', '.join(self.changes)}. Use `change`.")
         check_public(self.changes)
@@ -68,22 +72,50 @@ def check_name(name: str, known: Sequence[str] = ()) -> None:
         raise ValueError(f"there is a variant {name!r} already; choose another name than {', '.join(known)}.")
 
 
+def check_known(name: str, variants: Iterable[str]) -> None:
+    if name not in (known := list(variants)):
+        raise ValueError(f"there is no variant {name!r}; there are {', '.join(known)}.{closest(name, known)}")
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """What `study.json` says; FileNotFoundError where there is none."""
+    if not (path := Path(folder) / STATE).is_file():
+        raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state
+
+
 def send(folder: str | Path, command: Command) -> str:
     """Queue a command for the study in a folder; returns a sentence on when it acts."""
-    folder = Path(folder)
-    if not (folder / STATE).is_file():
-        raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
-    variants = json.loads((folder / STATE).read_text())["variants"]
-    known = [*variants, *(one.to for _, one in waiting(folder) if one.to)]
-    if command.name not in known:
-        raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(known)}.")
+    from covey.study.interventions import check_changes, merged
+    from covey.study.turns import kept_accelerator
+    from covey.study.variants import settings_of  # all of these with torch
+
+    folder, state = Path(folder), read_state(folder)
+    variants, common = state["variants"], {**state.get("settings", {}), **ANYWHERE}
+    settings = {name: one["changes"] for name, one in variants.items()}
+    for _, one in waiting(folder):
+        if one.name in settings and (one.to or one.kind != "clone"):
+            settings[one.to or one.name] = merged(settings[one.name], one.changes)
+    check_known(command.name, settings)
     if command.to is not None:
-        check_name(command.to, known)
+        check_name(command.to, [*settings])
+    before, begun = settings[command.name], variants.get(command.name, {"checkpoint": "that of its parent"})
+    with kept_accelerator():
+        try:
+            settings_of(common, before, folder)
+        except ValueError:  # by the name of a loss, say, that the study's process alone knows
+            common = before = {}
+    check_changes(common, before, command, begun["checkpoint"] is not None or begun["status"] == "running")
+    if all(one["status"] in ENDED for one in variants.values()):
+        raise ValueError(
+            f"the study in {str(folder)!r} has ended, so nothing would carry out `{command.kind} {command.name}`. From"
+            f" Python, `study.{command.kind}(...)` before `study.train(resume=True)` does; or add variants to the file,"
+            " and start it with --resume."
+        )
     path = folder / QUEUE / f"{time.time_ns():020d}-{os.getpid()}.json"
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(command))
-    if all(one["status"] in ENDED for one in variants.values()):
-        return "queued: all variants have ended, so it acts when `covey study FILE --resume` goes on"
     return "queued: it acts when the step of the next round ends"
 
 

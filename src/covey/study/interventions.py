@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.runtime.files import seal
-from covey.study.commands import ENDED, Command, check_name
+from covey.study.commands import ENDED, Command, check_known, check_name
 from covey.study.turns import kept_accelerator
 from covey.study.variants import Variant, field_of, settings_of
 
@@ -23,8 +23,8 @@ def carry_out(study: "Study", command: Command) -> None:
     variant = study.variants.get(command.name)
     said = " ".join([command.kind, *(f"{key}={value!r}" for key, value in command.changes.items())])
     try:
-        if variant is None:
-            raise ValueError(f"there is no variant {command.name!r}; there are {', '.join(study.variants)}.")
+        check_known(command.name, study.variants)
+        assert variant is not None, "it is known"
         with kept_accelerator():
             if command.kind == "clone":
                 variant = _clone(study, variant, command)
@@ -33,7 +33,7 @@ def carry_out(study: "Study", command: Command) -> None:
                 raise ValueError(f"{variant.name} is {variant.status} already. Use `change` for other settings.")
             elif command.kind != "stop":
                 had_ended = variant.status in ENDED and not variant.must_stop
-                _restart(study, variant, command.changes)
+                _restart(study, variant, command)
                 if had_ended:
                     variant.resumed_at = variant.step
             else:
@@ -53,12 +53,11 @@ def _clone(study: "Study", parent: Variant, command: Command) -> Variant:
     check_name(name := command.to or f"{parent.name}-{len(study.variants)}", list(study.variants))
     if parent.checkpoint is None:
         raise ValueError(f"{parent.name} has taken no step yet, so there is nothing to clone.")
-    _check_kept(parent, command.changes, command.fresh)
+    check_changes(study.common, parent.changes, command, kept=True)
     child = Variant(name, merged(parent.changes, command.changes), parent=parent.name, adopts=not command.fresh)
     child.step = parent.step
     child.checkpoint = f"{name}/{Path(parent.checkpoint).name}"
     folder = study.folder / child.checkpoint
-    settings_of(study.common, child.changes, folder.parent)
     shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed here
     shutil.copytree(study.folder / parent.checkpoint, folder)
     if command.fresh:
@@ -70,12 +69,10 @@ def _clone(study: "Study", parent: Variant, command: Command) -> Variant:
     return child
 
 
-def _restart(study: "Study", variant: Variant, changes: Mapping[str, Any]) -> None:
-    _check_kept(variant, changes)
-    changed = merged(variant.changes, changes)
-    settings_of(study.common, changed, study.folder / variant.name)
+def _restart(study: "Study", variant: Variant, command: Command) -> None:
+    check_changes(study.common, variant.changes, command, kept=variant.checkpoint is not None)
     before = variant.changes, variant.adopts
-    variant.changes, variant.adopts = changed, bool(changes)
+    variant.changes, variant.adopts = merged(variant.changes, command.changes), bool(command.changes)
     try:
         study.begin(variant)
     except Exception:
@@ -89,11 +86,14 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, **new, **({"peft": adapter} if adapter else {})}
 
 
-def _check_kept(variant: Variant, changes: Mapping[str, Any], fresh: bool = False) -> None:
-    """Refuse (ValueError) what the variant's checkpoint holds already."""
-    for name in changes if variant.checkpoint is not None else ():
-        if (field := field_of(name)) in KEPT and not (fresh and field == "optim"):
+def check_changes(common: Mapping[str, Any], before: Mapping[str, Any], command: Command, kept: bool) -> None:
+    """Refuse (ValueError) settings that no variant can have, and those that its checkpoint holds, if it is `kept`."""
+    for name, value in command.changes.items() if kept else ():
+        if (field := field_of(name)) in KEPT and not (command.fresh and field == "optim"):
             raise ValueError(
-                f"{name}={changes[name]!r} does not fit the checkpoint that {variant.name} goes on from. Begin a new"
-                " variant for it."
+                f"{name}={value!r} does not fit the checkpoint that {command.name} goes on from. Begin a new variant"
+                " for it."
             )
+    if command.changes:
+        with kept_accelerator():
+            settings_of(common, merged(before, command.changes), Path(command.to or command.name))

@@ -30,10 +30,11 @@ from covey.rollout.collector import run_async
 from covey.rollout.vision import is_processor
 from covey.runtime.files import locked
 from covey.runtime.process_memory import return_freed_memory, share_one_heap
+from covey.runtime.safe_text import without_secrets
 from covey.study import commands
-from covey.study.commands import Command, check_name
+from covey.study.commands import Command, check_known, check_name
 from covey.study.evaluation import CommonEvaluation
-from covey.study.interventions import carry_out
+from covey.study.interventions import carry_out, check_changes
 from covey.study.plan import Halving
 from covey.study.report import write_report
 from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
@@ -53,6 +54,14 @@ from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.integrations.report import RunReport
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
+MAY_DIFFER = (
+    "max_steps",
+    "num_train_epochs",
+    "logging_steps",
+    "report_to",
+    "disable_tqdm",
+    "max_concurrent_completions",
+)
 INIT = {"init_kwargs": "model_init_kwargs", "trust_remote_code": "trust_remote_code"}
 
 
@@ -128,6 +137,8 @@ class Study:
         self.base = load_policy(model, **init)
         if hasattr(self.base, "peft_config"):
             raise ValueError("`model` has an adapter already, and each variant gets one: give the model without it.")
+        name = Path(model if isinstance(model, str | Path) else self.base.config._name_or_path).name
+        self._base = {"model": name, "settings": as_json(without_secrets(self.common))}  # of which study this is
         self.processing_class = load_processing_class(processing_class, self.base, **init)
         if needs_recurrent_engine(self.base) or is_processor(self.processing_class):
             raise ValueError(
@@ -151,12 +162,15 @@ class Study:
                 self.begin(variant)
 
     def train(self, resume: bool = False) -> dict[str, Variant]:
-        """Train all variants to their ends, from the start or, with `resume`, from the last common checkpoint."""
+        """Train all variants to their ends, from the last common checkpoint if the folder holds this study.
+
+        With `resume`, variants that are not in the folder begin, too; ValueError for a folder of another study.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder), self._stop.listening(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "since .* was saved, this run has changed")  # as it was asked to
-            if resume:
-                self._load()
+            if (self.folder / commands.STATE).is_file():
+                self._load(resume)
             self._save()
             try:
                 while self._unfinished() or self._requested or commands.waiting(self.folder):
@@ -200,25 +214,26 @@ class Study:
 
     def stop(self, name: str) -> None:
         """End a variant after the step that runs; `resume` lets it go on."""
-        self._requested.append(Command("stop", self._known(name)))
+        self._ask(Command("stop", name))
 
     def resume(self, name: str, **changes: Any) -> None:
         """Let a variant that was stopped, failed or has finished go on from its last checkpoint."""
-        self._requested.append(Command("resume", self._known(name), changes))
+        self._ask(Command("resume", name, changes))
 
     def change(self, name: str, **changes: Any) -> None:
         """Train a variant with other settings after the step that runs."""
-        self._requested.append(Command("change", self._known(name), changes))
+        self._ask(Command("change", name, changes))
 
     def clone(self, name: str, to: str, fresh: bool = False, **changes: Any) -> None:
         """Begin a variant from another's weights, optimizer (or a `fresh` one) and place in the data."""
         check_name(to, list(self.variants))
-        self._requested.append(Command("clone", self._known(name), changes, to, fresh))
+        self._ask(Command("clone", name, changes, to, fresh))
 
-    def _known(self, name: str) -> str:
-        if name not in self.variants:
-            raise ValueError(f"there is no variant {name!r}; there are {', '.join(self.variants)}.")
-        return name
+    def _ask(self, command: Command) -> None:
+        check_known(command.name, self.variants)
+        variant = self.variants[command.name]
+        check_changes(self.common, variant.changes, command, variant.live or variant.checkpoint is not None)
+        self._requested.append(command)
 
     def _live(self) -> list[Variant]:
         return [variant for variant in self.variants.values() if variant.live]
@@ -392,24 +407,25 @@ class Study:
         records = {name: variant.record() for name, variant in self.variants.items()}
         requested = [asdict(command) for command in self._requested]
         taken = [path.name for path in self._taken]
-        state = {"round": self.round, "requested": requested, "taken": taken, "variants": records}
+        state = {"round": self.round, **self._base, "requested": requested, "taken": taken, "variants": records}
         commands.write_json(self.folder / commands.STATE, state)
         write_report(self.folder, self.round, self.variants)
         self._saved = self.round
 
-    def _load(self) -> None:
+    def _load(self, resume: bool) -> None:
         """Go back to the last common checkpoint; later ones of single variants are deleted."""
-        path = self.folder / commands.STATE
-        if not path.is_file():
-            return
-        state = json.loads(path.read_text())
-        self.round, self._requested = state["round"], [Command(**one) for one in state["requested"]]
+        state = commands.read_state(self.folder)
+        self._check_same(state, resume)
+        self.round, self._requested = (
+            state["round"],
+            [*(Command(**one) for one in state["requested"]), *self._requested],
+        )
         for name in state.get("taken", ()):  # carried out before the kill
             (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
         given, self.variants = self.variants, {name: Variant.of(one) for name, one in state["variants"].items()}
         for variant in self.variants.values():
             asked = given.get(variant.name, variant).changes
-            if not variant.history and json.loads(json.dumps(asked)) != variant.changes:
+            if not variant.history and as_json(asked) != variant.changes:
                 warnings.warn(
                     f"{variant.name} goes on with {variant.changes}; {asked} has no effect. Use `change`.", stacklevel=3
                 )
@@ -420,6 +436,41 @@ class Study:
             if variant.status in ("running", "waiting"):
                 self.begin(variant)
         self.variants = {**self.variants, **{name: one for name, one in given.items() if name not in self.variants}}
+
+    def _check_same(self, state: Mapping[str, Any], resume: bool) -> None:
+        """Refuse (ValueError) to go on in the folder of another study; with `resume`, variants may have been added."""
+        there, here = (_fields({"model": one.get("model"), **one.get("settings", {})}) for one in (state, self._base))
+        differ = [name for name in {**there, **here} if there.get(name) != here.get(name) and "settings" in state]
+        what = [f"{name}={there.get(name)!r} there and {here.get(name)!r} here" for name in differ]
+        first = {name: one for name, one in state["variants"].items() if one["parent"] is None}
+        names = f"the variants {', '.join(first)} there and {', '.join(self.variants)} here"
+        if not resume:
+            what += [names] * (first.keys() != self.variants.keys())
+            own = {name: as_json(one.changes) for name, one in self.variants.items() if name in first}
+            changed = [name for name in own if not first[name]["history"] and own[name] != first[name]["changes"]]
+            what += [f"{name} with {first[name]['changes']} there and {own[name]} here" for name in changed]
+        elif not first.keys() & self.variants.keys():
+            what.append(names)
+        if what:
+            raise ValueError(
+                f"{str(self.folder)!r} holds another study: {'; '.join(what)}. Give another `output_dir`, or the same"
+                " settings to go on with it (--resume, `train(resume=True)`, adds variants)."
+            )
+        if not resume:
+            warnings.warn(
+                f"{str(self.folder)!r} holds this study: it goes on after round {state['round']}", stacklevel=4
+            )
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON would give it back, with functions by their names."""
+    return json.loads(json.dumps(value, default=lambda one: getattr(one, "__qualname__", type(one).__name__)))
+
+
+def _fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that make a study another one, by their names now."""
+    named = {field_of(name): value for name, value in settings.items() if not name.startswith("vllm_server_")}
+    return {name: value for name, value in named.items() if name not in MAY_DIFFER}
 
 
 def _is_finite(model: Any) -> bool:

@@ -40,17 +40,21 @@ form.addEventListener("submit", (event) => {
 });
 form.querySelector("[type=button]").addEventListener("click", () => dialog.close());
 
-/** Lead from each variant to its run, and give it the buttons of what can be done with it. */
+/** Lead from each variant to its run, and give it the buttons of what can be done with it; none in an ended study. */
 function equip(study) {
-  const runs = JSON.parse(study.dataset.runs);
-  for (const { cells } of study.querySelectorAll("tbody tr")) {
+  const runs = JSON.parse(study.dataset.runs), rows = [...study.querySelectorAll("tbody tr")];
+  const goesOn = ({ cells }) => /^(running|waiting)/.test(cells[1].textContent);
+  const ended = !rows.some(goesOn);
+  if (ended) status.textContent = "The study has ended.";
+  for (const { cells } of rows) {
     const name = cells[0].textContent.trim();
     if (runs.includes(name)) {
       const link = Object.assign(document.createElement("a"), { href: `runs/#/${runs.indexOf(name)}`, textContent: name });
       cells[0].replaceChildren(cells[0].textContent.slice(0, -name.length), link);
     }
+    if (ended) continue;
     const buttons = document.createElement("p");
-    for (const kind of [/^(running|waiting)/.test(cells[1].textContent) ? "stop" : "resume", "change", "clone"]) {
+    for (const kind of [goesOn({ cells }) ? "stop" : "resume", "change", "clone"]) {
       const button = Object.assign(document.createElement("button"), { textContent: kind, ariaLabel: `${kind} ${name}` });
       button.addEventListener("click", () => ask(kind, name));
       buttons.append(button, " ");
