@@ -48,11 +48,12 @@ def trained(tmp_path_factory):
 
 def test_commands_of_the_page_act_after_the_step(tmp_path):
     made = studies.study(tmp_path, {"a": {}, "b": {}}, max_steps=4)
-    play, said = made.play_round, []
+    play, said, drawn_before = made.play_round, [], []
 
     def play_round():
         if made.round == 1:
             wanted = "learning_rate=1e-3\n"
+            drawn_before.append((tmp_path / "study.html").read_text())
             said.extend(
                 answers(tmp_path, "/", (asked("stop", "a"), JSON), (asked("clone", "b", to="c", changes=wanted), JSON))
             )
@@ -61,6 +62,8 @@ def test_commands_of_the_page_act_after_the_step(tmp_path):
     made.play_round = play_round
     variants = made.train()
     assert [status for status, _ in said] == [200, 200, 200] and "Study after round 1" in said[0][1]
+    assert "Reward in training" in said[0][1]  # the curves of this very round, of which the folder's page has none
+    assert "<svg" not in drawn_before[0]
     assert said[1][1] == "queued: it acts when the step of the next round ends"
     assert (variants["a"].status, variants["a"].step) == ("stopped", 2)
     assert variants["c"].parent == "b" and variants["c"].changes["learning_rate"] == 1e-3

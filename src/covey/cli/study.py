@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
-    from covey.study.commands import KINDS, Command, send
+    from covey.study.commands import KINDS, Command, read_state, send
 
     if argv[0] not in (*KINDS, "show"):
         if not Path(argv[0]).suffix and not Path(argv[0]).exists():
@@ -47,10 +47,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fresh", action="store_true")
     options = parser.parse_intermixed_args(list(argv[1:]))
     if argv[0] == "show":
+        read_state(options.study)
         print(Path(options.study, "study.md").read_text())
         return 0
     if not options.words:
-        raise ValueError(f"`covey study {argv[0]}` needs the name of a variant.\n{USAGE}")
+        raise ValueError(f"`covey study {argv[0]}` needs the name of a variant. See `covey study -h`.")
     name, *changes = options.words
     print(send(options.study, Command(argv[0], name, changes_of(changes), options.to, options.fresh)))
     return 0
@@ -112,6 +113,8 @@ def changes_of(words: Sequence[str]) -> dict[str, Any]:
     changes = {}
     for word in words:
         field, equals, value = word.partition("=")
+        if field in changes:
+            raise ValueError(f"{field} is given twice: leave one out.")
         if not equals:
             raise ValueError(f"{word!r} is no setting; write field=value, as in learning_rate=1e-5.")
         try:

@@ -17,7 +17,8 @@ ENDED = ("stopped", "failed", "finished")
 QUEUE = "commands"
 STATE = "study.json"
 ANYWHERE = {"use_cpu": True, "bf16": False, "fp16": False, "tf32": None}  # a command may be typed where no GPU is
-OWN_FILES = (QUEUE, STATE, "study.md", "study.html")
+CURVES_FILE = "curves.json"
+OWN_FILES = (QUEUE, STATE, CURVES_FILE, "study.md", "study.html")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def check_known(name: str, variants: Iterable[str]) -> None:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """What `study.json` says; FileNotFoundError where there is none."""
+    """Contents of `study.json`; FileNotFoundError where there is none."""
     if not (path := Path(folder) / STATE).is_file():
         raise FileNotFoundError(f"there is no study in {str(folder)!r}: it holds no {STATE}. Give its output_dir.")
     state: dict[str, Any] = json.loads(path.read_text())

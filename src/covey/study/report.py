@@ -1,12 +1,13 @@
 """The report of a study: which variant is ahead, whether the difference is real, and the tree of descent."""
 
 import html
+import json
 import math
 import statistics
 import warnings
 from bisect import bisect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +17,7 @@ from covey.core.transcript import shorten
 from covey.observability.plots import Panel, as_svg, draw_panel
 from covey.observability.report import figures, write_page
 from covey.runtime.files import written_whole
+from covey.study.commands import CURVES_FILE
 from covey.study.variants import Variant
 
 CURVES = {
@@ -121,21 +123,29 @@ def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
 
 
 def write_report(folder: Path, number: int, variants: Mapping[str, Variant], page: bool = True) -> None:
-    """Write `study.md`: the table, and the history of each variant; and `study.html`, a `page` with curves."""
+    """Write `study.md`: the table, and the history of each variant; `curves.json`; and `study.html`, a `page` of both.
+
+    Drawing takes a second, so that `covey view` does it from `curves.json` between the times that the page is written.
+    """
     history = [f"- {variant.name}, {_one_line(line)}" for variant in variants.values() for line in variant.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
-    text = "\n\n".join(parts) + "\n"
+    text, curves = "\n\n".join(parts) + "\n", curves_of(variants)
+    with written_whole(folder / CURVES_FILE) as new:
+        new.write_text(json.dumps([(points, asdict(panel)) for points, panel in curves]))
     with written_whole(folder / "study.md") as new:
         new.write_text(text)
     if not page:
         return
     try:
-        curves = figures("Curves", [as_svg(draw_panel(*curves)) for curves in curves_of(variants)])
-        write_page(folder / "study.html", *title_and_sections(text, curves))
+        write_page(folder / "study.html", *title_and_sections(text, drawn(curves)))
     except Exception as error:  # a picture ends no study
         warnings.warn(f"the page of the study could not be written: {error!r}", stacklevel=2)
+
+
+def drawn(curves: Sequence[tuple[list[dict[str, float]], Panel]]) -> str:
+    return figures("Curves", [as_svg(draw_panel(points, panel)) for points, panel in curves])
 
 
 def title_and_sections(text: str, curves: str) -> tuple[str, list[str]]:

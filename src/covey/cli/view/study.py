@@ -3,7 +3,7 @@
 import asyncio
 import html
 import json
-import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from covey.cli.study import changes_of
 from covey.cli.view import server
 from covey.cli.view.runs import RecordedRun
 from covey.cli.view.server import HEADERS, PAGE, guard
+from covey.observability.plots import Panel
 from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of
-from covey.study.commands import Command, send
-from covey.study.report import title_and_sections
+from covey.study.commands import CURVES_FILE, Command, send
+from covey.study.report import drawn, title_and_sections
 
-CURVES = re.compile(r"<section><h2>Curves</h2>.*?</section>", re.DOTALL)
 POLICY = HEADERS["Content-Security-Policy"].replace("style-src 'self'", "style-src 'unsafe-inline'")
 DIALOG = """<dialog aria-labelledby="asked"><form>
 <h2 id="asked"></h2>
@@ -33,11 +33,13 @@ DIALOG = """<dialog aria-labelledby="asked"><form>
 def application(folder: Path) -> web.Application:
     """The paths of the page: itself, its script, where commands are sent, and the page of the variants' runs."""
     runs: list[RecordedRun] = []  # in the order in which their records appeared
+    one_at_a_time = asyncio.Lock()  # matplotlib's settings are of the whole process
 
     async def page(request: web.Request) -> web.Response:
         try:
             add_records(runs, folder)
-            text = await asyncio.to_thread(live_page, folder, [run.folder.name for run in runs])
+            async with one_at_a_time:
+                text = await asyncio.to_thread(live_page, folder, [run.folder.name for run in runs])
         except OSError as error:
             raise web.HTTPNotFound(text=f"the study has not finished a round yet: {error}") from error
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": POLICY})
@@ -69,11 +71,16 @@ def add_records(runs: list[RecordedRun], folder: Path) -> None:
 
 
 def live_page(folder: Path, recorded: list[str]) -> str:
-    """The page with the table of the last round, and the curves that were drawn last."""
-    drawn = CURVES.search((folder / "study.html").read_text()) if (folder / "study.html").is_file() else None
-    title, sections = title_and_sections((folder / "study.md").read_text(), drawn[0] if drawn else "")
+    """The page with the table and the curves of the last round."""
+    curves = (folder / CURVES_FILE).read_text() if (folder / CURVES_FILE).is_file() else "[]"
+    title, sections = title_and_sections((folder / "study.md").read_text(), _drawn(curves))
     shown = f'<div id="study" data-runs="{html.escape(json.dumps(recorded))}">{"".join(sections)}</div>'
     return page_of(title, ['<p role="status"></p>', shown, DIALOG, '<script src="study.js"></script>'])
+
+
+@lru_cache(1)
+def _drawn(curves: str) -> str:
+    return drawn([(points, Panel(**panel)) for points, panel in json.loads(curves)])
 
 
 def command_of(asked: dict[str, Any]) -> Command:

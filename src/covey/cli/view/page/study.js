@@ -1,4 +1,4 @@
-// Page of a study: buttons in each variant's row, which send commands, and the latest table every two seconds.
+// Page of a study: buttons in each variant's row, which send commands, and the latest table and curves every few seconds.
 "use strict";
 
 const dialog = document.querySelector("dialog");
@@ -74,11 +74,15 @@ function show(page) {
   if (focused) [...latest.querySelectorAll("button")].find((one) => one.ariaLabel === focused)?.focus();
 }
 
-show(document.cloneNode(true));
-setInterval(async () => {
+async function poll() {
+  const begun = Date.now();
   try {
     show(new DOMParser().parseFromString(await (await fetch("")).text(), "text/html"));
   } catch {
     document.querySelector("h1").textContent = "The page's program has ended";
   }
-}, 2000);
+  setTimeout(poll, Math.max(2000, 4 * (Date.now() - begun))); // drawing the curves takes time from training
+}
+
+show(document.cloneNode(true));
+setTimeout(poll, 2000);
