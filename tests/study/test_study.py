@@ -318,10 +318,15 @@ SAME = {"a": {"learning_rate": 1e-3}, "b": {}}
 @pytest.mark.parametrize(
     ("variants", "base", "resume", "message"),
     [
-        ({"x": {}, "b": {}}, {}, False, "holds another study: the variants a, b there and x, b here"),
-        ({"x": {}}, {}, True, "the variants a, b there and x here. Give another `output_dir`"),
-        ({**SAME, "new": {}}, {}, False, "a, b there and a, b, new here"),
-        ({"a": {}, "b": {}}, {}, False, r"a with {'learning_rate': 0.001} there and {} here"),
+        (
+            {"x": {}, "b": {}},
+            {},
+            False,
+            "holds another study: variant a=.* there and None here; variant x=None there and {} here",
+        ),
+        ({"x": {}}, {}, True, "variant x=None there and {} here. Give another `output_dir`"),
+        ({**SAME, "new": {}}, {}, False, "study: variant new=None there and {} here. Give"),
+        ({"a": {}, "b": {}}, {}, False, r"variant a={'learning_rate': 0.001} there and {} here"),
         (SAME, {"learning_rate": 0.5}, False, "learning_rate=0.01 there and 0.5 here"),
         (SAME, {"learning_rate": 0.5}, True, "learning_rate=0.01 there and 0.5 here"),
     ],
@@ -477,7 +482,7 @@ def test_points_of_a_grid_do_not_share_mappings():
 def test_rows_to_compare_on_are_asked_for(tmp_path):
     from covey.study.plan import Halving
 
-    with pytest.raises(ValueError, match="give `eval_dataset`"):
+    with pytest.raises(ValueError, match="needs rows to compare on"):
         study(tmp_path, {"a": {}}, eval_steps=2)
     with pytest.raises(ValueError, match="give `eval_steps`"):
         study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), halving=Halving())

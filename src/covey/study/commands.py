@@ -93,7 +93,8 @@ def send(folder: str | Path, command: Command) -> str:
     from covey.study.variants import settings_of  # all of these with torch
 
     folder, state = Path(folder), read_state(folder)
-    variants, common = state["variants"], {**state.get("settings", {}), **ANYWHERE}
+    variants, common = state["variants"], {**state.get("base", {}), **ANYWHERE}
+    common.pop("model", None)
     settings = {name: one["changes"] for name, one in variants.items()}
     for _, one in waiting(folder):
         if one.name in settings and (one.to or one.kind != "clone"):

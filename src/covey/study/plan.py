@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from covey.study.study import Study
 
 
-KEYS = ("variants", "grid", "random", "eval_steps", "save_rounds", "halving")
 EXAMPLES = {
     "variants": "{small: {peft: {r: 2}}, fast: {learning_rate: 1e-3}}",
     "grid": "{learning_rate: [1e-5, 1e-4], peft.r: [8, 32]}",
     "random": "{count: 8, learning_rate: {min: 1e-6, max: 1e-4, log: true}}",
 }
+KEYS = (*EXAMPLES, "eval_steps", "save_rounds", "halving")
 
 
 def variants_of(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -108,12 +108,10 @@ class Study:
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
         self.eval_rows = with_system(args.get("system_prompt"), [dict(row) for row in eval_dataset or ()])
-        if not self.eval_rows and (eval_steps or isinstance(halving, Halving)):
-            raise ValueError("`eval_steps` and `halving` need rows to compare variants on: give `eval_dataset`.")
+        if len(self.eval_rows) < (2 if isinstance(halving, Halving) else bool(eval_steps)):
+            raise ValueError("`eval_steps` needs rows to compare on, and `halving` 2 or more: give `eval_dataset`.")
         if isinstance(halving, Halving) and not eval_steps:
             raise ValueError("`halving` stops variants at evaluations: give `eval_steps`, the steps between these.")
-        if isinstance(halving, Halving) and len(self.eval_rows) == 1:
-            raise ValueError("`halving` compares variants over several prompts, and `eval_dataset` has one: give more.")
         self.eval_steps, self.save_rounds, self.halving, self.round = eval_steps, save_rounds, halving, 0
         self.variants: dict[str, Variant] = {}
         ends: list[int] = []  # steps, where they are given
@@ -138,7 +136,8 @@ class Study:
         if hasattr(self.base, "peft_config"):
             raise ValueError("`model` has an adapter already, and each variant gets one: give the model without it.")
         name = Path(model if isinstance(model, str | Path) else self.base.config._name_or_path).name
-        self._base = {"model": name, "settings": as_json(without_secrets(self.common))}  # of which study this is
+        own = {field_of(key): value for key, value in self.common.items() if not key.startswith("vllm_server_")}
+        self._base = as_json(without_secrets({"model": name, **own}))  # by which a study is known again
         self.processing_class = load_processing_class(processing_class, self.base, **init)
         if needs_recurrent_engine(self.base) or is_processor(self.processing_class):
             raise ValueError(
@@ -407,7 +406,7 @@ class Study:
         records = {name: variant.record() for name, variant in self.variants.items()}
         requested = [asdict(command) for command in self._requested]
         taken = [path.name for path in self._taken]
-        state = {"round": self.round, **self._base, "requested": requested, "taken": taken, "variants": records}
+        state = {"round": self.round, "base": self._base, "requested": requested, "taken": taken, "variants": records}
         commands.write_json(self.folder / commands.STATE, state)
         write_report(self.folder, self.round, self.variants)
         self._saved = self.round
@@ -439,21 +438,22 @@ class Study:
 
     def _check_same(self, state: Mapping[str, Any], resume: bool) -> None:
         """Refuse (ValueError) to go on in the folder of another study; with `resume`, variants may have been added."""
-        there, here = (_fields({"model": one.get("model"), **one.get("settings", {})}) for one in (state, self._base))
-        differ = [name for name in {**there, **here} if there.get(name) != here.get(name) and "settings" in state]
-        what = [f"{name}={there.get(name)!r} there and {here.get(name)!r} here" for name in differ]
         first = {name: one for name, one in state["variants"].items() if one["parent"] is None}
-        names = f"the variants {', '.join(first)} there and {', '.join(self.variants)} here"
-        if not resume:
-            what += [names] * (first.keys() != self.variants.keys())
-            own = {name: as_json(one.changes) for name, one in self.variants.items() if name in first}
-            changed = [name for name in own if not first[name]["history"] and own[name] != first[name]["changes"]]
-            what += [f"{name} with {first[name]['changes']} there and {own[name]} here" for name in changed]
-        elif not first.keys() & self.variants.keys():
-            what.append(names)
-        if what:
+        own = {name: as_json(one.changes) for name, one in self.variants.items()}
+        own |= {name: first[name]["changes"] for name in first.keys() & own.keys() if resume or first[name]["history"]}
+        there = {
+            **self._base,
+            **{f"variant {name}": one["changes"] for name, one in first.items()},
+            **state.get("base", {}),
+        }
+        here = {**self._base, **{f"variant {name}": changes for name, changes in own.items()}}
+        differ = {name for name in there.keys() | here.keys() if there.get(name) != here.get(name)} - {*MAY_DIFFER}
+        if resume and first.keys() & own.keys():
+            differ = {name for name in differ if not name.startswith("variant ")}
+        if differ:
+            said = [f"{name}={there.get(name)} there and {here.get(name)} here" for name in sorted(differ)]
             raise ValueError(
-                f"{str(self.folder)!r} holds another study: {'; '.join(what)}. Give another `output_dir`, or the same"
+                f"{str(self.folder)!r} holds another study: {'; '.join(said)}. Give another `output_dir`, or the same"
                 " settings to go on with it (--resume, `train(resume=True)`, adds variants)."
             )
         if not resume:
@@ -465,12 +465,6 @@ class Study:
 def as_json(value: Any) -> Any:
     """A value as JSON would give it back, with functions by their names."""
     return json.loads(json.dumps(value, default=lambda one: getattr(one, "__qualname__", type(one).__name__)))
-
-
-def _fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that make a study another one, by their names now."""
-    named = {field_of(name): value for name, value in settings.items() if not name.startswith("vllm_server_")}
-    return {name: value for name, value in named.items() if name not in MAY_DIFFER}
 
 
 def _is_finite(model: Any) -> bool:
@@ -491,8 +485,7 @@ def _named(variant: str) -> Iterator[None]:
 
 def _check_counts(**given: Any) -> None:
     for name, value in given.items():
-        listed = name == "eval_steps" and isinstance(value, list | tuple)
-        counts = value if listed else [] if value is None else [value]
+        counts = value if name == "eval_steps" and isinstance(value, list | tuple) else [value] * (value is not None)
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in counts):
             raise ValueError(
                 f"{name}={value!r} must be a whole number, 1 or more (of `eval_steps`, a list is allowed)."
