@@ -130,3 +130,13 @@ def test_a_setting_of_several_lines_is_one_cell():
     changes = {"system_prompt": "Think first.\n\nThen | answer."}
     *_, a, b = table({"a": Variant("a", changes), "b": Variant("b", {})}).splitlines()
     assert a.endswith("| system_prompt=Think first. Then / answer.") and b.startswith("b | ")
+
+
+def test_a_variant_without_rewards_is_not_the_best():
+    from covey.study.report import comparison, table
+    from covey.study.variants import Variant
+
+    unknown = Variant("a", {}, evaluations={1: [float("nan")] * 2})
+    assert comparison({"a": unknown}) == (None, {}) and table({"a": unknown}).endswith("a | running | 0 |  |  | ")
+    both = {"a": unknown, "b": Variant("b", {}, evaluations={1: [-1.0, -2.0]})}
+    assert comparison(both) == ("b", {}) and comparison(both, to="a") == ("a", {})

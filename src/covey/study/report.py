@@ -52,14 +52,15 @@ def comparison(
     are Student's, Bonferroni-corrected for all pairs of variants: the best one is known from the same rewards.
     """
     last = {name: step or max(variant.evaluations, default=0) for name, variant in variants.items()}
-    rewards = {name: variants[name].evaluations[at] for name, at in last.items() if at in variants[name].evaluations}
+    rewards = {name: variants[name].evaluations.get(at, []) for name, at in last.items()}
+    rewards = {name: own for name, own in rewards.items() if any(one == one for one in own)}
     if not rewards:
         return None, {}
     best = to or max(rewards, key=lambda name: _mean(rewards[name]))
     share = 0.05 / max(math.comb(len(rewards), 2), 1)
     differences = {}
     for name, own in rewards.items():
-        others = variants[best].evaluations.get(last[name], rewards[best])
+        others = variants[best].evaluations.get(last[name]) or rewards[best]
         pairs = [a - b for a, b in zip(own, others, strict=True) if a == a and b == b]
         if name != best and len(pairs) > 1:
             differences[name] = Difference(
@@ -100,7 +101,7 @@ def table(variants: Mapping[str, Variant]) -> str:
             "&nbsp;&nbsp;" * depth + variant.name,
             variant.status + (f": {variant.reason.splitlines()[0][:120]}" if variant.reason else ""),
             str(variant.step),
-            f"{_mean(last):.3f}" if last else "",
+            f"{_mean(last):.3f}" if any(one == one for one in last or ()) else "",
             difference,
             changes,
         ]
