@@ -66,7 +66,7 @@ def test_halving_is_a_share_or_its_settings():
     [
         ({"eval_steps": 5}, "eval_steps=5 with max_steps=2: `halving` stops variants at evaluations before"),
         ({"eval_steps": [2, 3]}, "with max_steps=2"),
-        ({"eval_dataset": tiny.rows(1)}, "`halving` 2 or more: give"),
+        ({"eval_dataset": tiny.rows(1)}, "`eval_dataset` has 1 rows: .* `halving` 2 or more"),
         ({"save_rounds": [1]}, r"save_rounds=\[1\] must be a whole number"),
     ],
 )

@@ -482,7 +482,7 @@ def test_points_of_a_grid_do_not_share_mappings():
 def test_rows_to_compare_on_are_asked_for(tmp_path):
     from covey.study.plan import Halving
 
-    with pytest.raises(ValueError, match="needs rows to compare on"):
+    with pytest.raises(ValueError, match="`eval_dataset` has 0 rows"):
         study(tmp_path, {"a": {}}, eval_steps=2)
     with pytest.raises(ValueError, match="give `eval_steps`"):
         study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), halving=Halving())

@@ -109,7 +109,10 @@ class Study:
         self.folder = Path(args.get("output_dir") or "study")
         self.eval_rows = with_system(args.get("system_prompt"), [dict(row) for row in eval_dataset or ()])
         if len(self.eval_rows) < (2 if isinstance(halving, Halving) else bool(eval_steps)):
-            raise ValueError("`eval_steps` needs rows to compare on, and `halving` 2 or more: give `eval_dataset`.")
+            raise ValueError(
+                f"`eval_dataset` has {len(self.eval_rows)} rows: `eval_steps` needs 1 to compare variants on, and"
+                " `halving` 2 or more. Give more."
+            )
         if isinstance(halving, Halving) and not eval_steps:
             raise ValueError("`halving` stops variants at evaluations: give `eval_steps`, the steps between these.")
         self.eval_steps, self.save_rounds, self.halving, self.round = eval_steps, save_rounds, halving, 0
