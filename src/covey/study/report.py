@@ -90,7 +90,7 @@ def table(variants: Mapping[str, Variant]) -> str:
     best, differences = comparison(variants)
     lines = ["variant | status | step | mean reward | difference to the best | settings", "-|-|-:|-:|-|-"]
     for depth, variant in descent(variants):
-        last = variant.evaluations.get(max(variant.evaluations, default=-1))
+        last = variant.evaluations.get(max(variant.evaluations, default=-1), [])
         other = differences.get(variant.name)
         difference = "best" if variant.name == best else ""
         if other is not None:
@@ -101,7 +101,7 @@ def table(variants: Mapping[str, Variant]) -> str:
             "&nbsp;&nbsp;" * depth + variant.name,
             variant.status + (f": {variant.reason.splitlines()[0][:120]}" if variant.reason else ""),
             str(variant.step),
-            f"{_mean(last):.3f}" if any(one == one for one in last or ()) else "",
+            f"{_mean(last):.3f}" if any(one == one for one in last) else "",
             difference,
             changes,
         ]
