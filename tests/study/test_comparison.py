@@ -49,20 +49,20 @@ OWN = (
     {"generation_kwargs": {"bad_words_ids": [[20]], "stop_strings": ["3"]}},
     {"method": "rloo"},
     {"seed": 7},
-    {"system_prompt": "Be brief."},
-    {"chat_template_kwargs": {"more": "think"}},
     {"allow_control_tokens": True},
 )
 
 
 def test_variants_are_evaluated_with_the_settings_of_the_study(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "CHAT_TEMPLATE", "{{ more|default('') }}" + tiny.CHAT_TEMPLATE)
-    variants = {"a": {}} | {"-".join(changes): changes for changes in OWN}
+    asked = {"system": {"system_prompt": "Be brief."}, "template": {"chat_template_kwargs": {"more": "think"}}}
+    variants = {"a": {}} | {"-".join(changes): changes for changes in OWN} | asked
     held_out = [{"prompt": [{"role": "user", "content": f"<eos>{i}+{i}="}]} for i in range(3)]
     data = {"train_dataset": tiny.rows(conversational=True), "eval_dataset": held_out}
     ended = study(tmp_path, variants, max_steps=1, learning_rate=0.0, **data).train()  # the model does not change
     found = {name: variant.evaluations[1] for name, variant in ended.items()}
-    assert found == dict.fromkeys(variants, found["a"]) and len(found["a"]) == 3
+    others = [found.pop(name) for name in asked]  # another prompt is another policy
+    assert found == dict.fromkeys(found, found["a"]) and found["a"] not in others and len(found["a"]) == 3
 
 
 @pytest.mark.parametrize("saves", [{}, {"save_rounds": 1}])

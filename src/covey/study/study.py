@@ -54,6 +54,7 @@ from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.integrations.report import RunReport
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
+ASKED = ("system_prompt", "chat_template_kwargs")  # a variant's own in evaluations too: how its policy is to be asked
 MAY_DIFFER = (
     "max_steps",
     "num_train_epochs",
@@ -107,7 +108,7 @@ class Study:
         share_one_heap()
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
-        self.eval_rows = with_system(args.get("system_prompt"), [dict(row) for row in eval_dataset or ()])
+        self.eval_rows = [dict(row) for row in eval_dataset or ()]
         if len(self.eval_rows) < (2 if isinstance(halving, Halving) else bool(eval_steps)):
             raise ValueError(
                 f"`eval_dataset` has {len(self.eval_rows)} rows: `eval_steps` needs 1 to compare variants on, and"
@@ -284,11 +285,12 @@ class Study:
         arguments = self._arguments(variant.changes)
         evaluate = None
         if self.eval_rows:
-            common = settings_of(
-                self.common, {"peft": None if peft_config is None else {}}, self.folder / variant.name
-            )[2]
+            own = {name: value for name, value in variant.changes.items() if field_of(name) in ASKED}
+            own["peft"] = None if peft_config is None else {}
+            common = settings_of(self.common, own, self.folder / variant.name)[2]
+            rows = with_system(own.get("system_prompt", self.common.get("system_prompt")), self.eval_rows)
             has_own = any(field_of(name).startswith("reward_") for name in variant.changes)
-            evaluate = CommonEvaluation(common, self.eval_rows, self._arguments({}).get("reward_funcs"), has_own)
+            evaluate = CommonEvaluation(common, rows, self._arguments({}).get("reward_funcs"), has_own)
         follows = FollowsStudy(variant, evaluate, self._is_due, pauses=lambda: self.halving is not None)
         trainer = TRAINERS[method](
             model=model,
