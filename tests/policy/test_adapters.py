@@ -4,8 +4,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from covey.policy.adapters import base_sample
-from covey.trainer.checkpoint import _check_same_base, _warn_of_uncompared
+from covey.policy.replicas import frozen_sample
+from covey.trainer.resuming import check_same_frozen, warn_of_uncompared
 from tests.support import tiny
 
 KINDS = [
@@ -22,41 +22,49 @@ def adapted(seed=0, **settings):
 
 
 def checked(saved, model):
-    _check_same_base("checkpoint-1", saved, base_sample(model))
+    check_same_frozen("checkpoint-1", saved, frozen_sample(model), adapter=True)
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: list(settings)[-1])
 def test_what_is_trained_on_a_base_leaves_it_the_same(settings):
     model = adapted(**settings)
-    saved = base_sample(model)
+    saved = frozen_sample(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 1
     model.add_adapter("reference", LoraConfig(target_modules=["v_proj"]))
     checked(saved, model)
-    assert saved[1].shape == base_sample(model)[1].shape and saved[1].numel() > 50
+    assert saved.keys() == frozen_sample(model).keys() and sum(few.numel() for _, few in saved.values()) > 50
     with pytest.raises(ValueError, match="trained on another base model"):
         checked(saved, adapted(seed=1, **settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_base_is_recognised_in_another_dtype(dtype):
-    saved = base_sample(adapted(**KINDS[0]))
+    saved = frozen_sample(adapted(**KINDS[0]))
     checked(saved, adapted(**KINDS[0]).to(dtype))
     with pytest.raises(ValueError, match="trained on another base model"):
         checked(saved, adapted(seed=1, **KINDS[0]).to(dtype))
 
 
 def test_the_same_dtype_allows_no_difference():
-    saved, other = base_sample(adapted(**KINDS[0])), adapted(**KINDS[0])
+    saved, other = frozen_sample(adapted(**KINDS[0])), adapted(**KINDS[0])
     other.get_base_model().model.norm.weight.data *= 1 + 1e-6
     with pytest.raises(ValueError, match="trained on another base model"):
         checked(saved, other)
 
 
+def test_the_weight_that_differs_is_named():
+    saved, other = frozen_sample(tiny.model().requires_grad_(False)), tiny.model().requires_grad_(False)
+    other.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
+    wanted = r"1 of 20 weights differ, .* such as model\.layers\.1\.mlp\.up_proj\.weight\. The reference is the model"
+    with pytest.raises(ValueError, match=wanted):
+        check_same_frozen("checkpoint-1", saved, frozen_sample(other), adapter=False)
+
+
 def test_a_whole_model_has_no_base():
-    assert base_sample(tiny.model()) is None
+    assert frozen_sample(tiny.model()) == {}
     checked(None, adapted(**KINDS[0]))  # a checkpoint of an earlier version
 
 
@@ -65,4 +73,4 @@ def test_a_base_that_cannot_be_compared_is_warned_of():
     base = policy.get_base_model()
     base.is_quantized, base.config.quantization_config = True, {"quant_method": "gptq"}
     with pytest.warns(UserWarning, match="which gptq has quantised, cannot be compared .* in 'checkpoint-1'"):
-        _warn_of_uncompared("checkpoint-1", policy)
+        warn_of_uncompared("checkpoint-1", policy)

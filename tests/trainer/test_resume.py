@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from covey.trainer.checkpoint import superfluous_checkpoints
 from tests.support import runs, tiny
@@ -228,6 +229,130 @@ def test_changes_since_the_checkpoint_are_listed(tmp_path, name):
     heard = [str(one.message) for one in caught if "was saved, this run has changed" in str(one.message)]
     assert len(heard) == (says is not None), heard
     assert says is None or re.search(says, heard[0]), heard
+
+
+PENALISED = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1}
+FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+
+
+def test_another_reference_model_is_refused(tmp_path):
+    runs.trainer(tmp_path, **PENALISED, max_steps=1).train()
+    for settings in ({}, FOLLOWS):  # it would follow from there
+        resumed = runs.trainer(tmp_path, parts={"model": tiny.model(seed=1)}, **PENALISED, **settings, max_steps=2)
+        with pytest.raises(ValueError, match=r"another reference model .* such as model\.embed_tokens\.weight"):
+            resumed.train(resume_from_checkpoint=True)
+    runs.trainer(tmp_path, parts={"model": tiny.model(seed=1)}, max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_a_reference_that_has_followed_is_the_checkpoints(tmp_path):
+    """Also after a resume that has it follow no more, and whatever model is given."""
+    runs.trainer(tmp_path, **PENALISED, **FOLLOWS, max_steps=1).train()
+    straight = runs.trainer(tmp_path, parts={"model": tiny.model(seed=1)}, **PENALISED, max_steps=3)
+    straight.train(resume_from_checkpoint=True)
+    resumed = runs.trainer(tmp_path, **PENALISED, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_alike(straight, resumed)
+
+
+def lora(**settings):
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
+
+
+def ready():
+    torch.manual_seed(3)
+    return get_peft_model(tiny.model(), lora())
+
+
+@pytest.mark.parametrize("began", ["config", "model"])
+def test_the_reference_of_an_adapter_is_that_of_the_start(tmp_path, began):
+    """A new adapter's is the base, and a given one's the adapter as it was given; a resume may give either."""
+    ways = {"config": lambda: {"peft_config": lora()}, "model": lambda: {"model": ready()}}
+    straight = runs.trainer(tmp_path, parts=ways[began](), **PENALISED, max_steps=3)
+    straight.train()
+    for way in ways.values():
+        resumed = runs.trainer(tmp_path / "other", parts=way(), **PENALISED, max_steps=3)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert_alike(straight, resumed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"r": 8}, r"r=4 \(now 8\)"),
+        ({"lora_alpha": 32}, r"lora_alpha=8 \(now 32\)"),
+        ({"use_rslora": True}, r"use_rslora=False \(now True\)"),
+        ({"target_modules": ["k_proj"]}, r"target_modules=\['q_proj', 'v_proj'\] \(now \['k_proj'\]\)"),
+        ({"use_dora": True}, r"use_dora=False \(now True\)"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=None \(now \['lm_head'\]\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_settings_of_an_adapter_are_refused_by_name(tmp_path, changed, says):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    runs.trainer(tmp_path, parts={"peft_config": lora(lora_alpha=8)}, **saving, max_steps=1).train()
+    resumed = runs.trainer(tmp_path, parts={"peft_config": lora(**{"lora_alpha": 8, **changed})}, max_steps=2)
+    with pytest.raises(ValueError, match=says):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_settings_of_an_adapter_that_may_change_are_listed(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    runs.trainer(tmp_path, parts={"peft_config": lora()}, **saving, max_steps=1).train()
+    same = lora(target_modules=r".*\.(q|v)_proj", lora_dropout=0.5, init_lora_weights="gaussian")
+    resumed = runs.trainer(tmp_path, parts={"peft_config": same}, max_steps=1)
+    wanted = (
+        r"Takes effect: peft_config\.lora_dropout=0\.5 \(was 0\.0\)\. Has no effect: peft_config\.init_lora_weights='g"
+    )
+    with pytest.warns(UserWarning, match=wanted):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_new_steps_of_logs_and_checkpoints_take_effect(tmp_path):
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    resumed = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, logging_steps=2, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in resumed.state.log_history if "reward" in entry] == [1, 2, 4]
+    assert sorted(path.name[11:] for path in tmp_path.glob("checkpoint-*")) == ["2", "3", "4"]
+
+
+WATCHED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau"}
+
+
+@pytest.mark.parametrize(
+    ("began", "goes_on", "says", "rates"),  # rates of steps 2 to 4, the first of which was set before the checkpoint
+    [
+        ({"max_steps": 2}, {}, r"Takes effect: max_steps=4 \(was 2\)\.", [0.005, 0.005, 0.0025]),
+        ({}, {"lr_scheduler_type": "constant"}, r"Takes effect: lr_scheduler_type='const", [0.0075, 0.01, 0.01]),
+        ({}, {"warmup_steps": 3}, r"Takes effect: warmup_steps=3 \(was 0\)\.", [0.0075, 0.02 / 3, 0.01]),
+        ({}, {"num_train_epochs": 9}, None, [0.0075, 0.005, 0.0025]),
+        (
+            {**PLATEAU, "lr_scheduler_kwargs": {"patience": 9}},
+            {**PLATEAU, "lr_scheduler_kwargs": {"patience": 0, "threshold": 9.0}},
+            r"Has no effect: lr_scheduler_kwargs={'mode': 'max', 'patience': 0",
+            [0.01, 0.01, 0.01],
+        ),
+    ],
+    ids=["max_steps", "schedule", "warmup", "num_train_epochs", "kwargs of a plateau"],
+)
+def test_a_changed_schedule_does_as_is_said(tmp_path, began, goes_on, says, rates):
+    usual = {"max_steps": 4, "lr_scheduler_type": "linear", **WATCHED}
+    parts = {"eval_dataset": tiny.rows(3)}
+    runs.trainer(tmp_path, parts=parts, **{**usual, **began}).train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = runs.trainer(tmp_path, parts=parts, **{**usual, **goes_on})
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert runs.history(resumed, "learning_rate")[1:] == pytest.approx(rates)
+    heard = [str(one.message) for one in caught if "this run has changed" in str(one.message)]
+    assert (says is None) == (not heard) and (says is None or re.search(says, heard[0])), heard
+
+
+def test_a_schedule_whose_state_is_another_is_refused(tmp_path):
+    parts = {"eval_dataset": tiny.rows(3)}
+    runs.trainer(tmp_path, parts=parts, max_steps=1, **PLATEAU, **WATCHED).train()
+    with pytest.raises(ValueError, match="lr_scheduler_type='reduce_lr_on_plateau', which lr_scheduler_type='linear'"):
+        runs.trainer(tmp_path, max_steps=2, lr_scheduler_type="linear").train(resume_from_checkpoint=True)
 
 
 def test_another_optimizer_is_refused_before_training(tmp_path):

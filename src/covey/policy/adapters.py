@@ -2,14 +2,12 @@
 
 import json
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from covey.policy.quantization import dequantized_state, is_quantized_layer, quantization_method
-from covey.policy.sharded_tensors import full_tensor, is_shard, reshard
+from covey.policy.quantization import quantization_method
 from covey.policy.vlm_parts import exclude_parts, image_encoder, part_names
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
@@ -101,36 +99,6 @@ def base_model(model: Any) -> Any:
 
 def has_adapter(model: Any) -> bool:
     return _is_peft(unwrapped(model))
-
-
-def base_sample(model: Any) -> tuple[str, Tensor, Tensor] | None:
-    """Dtypes and about eight numbers of each frozen weight under an adapter, then of each in 4 or 8 bits, float32.
-
-    Collective, if weights are sharded: they are gathered one at a time. None without an adapter. Other adapters, which
-    may come and go, are left out, and so are weights that another library than bitsandbytes has quantised.
-    """
-    model = unwrapped(model)
-    if not _is_peft(model):
-        return None
-    reshard(model)
-    tuners = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
-    parts = [getattr(tuner, name, None) for tuner in tuners for name in tuner.adapter_layer_names]
-    quantized = [layer for layer in model.modules() if is_quantized_layer(layer)]
-    left_out = {weight for part in parts if part is not None for weight in part.parameters()}
-    left_out |= {layer.weight for layer in quantized}
-    plain = [
-        weight
-        for weight in model.parameters()
-        if not weight.requires_grad and weight not in left_out and (type(weight) is nn.Parameter or is_shard(weight))
-    ]
-    dtypes = ", ".join(sorted({str(weight.dtype) for weight in plain}))
-    states = (dequantized_state(layer)["weight"] for layer in quantized)
-    return dtypes, _few_of_each(full_tensor(weight) for weight in plain), _few_of_each(states)
-
-
-def _few_of_each(weights: Iterable[Tensor]) -> Tensor:
-    few = [weight.flatten()[:: max(1, weight.numel() // 8)].float().cpu() for weight in weights]
-    return torch.cat([torch.empty(0), *few])
 
 
 def active_adapter(model: Any) -> str:

@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.policy.quantization import is_quantized_layer
-from covey.policy.sharded_tensors import full_shape, full_tensor, own_shard, reshard, sent_dtype
+from covey.policy.adapters import unwrapped
+from covey.policy.quantization import dequantized_state, is_quantized_layer
+from covey.policy.sharded_tensors import full_shape, full_tensor, is_shard, own_shard, reshard, sent_dtype
 from covey.policy.weights import checkpoint_name
+
+QUANTISED = "quantised"
+
+Sample = dict[str, tuple[str, Tensor]]
+"""Dtype, or `QUANTISED`, of weights and some of their numbers, float32, by name."""
 
 
 class Reference:
@@ -25,14 +31,15 @@ class Reference:
     ):
         self.has_adapter = hasattr(model, "disable_adapter")  # the reference shares its base
         self.stores_adapter = self.has_adapter and not adapter_is_new
-        self._copy = None if self.has_adapter else prepare(_frozen_copy(model))
+        self.copy = None if self.has_adapter else prepare(_frozen_copy(model))
+        self.has_moved = False  # the copy is not the model that the run began with
         self._adapter: dict[str, Tensor] | None = None  # this process's shards at the start of training
 
     @contextmanager
     def model(self, policy: Any) -> Iterator[Any]:
         """The reference, within the context. `policy` is the unwrapped policy."""
         if not self.has_adapter:
-            yield self._copy
+            yield self.copy
         elif not self.stores_adapter:
             with policy.disable_adapter():
                 yield policy
@@ -50,30 +57,33 @@ class Reference:
     @torch.no_grad()
     def follow(self, policy: Any, alpha: float) -> None:
         """reference = (1 - alpha) reference + alpha policy: TR-DPO's soft update (arXiv 2404.09656, eq. 2)."""
-        assert self._copy is not None, "checked with the config: an adapter's reference cannot follow it"
-        reshard(self._copy)
+        assert self.copy is not None, "checked with the config: an adapter's reference cannot follow it"
+        self.has_moved = True
+        reshard(self.copy)
         reshard(policy)
-        for copied, current in zip(self._copy.parameters(), policy.parameters(), strict=True):
+        for copied, current in zip(self.copy.parameters(), policy.parameters(), strict=True):
             shard = own_shard(copied)
             shard.lerp_(own_shard(current).to(shard), alpha)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """This process's shards of the copy, or of the adapter; None if the reference has the adapter off."""
-        if self._copy is None:
-            return self._adapter
-        reshard(self._copy)
-        buffers = dict(self._copy.named_buffers())
-        shards = {name: own_shard(parameter) for name, parameter in self._copy.named_parameters()}
+        """This process's shards of a copy that has moved (else None), or of the adapter: {} if that is off."""
+        if self.copy is None:
+            return self._adapter if self.stores_adapter else {}
+        if not self.has_moved:
+            return None
+        reshard(self.copy)
+        buffers = dict(self.copy.named_buffers())
+        shards = {name: own_shard(parameter) for name, parameter in self.copy.named_parameters()}
         return {name: tensor.detach().clone() for name, tensor in {**shards, **buffers}.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.stores_adapter:
-            self._adapter = state
+        if self.copy is None:  # the adapter may be given in another way than when the run began
+            self.stores_adapter, self._adapter = bool(state), state or None
             return
-        assert self._copy is not None, "only a copy has its own weights"
-        _set_shards(self._copy, state)
-        for name, buffer in self._copy.named_buffers():
+        self.has_moved = True
+        _set_shards(self.copy, state)
+        for name, buffer in self.copy.named_buffers():
             buffer.copy_(state[name])
 
 
@@ -82,6 +92,34 @@ def starts_as_identity(peft_config: Any) -> bool:
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
     begins = getattr(peft_config, "init_lora_weights", None)
     return kind == "LORA" and begins in (True, "gaussian") and peft_config.bias == "none"
+
+
+def frozen_sample(model: Any) -> Sample:
+    """About eight numbers of each frozen weight: they identify a reference, or the base of an adapter.
+
+    Collective, if weights are sharded: they are gathered one at a time, and so the sample is the same however they are.
+    Other adapters, which may come and go, are left out, and weights that another library than bitsandbytes quantised.
+    """
+    model = unwrapped(model)
+    reshard(model)
+    tuners = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    parts = [getattr(tuner, name, None) for tuner in tuners for name in tuner.adapter_layer_names]
+    others = {id(weight) for part in parts if part is not None for weight in part.parameters()}
+    layers = {id(layer.weight): layer for layer in model.modules() if is_quantized_layer(layer)}
+    sample: Sample = {}
+    for name, weight in model.named_parameters():
+        name = checkpoint_name(name).replace(".base_layer.", ".")
+        if layer := layers.get(id(weight)):
+            sample[name] = (QUANTISED, _few(dequantized_state(layer)["weight"]))
+        elif (
+            not weight.requires_grad and id(weight) not in others and (type(weight) is nn.Parameter or is_shard(weight))
+        ):
+            sample[name] = (str(weight.dtype), _few(full_tensor(weight)))
+    return sample
+
+
+def _few(weight: Tensor) -> Tensor:
+    return weight.flatten()[:: max(1, weight.numel() // 8)].float().cpu()
 
 
 @torch.no_grad()

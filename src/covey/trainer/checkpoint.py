@@ -1,13 +1,10 @@
 """Checkpoints that appear whole or not at all: what Hugging Face's Trainer writes, and the state of the method."""
 
 import functools
-import hashlib
-import inspect
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,28 +13,17 @@ from typing import Any, Protocol
 import torch
 from transformers import Trainer
 
-from covey.policy.adapters import base_model, base_sample, has_adapter
-from covey.policy.quantization import quantization_method
+from covey.policy.adapters import has_adapter
+from covey.policy.replicas import Reference, Sample, frozen_sample
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
-from covey.policy.weights import checkpoint_name
-from covey.rewards import RewardSuite
 from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
+from covey.trainer import resuming
 from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 AUTO = "auto"
-# Settings that a checkpoint's optimizer holds: loading it puts the old ones back.
-OF_THE_OPTIMIZER = frozenset(
-    {"adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "optim_args", "weight_decay"}
-)
-# Settings of a run's place and output, which may change unmentioned.
-NOT_OF_TRAINING = re.compile(
-    "(eval|hub|log|logging|push|report|resume|save|trackio|vllm_server|sglang_server)_.*|.*_(dir|folder|name|rank|key|token|url|urls)"
-    "|disable_tqdm|do_.*|log_.*|project|accelerator_config"
-)
-SAMPLED_ROWS = 16  # rows of a dataset that are compared
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 
 
@@ -56,7 +42,8 @@ class Checkpointer:
     context: RunContext
     parts: Mapping[str, Stateful]
     before_saving: Callable[[], None]  # collective
-    described: Callable[[], "Described"] = lambda: {}
+    described: Callable[[], resuming.Described]
+    reference: Reference | None = None  # of the KL penalty
 
     def __post_init__(self) -> None:
         self.staging = False  # a checkpoint is being written, into a folder that is moved when it is complete
@@ -82,8 +69,8 @@ class Checkpointer:
                 write()
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
-                    state["base"] = base_sample(self.context.loop.policy)
-                    state["trained"] = _trained(self.context.loop.policy)
+                    state["frozen"] = None if self.reference and self.reference.has_moved else self._frozen
+                    state["trained"] = resuming.trained_names(self.context.loop.policy)
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -98,11 +85,19 @@ class Checkpointer:
         return final
 
     def find(self, wanted: str | bool, output_dir: str) -> str | None:
-        """The checkpoint to resume from, compared with its manifest; None if "auto" finds none. Collective.
+        """The checkpoint to resume from, compared with its manifest and this run; None if "auto" finds none.
+
+        Collective.
 
         Raises:
-            ValueError: there is no such checkpoint, or it is damaged.
+            ValueError: there is no such checkpoint, it is damaged, or of a run that this one cannot continue.
         """
+        found = self._find_whole(wanted, output_dir)
+        if found is not None:
+            self._compare(found)
+        return found
+
+    def _find_whole(self, wanted: str | bool, output_dir: str) -> str | None:
         named = [str(path) for path in numbered_checkpoints(output_dir) if is_checkpoint(path)]
         own = self.context.collectives.gather(named, "list the checkpoints")[0]
         if wanted == AUTO and not own:
@@ -135,31 +130,54 @@ class Checkpointer:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
-    def load(self, checkpoint: str) -> None:
-        """Continue from a checkpoint's method state; warns if it holds weights alone."""
+    def _state(self, checkpoint: str) -> dict[str, Any] | None:
+        """This process's state in a checkpoint; None if it holds weights alone."""
         own = os.path.join(checkpoint, STATE_FILE.format(rank=self.context.args.process_index))
         any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
         if not os.path.isfile(any_rank):
+            return None
+        path = own if os.path.isfile(own) else any_rank
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+    def _compare(self, checkpoint: str) -> None:
+        """Refuse (ValueError) another run's checkpoint by all but frozen weights, before anything is loaded."""
+        policy = self.context.loop.policy
+        resuming.check_kind(checkpoint, adapter=has_adapter(policy))
+        changed = resuming.adapter_changes(checkpoint, policy)
+        resuming.check_adapter(checkpoint, changed)
+        if (state := self._state(checkpoint)) is not None:
+            settings = (run.get("settings", {}) for run in (state.get("run", {}), self.described()))
+            resuming.check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
+            resuming.check_same_optimizer(checkpoint, *settings)
+            resuming.check_same_trained(checkpoint, state.get("trained"), resuming.trained_names(policy), changed)
+
+    @functools.cached_property
+    def _frozen(self) -> Sample:
+        """Sample of the weights under an adapter, or of the reference before it moves. Collective, once."""
+        policy = self.context.loop.policy
+        model = policy if has_adapter(policy) else self.reference and self.reference.copy
+        return {} if model is None else frozen_sample(model)
+
+    def load(self, checkpoint: str) -> None:
+        """Continue from a checkpoint's method state; warns if it holds weights alone."""
+        state, policy = self._state(checkpoint), self.context.loop.policy
+        if state is None:
             warnings.warn(
                 f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
                 " another program): the run goes on from the weights, with a fresh generation and fresh counters.",
                 stacklevel=3,
             )
             return
-        state = torch.load(own if os.path.isfile(own) else any_rank, map_location="cpu", weights_only=True)
-        saved, current = state.get("run", {}), self.described()
-        _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
-        _check_same_optimizer(checkpoint, saved.get("settings", {}), current.get("settings", {}))
-        _check_same_weights(checkpoint, state.get("trained"), _trained(self.context.loop.policy))
-        _check_same_base(checkpoint, state.get("base"), base_sample(self.context.loop.policy))
-        _warn_of_uncompared(checkpoint, self.context.loop.policy)
+        resuming.check_same_frozen(checkpoint, state.get("frozen"), self._frozen, has_adapter(policy))
+        resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
-        changes = changes_since(saved, current)
+        changed = resuming.adapter_changes(checkpoint, policy)
+        changes = resuming.changes_since(state.get("run", {}), self.described(), changed)
         if changes and self.context.args.should_log:
             warnings.warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}", stacklevel=3)
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
-        _check_kind(folder, adapter=has_adapter(model))
         ignored = getattr(model, "_keys_to_ignore_on_save", None)
         try:
             if tied := getattr(model, "all_tied_weights_keys", None):
@@ -239,70 +257,6 @@ def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: 
         trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
         return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
-
-
-Described = dict[str, dict[str, str]]  # settings, dataset and reward functions of a run, as texts by kind and name
-
-
-def describe_run(args: Any, dataset: Any, rewards: RewardSuite) -> Described:
-    """Texts that a resumed run is compared with; datasets without a length are left out."""
-    with args.without_keys():
-        settings = {name: repr(value) for name, value in args.to_dict().items() if not NOT_OF_TRAINING.fullmatch(name)}
-    rows: dict[str, str] = {}
-    if hasattr(dataset, "__len__") and len(dataset):
-        places = sorted({number * (len(dataset) - 1) // (SAMPLED_ROWS - 1) for number in range(SAMPLED_ROWS)})
-        rows = {"rows": str(len(dataset)), "content": _digest(_plain([dict(dataset[place]) for place in places]))}
-    functions = (getattr(one, "function", one) for one in rewards.functions)
-    codes = {name: _digest(_code(function)) for name, function in zip(rewards.names, functions, strict=True)}
-    return {"settings": settings, "dataset": rows, "rewards": codes}
-
-
-def changes_since(saved: Described, current: Described) -> list[str]:
-    """Sentences on what has changed and which of it takes effect; nothing of what either did not describe."""
-    was, now = saved.get("settings", {}), current.get("settings", {})
-    held = OF_THE_OPTIMIZER | ({"entropy_coef"} if now.get("use_adaptive_entropy") == "True" else set())
-    changed = [name for name in sorted(was.keys() & now) if was[name] != now[name]]
-    taken, idle = (
-        [f"{name}={now[name]} (was {was[name]})" for name in changed if (name in held) == is_held]
-        for is_held in (False, True)
-    )
-    sentences = [f"Takes effect: {', '.join(taken)}."] if taken else []
-    if idle:
-        sentences.append(
-            f"Has no effect: {', '.join(idle)}, as the checkpoint holds it. For another value begin a new run from the"
-            " weights, with the checkpoint as `model`."
-        )
-    was, now = saved.get("dataset", {}), current.get("dataset", {})
-    if was and now and was != now:
-        size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, others"
-        sentences.append(f"Takes effect: another dataset ({size}); the run goes on at its place, counted in rows.")
-    was = saved.get("rewards", now := current.get("rewards", {}))
-    if names := sorted(name for name in was | now if was.get(name) != now.get(name)):
-        sentences.append(f"Takes effect: other reward functions ({', '.join(names)}).")
-    return sentences
-
-
-def _code(function: Any) -> str:
-    """The source of a function, of the class of a callable object, or the name of a model."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    try:
-        return inspect.getsource(function if inspect.isroutine(function) else type(function))
-    except (OSError, TypeError):
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _plain(value: Any) -> Any:
-    """The value with names of types for what has no text of its own, such as images."""
-    if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in sorted(value.items(), key=str)}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()
 
 
 def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
@@ -390,85 +344,3 @@ def _missing(checkpoint: Path) -> str | None:
         return "rng_state.pth is missing, without which other random numbers are drawn"
     pairs = [(f"covey_state_{rank}.pt", f"rng_state_{rank}.pth") for rank in range(len(names))]
     return next((f"{(set(pair) - names).pop()} is missing" for pair in pairs if len(names & {*pair}) == 1), None)
-
-
-def _check_kind(checkpoint: str, adapter: bool) -> None:
-    """An adapter goes on from an adapter, a whole model from a whole one."""
-    wanted, other = ("adapter_model*", "model*.safetensors*") if adapter else ("model*.safetensors*", "adapter_model*")
-    held = sorted(path.name for path in Path(checkpoint).rglob(other))
-    if held and not any(Path(checkpoint).rglob(wanted)):
-        raise ValueError(
-            f"the weights in {checkpoint!r} do not fit this model: they are {held[0]}, and this run trains"
-            f" {'an adapter' if adapter else 'a whole model'}. Resume with the model that the run began with,"
-            f" {'without' if adapter else 'with'} `peft_config`."
-        )
-
-
-def _check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
-    changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
-    if changed:
-        raise ValueError(
-            f"{checkpoint!r} was made with {', '.join(changed)}: its buffered completions and its place in the data do"
-            f" not fit this run. Resume with the same numbers, or begin a new run from its weights with"
-            f" model={checkpoint!r}."
-        )
-
-
-def _check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[str, str]) -> None:
-    was, now = saved.get("optim", current.get("optim", "")), current.get("optim", "")
-    names = [path.name for path in Path(checkpoint).iterdir()]
-    if not any(name.startswith(("optimizer", "global_step")) for name in names):  # a clone with a fresh one
-        return
-    if was.replace("_fused", "") != now.replace("_fused", ""):  # a fused optimizer has the same state
-        raise ValueError(
-            f"{checkpoint!r} holds the state of optim={was}, which optim={now} cannot go on from. Resume with"
-            f" optim={was}, or begin a new run from its weights with model={checkpoint!r}."
-        )
-
-
-def _trained(policy: Any) -> list[str]:
-    return sorted(checkpoint_name(name) for name, weight in policy.named_parameters() if weight.requires_grad)
-
-
-def _check_same_weights(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str]) -> None:
-    """Loading takes no notice of a layer or an adapter's matrix that only one of two models has."""
-    if saved is None or saved == current:  # none in earlier checkpoints
-        return
-    others = sorted({*saved} ^ {*current})
-    raise ValueError(
-        f"the weights in {checkpoint!r} do not fit this model: they are of another one. {len(others)} that are trained"
-        f" are in one of the two alone, such as {others[0]}. Resume with the model that the run began with."
-    )
-
-
-def _check_same_base(checkpoint: str, saved: Sequence[Any] | None, current: Sequence[Any] | None) -> None:
-    """The weights under an adapter are those that it was trained on: exactly, or rounded where dtypes differ.
-
-    Weights in 4 or 8 bits need not be exact, as machines may differ in how they restore them.
-    """
-    if not saved or not current:
-        return
-    (dtypes, plain, *quantized), (now_dtypes, now_plain, now_quantized) = saved, current
-    exact = dtypes == now_dtypes
-    pairs = [(plain, now_plain, exact)] if plain.shape == now_plain.shape else []
-    pairs += [(was, now_quantized, False) for was in quantized]  # none in earlier checkpoints
-    if not all(
-        was.shape == now.shape and torch.allclose(was, now, rtol=0.0 if same else 5e-3, atol=0.0 if same else 1e-6)
-        for was, now, same in pairs
-    ):
-        raise ValueError(
-            f"{checkpoint!r} holds an adapter that was trained on another base model: this one has other weights, or"
-            " is quantised in another way."
-            " Resume with the base model that the run began with, or begin a new run that trains the adapter on this"
-            f" one, with model=PeftModel.from_pretrained(base, {checkpoint!r}, is_trainable=True)."
-        )
-
-
-def _warn_of_uncompared(checkpoint: str, policy: Any) -> None:
-    method = quantization_method(base_model(policy))
-    if has_adapter(policy) and method not in (None, "bitsandbytes"):
-        warnings.warn(
-            f"the weights of the base model, which {method} has quantised, cannot be compared with those that the"
-            f" adapter in {checkpoint!r} was trained on: make sure that it is the same model.",
-            stacklevel=4,
-        )

@@ -150,9 +150,7 @@ class BehaviourScorer:
         return compared and self.context.training and has_dropout(self.context.loop.policy)
 
     def state_dict(self) -> dict[str, Any]:
-        reference = self.reference  # saved where it changes or is an adapter
-        changes = reference is not None and (self.context.args.sync_ref_model or reference.stores_adapter)
-        return {"reference": reference.state_dict() if reference is not None and changes else None}
+        return {"reference": self.reference and self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["reference"] is not None and self.reference is not None:

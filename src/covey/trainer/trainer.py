@@ -31,7 +31,7 @@ from covey.runtime.files import locked
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, describe_run, prepare_for_training, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, prepare_for_training, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
@@ -42,6 +42,7 @@ from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import attribute
 from covey.trainer.loss_terms import ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.resuming import describe_run
 from covey.trainer.update_phase import UpdatePhase
 from covey.trainer.weight_sync import WeightSync
 
@@ -199,7 +200,7 @@ class OnlineTrainer(Trainer):
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
         parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
-        self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described)
+        self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described, self.reference)
         self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
 
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
@@ -319,6 +320,7 @@ class OnlineTrainer(Trainer):
     def _init_training_state(self, max_steps: int, updates_per_epoch: int, epochs: int, *rest: Any) -> tuple[int, int]:
         """A run that is resumed at its end has ended: `Trainer` would take one more step."""
         begun, micro_steps = super()._init_training_state(max_steps, updates_per_epoch, epochs, *rest)
+        self.state.compute_steps(self.args, max_steps)  # `Trainer` goes on with a checkpoint's save_steps and the like
         if self.state.global_step < max_steps:
             return begun, micro_steps
         warnings.warn(

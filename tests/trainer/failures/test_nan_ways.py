@@ -232,13 +232,13 @@ def advantages(folder):
 def penalty(folder):
     """The KL divergence that RLOO takes from the reward."""
     made = runs.trainer(folder, method="rloo", max_steps=3, beta=0.1, **SAVES)
-    made.add_callback(From(lambda: made.reference._copy.lm_head.weight.data.fill_(math.nan)))
+    made.add_callback(From(lambda: made.reference.copy.lm_head.weight.data.fill_(math.nan)))
     return made
 
 
 def reference(folder):
     def spoil(made):
-        made.reference._copy.lm_head.weight.data[3, 2] = math.nan
+        made.reference.copy.lm_head.weight.data[3, 2] = math.nan
 
     return trainer(folder, spoil, beta=0.1)
 

@@ -8,15 +8,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.adapters import base_sample
 from covey.policy.layouts import LAYOUTS
 from covey.policy.loading import load_policy
 from covey.policy.quantization import check_shardable
-from covey.policy.replicas import FullCopy
+from covey.policy.replicas import QUANTISED, FullCopy, frozen_sample
 from covey.policy.scoring import TokenScorer
 from covey.policy.sharded_tensors import is_shard
 from covey.policy.weights import weight_update
-from covey.trainer.checkpoint import _check_same_base
+from covey.trainer.resuming import check_same_frozen
 from tests.support import mixtures, runs, tiny
 
 pytest.importorskip("bitsandbytes", reason="needs `pip install 'covey[quantization]'`")
@@ -187,16 +186,15 @@ def changed(policy):
 @pytest.mark.parametrize("settings", [NF4, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
 def test_a_quantised_base_is_recognised(folder, settings):
     policy = quantised(folder, settings)
-    saved = base_sample(policy)
-    assert saved[1].numel() > 0 and saved[2].numel() > 50
+    saved = frozen_sample(policy)
+    assert {kind for kind, _ in saved.values()} > {QUANTISED}
     policy(IDS)
-    _check_same_base("checkpoint-1", saved, base_sample(policy))
-    _check_same_base("checkpoint-1", saved[:2], base_sample(policy))  # of an earlier version
+    check_same_frozen("checkpoint-1", saved, frozen_sample(policy), adapter=True)
     other = {"load_in_8bit": True} if settings is NF4 else NF4
     plain = load_policy(folder, peft_config=peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     for another in (changed(policy), quantised(folder, other), plain):
         with pytest.raises(ValueError, match="trained on another base model"):
-            _check_same_base("checkpoint-1", saved, base_sample(another))
+            check_same_frozen("checkpoint-1", saved, frozen_sample(another), adapter=True)
 
 
 # ---- spread over processes ------------------------------------------------------------------------------------------
@@ -214,7 +212,7 @@ def test_weights_sharded_by_fsdp2_are_sent_and_sampled_whole(folder, one_process
 
     policy = quantised(folder, {**NF4, "bnb_4bit_quant_storage": "float32"})
     before = sent(weight_update(policy, 0)), sent(weight_update(policy, 0, adapter_only=True).base)
-    sample = base_sample(policy)
+    sample = frozen_sample(policy)
     logits = policy(IDS).logits
     gathered, rounded = (FullCopy(policy, lambda: policy, dtype) for dtype in (None, torch.bfloat16))
     sharded = fully_shard(policy)
@@ -224,7 +222,8 @@ def test_weights_sharded_by_fsdp2_are_sent_and_sampled_whole(folder, one_process
     for ours, theirs in zip(after, before, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    assert all(torch.equal(was, now) for was, now in zip(sample[1:], base_sample(sharded)[1:], strict=True))
+    again = frozen_sample(sharded)
+    assert sample.keys() == again.keys() and all(torch.equal(few, again[name][1]) for name, (_, few) in sample.items())
     with gathered.weights(), torch.no_grad():
         torch.testing.assert_close(gathered.model(IDS).logits, logits)
     with rounded.weights():

@@ -11,7 +11,7 @@ from covey.observability.metrics import MetricLog
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "epsilon_low": lambda trainer: trainer.args.epsilon,
     "epsilon_high": lambda trainer: trainer.args.resolved_epsilon_high,
-    "ref_model": lambda trainer: None if trainer.reference is None else trainer.reference._copy,
+    "ref_model": lambda trainer: None if trainer.reference is None else trainer.reference.copy,
     "reward_funcs": lambda trainer: listed(trainer.made_of.get("reward_funcs")),
     "reward_func_names": lambda trainer: list(trainer.rewards.names),
     "reward_weights": lambda trainer: trainer.rewards.weights.clone(),
