@@ -101,6 +101,8 @@ CASES = {
 COUNTED = "uneven last batches"
 """Where bytes between processes are counted."""
 RESUMED = ("grpo", "grpo, lora", "4 bits as float32", "4 bits as uint8", "FSDP2")
+REFUSED = ("grpo, lora", "the best weights", "FSDP2")
+"""Where a checkpoint is resumed on other weights: those under an adapter, or those of the reference."""
 VARIANTS = {
     "GRPO": {"beta": 0.05},
     "RLOO": {"method": "rloo", "beta": 0.05},
@@ -199,7 +201,7 @@ def saved_and_resumed(trained, case, output):
 
 
 def refusal_of_another_base(case, output):
-    """Error of a run that resumes an adapter's checkpoint on other weights."""
+    """Error of a run that resumes a checkpoint with other frozen weights."""
     try:
         train(case, output.with_name(f"{case}, another base"), str(output / "checkpoint-3"), seed=1)
     except ValueError as error:
@@ -274,6 +276,7 @@ def outcome(trained):
     held = sum(part_of(parameter).numel() for parameter in policy.parameters())
     return {
         "weights": weights,
+        "frozen": {} if trained.reference and trained.reference.has_moved else trained.checkpoints.frozen,
         "history": {name: runs.history(trained, name) for name in names},
         "sharding": trained.sharding.name,
         "sharded": is_sharded(policy),
@@ -299,7 +302,7 @@ if __name__ == "__main__":
             done.save_model(str(folder / case / "final"))
         if case in RESUMED:
             found[case]["resumed"] = saved_and_resumed(done, case, folder / case)
-        if case == "grpo, lora":
+        if case in REFUSED:
             found[case]["refused"] = refusal_of_another_base(case, folder / case)
     if done.accelerator.is_main_process:
         torch.save(found, folder / "result.pt")

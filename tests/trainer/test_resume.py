@@ -1,5 +1,6 @@
 """A run that was stopped and resumed ends where an uninterrupted one does, bit by bit."""
 
+import contextlib
 import os
 import re
 import time
@@ -10,6 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
+from covey.rewards import RewardError
 from covey.trainer.checkpoint import superfluous_checkpoints
 from tests.support import runs, tiny
 
@@ -305,6 +307,42 @@ def test_settings_of_an_adapter_that_may_change_are_listed(tmp_path):
     )
     with pytest.warns(UserWarning, match=wanted):
         resumed.train(resume_from_checkpoint=True)
+
+
+class Moody:
+    """Fails on every second completion, or in the steps of an outage on all."""
+
+    def __init__(self, *outage):
+        self.__name__, self.outage, self.covey_per_completion = "moody", outage, not outage
+
+    def __call__(self, completion_ids, trainer_state, **kwargs):
+        if trainer_state.global_step in self.outage or (not self.outage and sum(completion_ids[0]) % 2 == 0):
+            raise ConnectionError("the grader is down")
+        return runs.longer(completion_ids)
+
+
+def test_failed_rewards_are_counted_on(tmp_path):
+    """Sums over the logs of a run, of which a checkpoint lies in the middle."""
+    settings = {"parts": {"reward_funcs": Moody()}, "logging_steps": 3, "max_steps": 6}
+    straight = runs.trainer(tmp_path, save_strategy="steps", save_steps=2, **settings)
+    straight.train()
+    resumed = runs.trainer(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    counts = runs.history(straight, "rewards/moody/failures")
+    assert sum(counts) > 5 and counts == runs.history(resumed, "rewards/moody/failures")
+
+
+@pytest.mark.parametrize(("outage", "checkpoint"), [((2, 3), 2), ((1, 2, 3), 3)], ids=["short", "long"])
+def test_an_outage_of_a_reward_ends_no_resumed_run_sooner(tmp_path, outage, checkpoint):
+    """Two batches without a score are got over, and the third in a row ends a run; a resume counts on."""
+    found = []
+    for resume in (None, str(tmp_path / f"checkpoint-{checkpoint}")):
+        parts = {"reward_funcs": Moody(*outage)}
+        trainer = runs.trainer(tmp_path, parts=parts, save_strategy="steps", save_steps=1, max_steps=5)
+        with contextlib.suppress(RewardError):
+            trainer.train(resume_from_checkpoint=resume)
+        found.append(trainer.state.global_step)
+    assert found == [5 if len(outage) == 2 else 3] * 2
 
 
 def test_new_steps_of_logs_and_checkpoints_take_effect(tmp_path):

@@ -167,6 +167,15 @@ class RewardSuite:
             if isinstance(function, IsolatedReward):
                 function.worker.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """By name of a function, what it is given up for: that it has not scored yet, and batches failed in a row."""
+        counts = zip(self.names, self._has_scored, self._failed_batches, strict=True)
+        return {name: [scored, failed] for name, scored, failed in counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, name in enumerate(self.names):
+            self._has_scored[index], self._failed_batches[index] = state.get(name, (False, 0))
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has."""
         for function in self.functions:

@@ -69,7 +69,7 @@ class Checkpointer:
                 write()
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
-                    state["frozen"] = None if self.reference and self.reference.has_moved else self._frozen
+                    state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
                     state["trained"] = resuming.trained_names(self.context.loop.policy)
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
@@ -128,7 +128,8 @@ class Checkpointer:
     def load_method_state(self, state: dict[str, Any]) -> None:
         state = from_version_0_1(state) if "experience" in state else state
         for name, part in self.parts.items():
-            part.load_state_dict(state[name])
+            if name in state:  # earlier checkpoints hold fewer counts
+                part.load_state_dict(state[name])
 
     def _state(self, checkpoint: str) -> dict[str, Any] | None:
         """This process's state in a checkpoint; None if it holds weights alone."""
@@ -153,7 +154,7 @@ class Checkpointer:
             resuming.check_same_trained(checkpoint, state.get("trained"), resuming.trained_names(policy), changed)
 
     @functools.cached_property
-    def _frozen(self) -> Sample:
+    def frozen(self) -> Sample:
         """Sample of the weights under an adapter, or of the reference before it moves. Collective, once."""
         policy = self.context.loop.policy
         model = policy if has_adapter(policy) else self.reference and self.reference.copy
@@ -169,7 +170,7 @@ class Checkpointer:
                 stacklevel=3,
             )
             return
-        resuming.check_same_frozen(checkpoint, state.get("frozen"), self._frozen, has_adapter(policy))
+        resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))
         resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
         changed = resuming.adapter_changes(checkpoint, policy)

@@ -183,6 +183,12 @@ class FiniteCheck:
         self._skipped_step = -1
         self._passes: list[str] = []  # those of this step whose loss is not finite
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+
     def check_loss(self, loss: float, number: int) -> float:
         """A factor for the loss of a pass: NaN for one that is not finite, so that no process takes the step."""
         if self.scales_loss:

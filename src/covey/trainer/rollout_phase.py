@@ -48,7 +48,7 @@ class RolloutPhase:
     chooser: PromptChooser | None  # selects prompts by their rewards
 
     def __post_init__(self) -> None:
-        self._failures = reports.FailureMonitor(self.context.collectives.named("count failed rollouts"))
+        self.failures = reports.FailureMonitor(self.context.collectives.named("count failed rollouts"))
         self.async_rollouts: AsyncRollouts | None = None  # samples ahead of training (`max_staleness` above 0)
         self._saved_async: dict[str, Any] | None = None
         self.generations = {"train": 0, "eval": 0}  # begun so far
@@ -96,7 +96,7 @@ class RolloutPhase:
                 self._send_current_weights()
                 with context.phases("generate"), preserve_process_state():
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
-            failed = self._failures.count(rollouts)
+            failed = self.failures.count(rollouts)
             if spec is not None:
                 context.metrics.add(reports.agent_stats(rollouts, spec), context.mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context

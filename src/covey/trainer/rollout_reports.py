@@ -103,6 +103,12 @@ class FailureMonitor:
         self._failed_batches = 0
         self._warned = False
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"has_worked": self._has_worked, "failed_batches": self._failed_batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._has_worked, self._failed_batches = state["has_worked"], state["failed_batches"]
+
     def count(self, rollouts: Sequence[Rollout]) -> int:
         """Count the failed rollouts of this process; all processes decide together, as one may fail by chance."""
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]

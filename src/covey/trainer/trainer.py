@@ -198,8 +198,8 @@ class OnlineTrainer(Trainer):
             loss_of=self.updates.loss_of,
             prompts_required=prompts_required,
         )
-        stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
-        parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
+        stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
+        parts: dict[str, Stateful] = {n: getattr(self, n) for n in stateful} | {"failures": self.rollouts.failures}
         self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described, self.reference)
         self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
 

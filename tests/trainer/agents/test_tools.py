@@ -164,3 +164,14 @@ def test_the_run_ends_if_rollouts_of_all_processes_failed():
     broken = FailureMonitor(lambda mine: [mine, [["no route"], 4, 4]])
     with pytest.raises(RolloutError, match=r"all 6 rollouts failed\. The first one: no server"):
         broken.count(of(ERROR, 2))
+
+
+def test_failed_rollouts_in_a_row_are_counted_on_by_a_resume():
+    watch, resumed = FailureMonitor(), FailureMonitor()
+    watch.count(of(FinishReason.STOP, 2))
+    with pytest.warns(UserWarning, match="2 of 2 rollouts failed"):
+        watch.count(of(ERROR, 2))
+    watch.count(of(ERROR, 2))
+    resumed.load_state_dict(watch.state_dict())
+    with pytest.raises(RolloutError, match="all 2 rollouts failed, 3 generations in a row"):
+        resumed.count(of(ERROR, 2))

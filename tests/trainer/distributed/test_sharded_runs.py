@@ -9,6 +9,7 @@ from covey.policy.weights import weight_update
 from covey.sizing.memory import ShardCounts, estimate
 from covey.sizing.model_spec import unit_parameters
 from covey.sizing.step_cost import received_by
+from covey.trainer.resuming import check_same_frozen
 from tests.support import runs, sharded_runs, tiny
 from tests.support.launching import HERE, accelerate, once, torchrun
 
@@ -53,6 +54,8 @@ def launch(config, folder, cases):
 
 
 def assert_alike(one, two):
+    check_same_frozen("checkpoint-1", one["frozen"], two["frozen"], adapter=True)
+    assert one["frozen"].keys() == two["frozen"].keys()
     assert one["weights"].keys() == two["weights"].keys()
     for name, tensor in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -189,6 +192,7 @@ def test_a_run_of_torchrun_is_sharded_as_its_arguments_say(alone, tmp_path):
     found = torch.load(tmp_path / "result.pt", weights_only=True)["FSDP2"]
     assert_alike(alone["GRPO: as usual"], found)
     assert (found["sharding"], found["sharded"], found["resumed"]) == ("FSDP2", True, 0.0)
+    assert "is of a run with another reference model" in found["refused"]
 
 
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------
@@ -237,8 +241,9 @@ def test_a_run_under_zero3_is_resumed_exactly_and_loads_anywhere(zero3, zero3_fo
 
 
 @pytest.mark.deepspeed
-def test_an_adapter_is_not_resumed_on_another_base_under_zero3(zero3):
+def test_other_frozen_weights_are_refused_under_zero3(zero3):
     assert "was trained on another base model" in zero3["grpo, lora"]["refused"]
+    assert "is of a run with another reference model" in zero3["the best weights"]["refused"]
 
 
 @pytest.mark.deepspeed

@@ -71,6 +71,9 @@ def test_the_third_such_gradient_in_a_row_ends_the_run(tmp_path, max_grad_norm, 
     assert [str(one.message)[:8] for one in skipped if "is not taken" in str(one.message)] == ["step 2: ", "step 3: "]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert all(torch.isfinite(weight).all() for weight in runs.weights(trainer))
+    again = spoil_gradient(runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings), 2, value)
+    with pytest.raises(NotFiniteError, match=r"step 4: .* in 3 steps in a row"):  # a resume counts on
+        again.train(resume_from_checkpoint=True)
     trainer = runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 5
