@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path):
     ):
         full.write("x")
     assert said.value.__cause__.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.EDQUOT, "the disk quota is used up. So make room."),
+        (errno.EROFS, "the file system is read-only. So make it writable."),
+        (errno.EACCES, "Permission denied. So see that it can be written to."),
+    ],
+    ids=["quota", "read-only", "no right"],
+)
+def test_a_reason_is_named_with_what_to_do_about_it(tmp_path, monkeypatch, number, says):
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_bytes", fails)  # of the probe, too
+    with (
+        pytest.raises(OSError, match=f"the model could not be written into '.*': {re.escape(says)}$"),
+        files.naming_disk_errors("the model", str(tmp_path), "So {remedy}."),
+    ):
+        (tmp_path / "model").write_bytes(b"x")
 
 
 def test_an_error_that_names_no_disk_is_checked_by_writing(tmp_path, monkeypatch):

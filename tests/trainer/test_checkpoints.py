@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from covey.runtime import data_files
 from covey.runtime.files import MANIFEST, seal
@@ -288,6 +289,36 @@ def test_a_full_disk_ends_the_run_and_costs_nothing(small_disk, tmp_path, saved)
     assert sorted(path.name for path in (small_disk / "run").glob("*")) == ["checkpoint-1", "completions", "record"]
     filling.unlink()
     shutil.copytree(small_disk / "run", tmp_path / "run")
+    assert same(runs.weights(resume(tmp_path / "run", "auto")), saved[1])
+
+
+class BecomesReadOnly(TrainerCallback):
+    """Mounts a folder over itself, read-only, before the second step: it may have open files."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            subprocess.run(["mount", "--bind", self.folder, self.folder], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", self.folder], check=True)
+
+
+def test_a_disk_that_becomes_read_only_is_named(small_disk, tmp_path, saved):
+    """Logs and records do without it; a checkpoint ends the run."""
+    folder = small_disk / "run"
+    asked = runs.trainer(folder, parts={"callbacks": [BecomesReadOnly(folder)]}, **SAVING, max_steps=3)
+    wanted = (
+        r"checkpoint-2 could not be written into '.*run': the file system is read-only\. Earlier .*: make it writable"
+    )
+    try:
+        with pytest.warns(UserWarning, match="Read-only") as warned, pytest.raises(OSError, match=wanted):
+            asked.train()
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    refused = [str(one.message) for one in warned if "Read-only" in str(one.message)]
+    assert [text.partition(" of step")[0] for text in refused] == ["the record", "the completions"]
+    shutil.copytree(folder, tmp_path / "run")
     assert same(runs.weights(resume(tmp_path / "run", "auto")), saved[1])
 
 

@@ -20,10 +20,10 @@ MANIFEST = "covey_manifest.json"
 LOCK = "_covey_lock"  # uploads to the hub leave out "_*": reading it in this process would release it
 BLOCK = 1 << 26  # bytes of a file that share a checksum; threads read different blocks
 PIECE = 1 << 20
-CAUSES = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
+CAUSES = {  # and what to do about them
+    errno.ENOSPC: ("the disk is full", "make room"),
+    errno.EDQUOT: ("the disk quota is used up", "make room"),
+    errno.EROFS: ("the file system is read-only", "make it writable"),
 }
 
 
@@ -118,6 +118,8 @@ def flush(path: Path) -> None:
 def naming_disk_errors(what: str, folder: str, advice: str) -> Iterator[None]:
     """Raise an `OSError` that names folder and reason where an error is due to a disk that takes no more.
 
+    `{remedy}` in the advice becomes what to do about the reason.
+
     Libraries report that in many ways, so a mebibyte is written after any error that does not name it.
     """
     try:
@@ -127,8 +129,10 @@ def naming_disk_errors(what: str, folder: str, advice: str) -> Iterator[None]:
         number = named[0] if named else _error_of_writing(Path(folder, f".covey_probe_{os.getpid()}"))
         if number is None:
             raise
-        cause = CAUSES.get(number, os.strerror(number))
-        raise OSError(f"{what} could not be written into {folder!r}: {cause}. {advice}") from error
+        cause, remedy = CAUSES.get(number, (os.strerror(number), "see that it can be written to"))
+        raise OSError(
+            f"{what} could not be written into {folder!r}: {cause}. {advice.format(remedy=remedy)}"
+        ) from error
 
 
 def _error_of_writing(path: Path) -> int | None:

@@ -1,12 +1,12 @@
 """Checkpoints that appear whole or not at all: what Hugging Face's Trainer writes, and the state of the method."""
 
-import functools
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,14 +58,16 @@ class Checkpointer:
         args, collectives = self.context.args, self.context.collectives
         name, staging = f"checkpoint-{self.context.step}", os.path.join(run_dir, STAGING)
         staged, final = os.path.join(staging, name), os.path.join(run_dir, name)
+        naming = partial(naming_disk_errors, name, run_dir, "Earlier checkpoints are whole: {remedy} and resume.")
         if args.should_save:
-            if os.path.islink(staging) or not os.path.isdir(staging):  # a link may lead to another disk
-                Path(staging).unlink(missing_ok=True)
-            shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it saved
+            with naming():
+                if os.path.islink(staging) or not os.path.isdir(staging):  # a link may lead to another disk
+                    Path(staging).unlink(missing_ok=True)
+                shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it saved
         self.before_saving()  # collective: nobody writes before that
         self.staging, self.delayed_pushes = True, []
         try:
-            with naming_disk_errors(name, run_dir, "Earlier checkpoints are whole: make room and resume."):
+            with naming():
                 write()
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
@@ -153,7 +155,7 @@ class Checkpointer:
             resuming.check_same_optimizer(checkpoint, *settings)
             resuming.check_same_trained(checkpoint, state.get("trained"), resuming.trained_names(policy), changed)
 
-    @functools.cached_property
+    @cached_property
     def frozen(self) -> Sample:
         """Sample of the weights under an adapter, or of the reference before it moves. Collective, once."""
         policy = self.context.loop.policy
@@ -219,7 +221,7 @@ class Checkpointer:
         if self.staging:
             yield folder
             return
-        advice = "What is there is as it was: make room."
+        advice = "What is there is as it was: {remedy}."
         with naming_disk_errors("the model", str(folder), advice), added_whole(folder) as new:
             yield new
 
