@@ -285,6 +285,7 @@ def test_the_reference_of_an_adapter_is_that_of_the_start(tmp_path, began):
         ({"use_rslora": True}, r"use_rslora=False \(now True\)"),
         ({"target_modules": ["k_proj"]}, r"target_modules=\['q_proj', 'v_proj'\] \(now \['k_proj'\]\)"),
         ({"use_dora": True}, r"use_dora=False \(now True\)"),
+        ({"trainable_token_indices": [5]}, r"trainable_token_indices=None \(now \[5\]\)"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=None \(now \['lm_head'\]\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

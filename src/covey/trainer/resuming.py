@@ -37,7 +37,7 @@ NOT_OF_AN_ADAPTER = frozenset(
 # Settings that select what an adapter trains: whether that is the same, the names of trained weights say.
 SELECTING = frozenset(
     {"bias", "ensure_weight_tying", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"}
-    | {"modules_to_save", "target_modules", "target_parameters", "trainable_token_indices", "use_dora"}
+    | {"modules_to_save", "target_modules", "use_dora"}
 )
 SAMPLED_ROWS = 16  # rows of a dataset that are compared
 
