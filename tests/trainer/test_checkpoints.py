@@ -414,6 +414,14 @@ def test_a_model_with_other_weights_is_refused(tmp_path, began, goes_on):
         runs.trainer(tmp_path, parts=goes_on, max_steps=2).train(resume_from_checkpoint="auto")
 
 
+def test_a_checkpoint_of_other_sharding_is_refused(run):
+    path = run / "checkpoint-2" / checkpoint.STATE_FILE.format(rank=0)
+    torch.save({**torch.load(path, weights_only=True), "sharding": "FSDP2"}, path)
+    (run / "checkpoint-2" / MANIFEST).unlink()
+    with pytest.raises(ValueError, match="was saved under FSDP2, and this run has whole weights in each process"):
+        resume(run, True)
+
+
 def test_a_second_run_in_the_folder_is_refused(tmp_path):
     code = "import sys, time; from pathlib import Path; from covey.runtime.files import locked\n"
     code += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"

@@ -51,6 +51,7 @@ from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
+from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.suites import EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.named import named_parts
@@ -59,7 +60,6 @@ from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.loss_terms import EntropyController
 from covey.trainer.rollout_phase import RolloutPhase
-from covey.trainer.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer

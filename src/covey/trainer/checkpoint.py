@@ -72,6 +72,7 @@ class Checkpointer:
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
                     state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
+                    state["sharding"] = self.context.sharding.name
                     state["trained"] = resuming.trained_names(self.context.loop.policy)
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
@@ -152,6 +153,7 @@ class Checkpointer:
         if (state := self._state(checkpoint)) is not None:
             settings = (run.get("settings", {}) for run in (state.get("run", {}), self.described()))
             resuming.check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
+            resuming.check_same_sharding(checkpoint, state.get("sharding"), self.context.sharding.name)
             resuming.check_same_optimizer(checkpoint, *settings)
             resuming.check_same_trained(checkpoint, state.get("trained"), resuming.trained_names(policy), changed)
 

@@ -167,6 +167,16 @@ def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, 
         )
 
 
+def check_same_sharding(checkpoint: str, saved: str | None, current: str) -> None:
+    if saved is None or saved == current:  # none in earlier checkpoints
+        return
+    was, now = (name or "whole weights in each process" for name in (saved, current))
+    raise ValueError(
+        f"{checkpoint!r} was saved under {was}, and this run has {now}, which keeps its optimizer in another form."
+        f" Launch as the run was launched that saved it, or begin a new run from its weights with model={checkpoint!r}."
+    )
+
+
 def check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[str, str]) -> None:
     names = [path.name for path in Path(checkpoint).iterdir()]
     if not any(name.startswith(("optimizer", "global_step")) for name in names):  # a clone with a fresh one

@@ -18,7 +18,7 @@ from covey.runtime.user_code import preserve_process_state
 from covey.trainer import rollout_reports as reports
 from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.context import RunContext
-from covey.trainer.weight_sync import WeightSync
+from covey.trainer.engines.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine check alone, and their length at most
 

@@ -36,6 +36,7 @@ from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determi
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.engine_check.correction import build_engine_check, corrected
+from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
@@ -44,7 +45,6 @@ from covey.trainer.loss_terms import ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
 from covey.trainer.update_phase import UpdatePhase
-from covey.trainer.weight_sync import WeightSync
 
 
 class OnlineTrainer(Trainer):

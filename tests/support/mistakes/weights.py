@@ -15,7 +15,7 @@ from covey.engines.servers.weights.buckets import Packer, unpack
 from covey.engines.servers.weights.sender import choose_method
 from covey.policy.weights import weight_update
 from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.weight_sync import WeightSync
+from covey.trainer.engines.weight_sync import WeightSync
 from tests.support import tiny
 from tests.support.mistakes.cases import CONFIG, Bench, Mistake
 

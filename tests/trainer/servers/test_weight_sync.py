@@ -10,7 +10,7 @@ import torch
 
 from covey.core.engine import EngineTraits
 from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.weight_sync import WeightSync
+from covey.trainer.engines.weight_sync import WeightSync
 from tests.support import tiny
 
 peft = pytest.importorskip("peft")
