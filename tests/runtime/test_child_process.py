@@ -1,6 +1,7 @@
 """Processes that must end with their parent, tried with real ones: each test kills something and counts who is left."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -155,6 +156,19 @@ def test_a_child_keeps_its_exit_status_streams_and_signals(code: str, status: in
     child = ChildProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.process.communicate(b"hello\n", timeout=20)[0] == b"hello\n"
     assert child.poll() == status
+
+
+def test_a_child_runs_beside_1100_open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # its pipe gets a number that `select` refuses
+    try:
+        child = ChildProcess([sys.executable, "-c", "print('ran')"], stdout=subprocess.PIPE)
+        assert child.process.communicate(timeout=20)[0] == b"ran\n"
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_missing_program_is_named(tmp_path: Path):

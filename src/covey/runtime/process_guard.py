@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: asked.append(number))
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action does not wake `select`
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action does not wake `poll`
     if os.getppid() != parent:
         return 128 + signal.SIGKILL
     child = _start(command, linux)
@@ -46,9 +46,12 @@ def main(argv: list[str]) -> int:
     for stream in (0, 1):  # they are the command's: its reader must see them close when the command does
         os.dup2(quiet, stream)
 
+    waiting = select.poll()  # `select` takes no descriptor above 1023, which the requesting process may have given
+    for end in (pipe, woken):
+        waiting.register(end, select.POLLIN)
     status, over = None, 0
     while status is None and not asked and not over and os.getppid() == parent:
-        ready, _, _ = select.select([pipe, woken], [], [], LIMIT_SECONDS if all(limits) else POLL_SECONDS)
+        ready = dict(waiting.poll(1000 * (LIMIT_SECONDS if all(limits) else POLL_SECONDS)))
         if woken in ready:
             os.read(woken, 4096)
         status = _reap().get(child)
