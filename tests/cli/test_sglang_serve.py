@@ -108,6 +108,7 @@ def test_the_server_gets_its_key_and_not_the_wrong_logprobs(tmp_path):
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(
         "import os, sys\nassert __name__ == '__main__'\nprint(sys.argv[1:], open('/proc/self/cmdline').read())\n"
+        "import logging\nlogging.basicConfig(force=True)\nlogging.warning(f'{sys.argv=}')\n"
         "print('SGLANG_API_KEY' in os.environ, 'SGLANG_RETURN_ORIGINAL_LOGPROB' in os.environ)\n"
     )
     source = Path(sglang_serve.__file__).parents[2]
@@ -118,7 +119,9 @@ def test_the_server_gets_its_key_and_not_the_wrong_logprobs(tmp_path):
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     }
     words = command("m", "--tp-size", "2")
-    shown = subprocess.run([sys.executable, *words[1:]], env=environ, capture_output=True, text=True, check=True).stdout
+    ended = subprocess.run([sys.executable, *words[1:]], env=environ, capture_output=True, text=True, check=True)
+    assert "'--api-key', '...'" in ended.stderr and "topsecret" not in ended.stderr
+    shown = ended.stdout
     arguments, _, public = shown.splitlines()[0].partition("] ")
     assert "'--tp-size', '2', '--api-key', 'topsecret'" in arguments and "topsecret" not in public
     assert shown.splitlines()[1] == "False False"

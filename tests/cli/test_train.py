@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,3 +271,13 @@ def test_short_help_fits_the_screen_width_and_groups_by_theme(capsys):
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "\nThe entropy bonus.\n" in text
     assert "Weight of the KL penalty" in text
+
+
+def test_settings_of_a_run_file_are_kept_without_secrets(run_file, monkeypatch):
+    made = SimpleNamespace(report=SimpleNamespace(), train=lambda: sys.exit(143))
+    monkeypatch.setattr("covey.cli.train.build_trainer", lambda run: made)
+    flags = ["--dataset", "https://me:S@host/rows.csv?token=S", "--reward_funcs", "brief.py:make(key='abcdefgh')"]
+    with pytest.raises(SystemExit):
+        train(read_run(str(run_file), flags, "grpo"))
+    assert made.report.named["dataset"] == "https://host/rows.csv?token=..."
+    assert made.report.named["reward_funcs"] == ["brief.py:make(key='...')"]

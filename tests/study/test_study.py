@@ -143,6 +143,12 @@ def test_a_variant_that_fails_ends_alone(tmp_path):
         torch.testing.assert_close(adapters(tmp_path / "both/good")[key], matrix, atol=1e-5, rtol=0)
 
 
+def test_why_a_variant_failed_is_said_without_secrets(tmp_path):
+    made = study(tmp_path, {"a": {}})
+    made._end(made.variants["a"], ValueError("refused: api_key=abcdefgh"))
+    assert made.variants["a"].reason == "ValueError: refused: api_key=..."
+
+
 @pytest.mark.slow
 def test_interventions_act_within_one_step(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=5)

@@ -17,6 +17,7 @@ from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, lo
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER
 from covey.runtime.quiet import without_bars
+from covey.runtime.safe_text import without_secrets
 
 WIDTH = 100
 INDENT = " " * 6
@@ -87,7 +88,7 @@ def train(run: RunConfig) -> Any:
     from covey.trainer.integrations.report import public_command
 
     trainer = build_trainer(run)
-    trainer.report.named = {key: value for key in RUN_KEYS if (value := getattr(run, key))}
+    trainer.report.named = without_secrets({key: value for key in RUN_KEYS if (value := getattr(run, key))})
     if isinstance(run.agent, str):
         trainer.report.named["agent"] = public_command(run.agent)
     trainer.report.saves = True  # the model, in the end

@@ -2,8 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from transformers import TrainingArguments
@@ -23,45 +22,33 @@ from covey.config.hardware import (
 )
 from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls, set_fields_from_generation_kwargs
 from covey.runtime.import_path import is_reference, resolve
-from covey.runtime.safe_text import without_secrets
+from covey.runtime.safe_text import is_secret, without_secrets
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
-KEYS = ("vllm_server_api_key", "sglang_api_key")
 
 
 class HidesSecrets(TrainingArguments):
     """Training arguments that are printed, logged and pickled without secrets."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, as trackers and logs show it: with placeholders for the servers' keys."""
-        shown = {**super().to_dict(), **self._public_dicts()}
-        for name in KEYS:
-            if shown.get(name) is not None:
-                shown[name] = f"<{name.upper()}>"
-        return shown
-
-    @contextmanager
-    def without_keys(self) -> Iterator[None]:
-        """Remove the servers' keys within this context, in which others write the config to a file."""
-        public = {**dict.fromkeys(KEYS), **self._public_dicts()}
-        private = {name: getattr(self, name) for name in public}
-        try:
-            self.__dict__.update(public)
-            yield
-        finally:
-            self.__dict__.update(private)
-
-    def _public_dicts(self) -> dict[str, Any]:
-        return {name: without_secrets(getattr(self, name)) for name in DICT_FIELDS}
+        """Every field, as trackers and logs show it: with placeholders for keys and tokens."""
+        return self._public(super().to_dict(), lambda name: f"<{name.upper()}>")
 
     def __str__(self) -> str:
-        with self.without_keys():
-            return super().__str__()
+        shown = (f"{name}={value!r}" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     __repr__ = __str__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **self._public_dicts(), **dict.fromkeys((*KEYS, "hub_token"))}
+        return self._public(self.__dict__, lambda name: None)
+
+    @staticmethod
+    def _public(values: Mapping[str, Any], placeholder: Callable[[str], Any]) -> dict[str, Any]:
+        return {
+            name: placeholder(name) if isinstance(value, str) and is_secret(name) else without_secrets(value)
+            for name, value in values.items()
+        }
 
     def __copy__(self) -> Self:  # copies within the process keep the secrets, which `__getstate__` would drop
         copied = object.__new__(type(self))

@@ -1,6 +1,9 @@
 """Text that may be shown: without control characters of terminals and without secrets."""
 
+import dataclasses
+import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
@@ -10,11 +13,23 @@ ESCAPES = {
 }
 """How control characters (ASCII, C1, those of lines and directions) and halves of surrogate pairs are shown."""
 
-SECRET = re.compile(
-    r"(.*[_\- ])?((api|access|auth|bearer)?(token|key)|tokens|secret|credential|cookie|password|passwd|pwd"
-    r"|passphrase|jwt|pat|auth(orization)?|bearer)s?"
+_NAME = (
+    r"(?:(?:api|access|auth|bearer)?(?:token|key)|tokens|secret|credential|cookie|password|passwd|pwd"
+    r"|passphrase|jwt|pat|sig|signature|auth(?:orization)?|bearer)s?"
 )
+SECRET = re.compile(rf"(.*[_\- ])?{_NAME}")
 """Names of entries that hold a secret, where they hold more than a number; in lower case with underscores."""
+_QUOTE = r"""(?:\\?["'])?"""
+IN_TEXT = (
+    re.compile(
+        rf"(?<![a-z])({_NAME}{_QUOTE}\s?[:=]\s?{_QUOTE}(?:(?:basic|bearer|token)\s)?)[^\s\"',;&(){{}}[\]<>\\]{{8,}}",
+        re.IGNORECASE,
+    ),
+    re.compile(rf"(--(?:\w+[-_]){{0,5}}{_NAME}{_QUOTE},?\s{_QUOTE})[^\s\"'-][^\s\"']*", re.IGNORECASE),
+    re.compile(r"(\bBearer )[\w.~+/=-]{16,}"),
+    re.compile(r"(?<![\w-])(hf_|sk-|gh[a-z]_|github_pat_|glpat-|AKIA)[\w-]{16,}"),
+)
+"""Secrets in a text, after their group: values of a name (8 characters or more), of a flag, as services write them."""
 
 
 def printable(text: str) -> str:
@@ -28,19 +43,37 @@ def printable(text: str) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """A dictionary, and those within, without entries of tokens and keys; URLs without users, passwords and keys."""
+    """A value without secrets: entries, pairs and flags that are named after a token or key, and such parts of texts.
+
+    Containers are copied, at every depth; a dataclass or named tuple that holds a secret becomes a dictionary.
+    """
     if isinstance(value, str):
         public = re.sub(r"(?<=://)[^/@\s]+@", "", value)
-        return re.sub(r"(?<=[?&])([^=&?\s]+)=[^&#\s]+", lambda m: f"{m[1]}=..." if is_secret(m[1]) else m[0], public)
+        public = re.sub(r"(?<=[?&])([^=&?\s]+)=[^&#\s]+", lambda m: f"{m[1]}=..." if is_secret(m[1]) else m[0], public)
+        return functools.reduce(lambda text, pattern: pattern.sub(r"\1...", text), IN_TEXT, public)
     if type(value) in (list, tuple):
-        return type(value)(map(without_secrets, value))
-    if not isinstance(value, dict):
+        return type(value)(map(_public_item, ("", *value), value))
+    if isinstance(value, Mapping):
+        return {
+            name: without_secrets(entry)
+            for name, entry in value.items()
+            if isinstance(entry, int | float | None) or not is_secret(str(name))
+        }
+    if not (dataclasses.is_dataclass(value) or hasattr(value, "_asdict")) or isinstance(value, type):
         return value
-    return {
-        name: without_secrets(entry)
-        for name, entry in value.items()
-        if isinstance(entry, int | float | None) or not is_secret(str(name))
-    }
+    names = getattr(value, "_fields", None) or [field.name for field in dataclasses.fields(value)]
+    entries = {name: getattr(value, name) for name in names}
+    return value if (public := without_secrets(entries)) == entries else public
+
+
+def _public_item(before: Any, item: Any) -> Any:
+    """An item of a list without secrets, such as `("token", "x")` or `"x"` after `"--token"`."""
+    if isinstance(before, str) and before.startswith("-") and is_secret(before.strip("-")):
+        return "..."
+    named = type(item) in (list, tuple) and len(item) == 2 and isinstance(item[0], str) and is_secret(item[0])
+    if named and not isinstance(item[1], int | float | None):
+        return type(item)((item[0], "..."))
+    return without_secrets(item)
 
 
 def is_secret(name: str) -> bool:

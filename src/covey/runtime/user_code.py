@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from covey.runtime.safe_text import printable
+from covey.runtime.safe_text import printable, without_secrets
 
 T = TypeVar("T")
 
@@ -46,12 +46,13 @@ def settle(future: "Future[T]", result: Any = None, error: BaseException | None 
 
 
 def format_error(error: BaseException) -> str:
-    """Type and message of an exception, even of one whose `__str__` fails.
+    """Type and message of an exception, without secrets; even of one whose `__str__` fails.
 
     `__str__` is the user's code and may not return: call this under the deadline of the code that raised.
     """
     try:
-        text = printable(_shortened(str.__str__(str(error)), MAX_MESSAGE_CHARS))
+        text = str.__str__(str(error))[: 4 * MAX_MESSAGE_CHARS]
+        text = printable(_shortened(without_secrets(text), MAX_MESSAGE_CHARS))
     except BaseException:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -399,7 +399,8 @@ class Study:
             raise error
         if error is not None:
             notes = " ".join(getattr(error, "__notes__", ()))
-            variant.status, variant.reason = "failed", f"{type(error).__name__}: {error} {notes}".strip()
+            variant.status = "failed"
+            variant.reason = without_secrets(f"{type(error).__name__}: {error} {notes}".strip())
         elif variant.must_stop and variant.step < variant.trainer.state.max_steps:
             variant.status = "stopped"
         else:

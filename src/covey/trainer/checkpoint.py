@@ -213,8 +213,7 @@ class Checkpointer:
             save_sharded(self.context.accelerator.unwrap_model(loop.model_wrapped), folder, writes=args.should_save)
         if args.should_save:
             processing_class.save_pretrained(folder)
-            with args.without_keys():
-                torch.save(args, os.path.join(folder, "training_args.bin"))
+            torch.save(args, os.path.join(folder, "training_args.bin"))
 
     @contextmanager
     def writing(self, output_dir: str | None) -> Iterator[Path]:

@@ -48,8 +48,7 @@ Described = dict[str, dict[str, str]]  # settings, dataset and reward functions 
 
 def describe_run(args: Any, dataset: Any, rewards: RewardSuite) -> Described:
     """Texts that a resumed run is compared with; datasets without a length are left out."""
-    with args.without_keys():
-        settings = {name: repr(value) for name, value in args.to_dict().items() if not NOT_OF_TRAINING.fullmatch(name)}
+    settings = {name: repr(value) for name, value in args.to_dict().items() if not NOT_OF_TRAINING.fullmatch(name)}
     rows: dict[str, str] = {}
     if hasattr(dataset, "__len__") and len(dataset):
         places = sorted({number * (len(dataset) - 1) // (SAMPLED_ROWS - 1) for number in range(SAMPLED_ROWS)})

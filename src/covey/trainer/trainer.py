@@ -431,8 +431,7 @@ class OnlineTrainer(Trainer):
             return
         if self.args.hub_strategy != "end":
             self.create_model_card()
-        with self.args.without_keys():  # it writes the config
-            super()._push_from_checkpoint(checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""
@@ -447,7 +446,7 @@ class OnlineTrainer(Trainer):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with self.checkpoints.writing(output_dir) as new, self.args.without_keys():  # it writes the config
+        with self.checkpoints.writing(output_dir) as new:
             super()._save(str(new), state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

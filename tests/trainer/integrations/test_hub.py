@@ -233,8 +233,10 @@ def test_what_may_be_a_hub_id(tmp_path):
 def test_a_config_is_written_without_its_secrets(tmp_path):
     import copy
 
-    config = runs.config(tmp_path, hub_token="hf_secret")
-    assert b"hf_secret" not in pickle.dumps(config)
+    nested = {"pairs": [("token", "hf_secret")], "url": "https://me:hf_secret@host/"}
+    place = "me/x?token=hf_secret"
+    config = runs.config(tmp_path, hub_token="hf_secret", chat_template_kwargs=nested, trackio_space_id=place)
+    assert b"hf_secret" not in pickle.dumps(config) and "hf_secret" not in f"{config}{config.to_dict()}"
     assert copy.copy(config).hub_token == copy.deepcopy(config).hub_token == "hf_secret"
     assert pickle.loads(pickle.dumps(config)).num_generations == config.num_generations
 

@@ -3,6 +3,7 @@
 SGLang takes its key from the command line alone, which every user of the machine can read; it is added in the process.
 """
 
+import logging
 import os
 import re
 import runpy
@@ -42,9 +43,22 @@ def command(
     return words, added
 
 
+def hide_in_logs(key: str) -> None:
+    """Replace the key in log messages of this process: SGLang logs its arguments, into the run's folder."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        made.msg = made.msg.replace(key, "...") if isinstance(made.msg, str) else made.msg
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
 if __name__ == "__main__":
     key = os.environ.pop(KEY, None)
     if key:
+        hide_in_logs(key)
         sys.argv += ["--api-key", key]
     os.environ.pop(LOGPROBS, None)
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
