@@ -5,6 +5,7 @@ import io
 import math
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
@@ -57,9 +58,10 @@ def test_without_a_terminal_a_log_is_one_plain_line():
     assert run.lines == ["step  1/10  reward 0.250  length 12.0  entropy 1.500  tok/s 150  ETA 18s"]
 
 
-def test_output_that_cannot_be_written_ends_no_run(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "full"), ValueError("I/O operation on closed file.")])
+def test_output_that_cannot_be_written_ends_no_run(monkeypatch, error):
     run = Run()
-    monkeypatch.setattr(run.display.console.file, "write", lambda text: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(run.display.console.file, "write", lambda text: (_ for _ in ()).throw(error))
     run.step(1.0, reward=0.5)
     monkeypatch.undo()
     run.step(1.0, reward=0.75)

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import warnings
 from collections import Counter
 from enum import StrEnum
@@ -117,6 +118,26 @@ def test_changed_settings_are_reverted_with_a_warning(tmp_path, monkeypatch):
     assert state() == before
     assert len(caught) == 4
     assert f"the working directory was changed from {tmp_path} to /" in str(caught[0].message)
+
+
+def test_handlers_and_the_default_device_are_reverted():
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.warns(ProcessStateWarning, match="SIGTERM|device") as caught, preserve_process_state():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        torch.set_default_device("meta")
+    assert len(caught) == 2
+    assert signal.getsignal(signal.SIGTERM) == handler and torch.zeros(1).device.type == "cpu"
+
+
+def test_closed_standard_streams_lead_to_nothing():
+    held = os.dup(0)
+    try:
+        with pytest.warns(ProcessStateWarning, match="set of open standard streams"), preserve_process_state():
+            os.close(0)
+        assert os.path.samestat(os.fstat(0), os.stat(os.devnull))
+    finally:
+        os.dup2(held, 0)
+        os.close(held)
 
 
 def test_only_changes_are_reverted_also_after_an_error():

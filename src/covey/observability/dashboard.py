@@ -253,7 +253,7 @@ class ProgressDisplay(TrainerCallback):
     def _say(self, line: str) -> None:
         if self.console.is_terminal:
             line = folded(line, self.console.width)
-        with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full: the run goes on
+        with suppress(SystemExit, OSError, ValueError):  # its reader has gone, its disk is full, or it was closed
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
@@ -163,17 +164,18 @@ class ProcessStateWarning(UserWarning):
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Revert changes of the working directory and torch's settings, with a warning; not of environment variables."""
+    """Revert changes of what `_STATE` lists, with a warning; not of environment variables and import paths."""
     before = {name: read() for name, (read, _) in _STATE.items()}
     try:
         yield
     finally:
         for name, (read, restore) in _STATE.items():
             if (value := read()) != before[name] and before[name] is not None:
-                with suppress(OSError):  # the directory was deleted
+                with suppress(OSError, ValueError):  # the directory was deleted; another thread sets no handlers
                     restore(before[name])
+                change = "" if isinstance(value, dict | list) else f" from {before[name]} to {value}"
                 warnings.warn(
-                    f"{name} was changed from {before[name]} to {value} while rollouts were sampled and rewarded, and"
+                    f"{name} was changed{change} while rollouts were sampled and rewarded, and"
                     " was changed back. Let tools, environments and rewards leave it as it is: it belongs to the whole"
                     " process.",
                     ProcessStateWarning,
@@ -188,8 +190,41 @@ def _working_directory() -> str | None:
         return None
 
 
+def _stop_handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _set_stop_handlers(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _open_streams() -> list[int]:
+    found = []
+    for number in range(3):
+        with suppress(OSError):
+            os.fstat(number)
+            found.append(number)
+    return found
+
+
+def _fill_streams(were_open: list[int]) -> None:
+    """Lead closed standard streams to nothing, or the next file would get their numbers, and what is printed."""
+    for number in sorted(set(were_open) - set(_open_streams())):  # each gets the lowest number that is free
+        if (opened := os.open(os.devnull, os.O_RDWR)) != number:
+            os.dup2(opened, number)
+            os.close(opened)
+
+
+def _set_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
 _STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the working directory": (_working_directory, os.chdir),
+    "the handling of SIGINT and SIGTERM": (_stop_handlers, _set_stop_handlers),
+    "the set of open standard streams": (_open_streams, _fill_streams),
+    "torch's default device": (torch.get_default_device, _set_device),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),  # of this thread
