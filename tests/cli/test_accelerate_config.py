@@ -3,13 +3,15 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked
+from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked, main
 from covey.runtime import files
 
 NAMES = ("cpu_2proc", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3")
@@ -46,7 +48,7 @@ def test_the_launched_command_lacks_the_launcher_flags(tmp_path):
     own.write_text("")
     words = ["run.yaml", f"--accelerate_config={own}", "--num_processes", "4", "--beta", "0.1", "--machine_rank=1"]
     assert launch_command("rloo", words) == [
-        *[sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(own)],
+        *[sys.executable, "-m", "covey.cli.launch", "--config_file", str(own)],
         *["--num_processes", "4", "--machine_rank", "1"],
         *["--module", "covey.cli.main", "rloo", "run.yaml", "--beta", "0.1"],
     ]
@@ -104,3 +106,13 @@ def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
     assert (tmp_path / "out" / "model.safetensors").exists()
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["log_history"][0]["num_tokens"] > 8 * 4  # prompts and completions of both processes
+
+
+def test_a_signal_is_the_status_of_the_launcher(monkeypatch):
+    def stopped():
+        raise SignalException("got signal", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr("accelerate.commands.launch.main", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 143

@@ -42,7 +42,7 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
     found, rest = parser.parse_known_args(argv)
     if found.accelerate_config is None:
         return None
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command = [sys.executable, "-m", __name__]
     command += ["--config_file", str(find_config(found.accelerate_config))]
     for name in FLAGS:
         if getattr(found, name) is not None:
@@ -65,3 +65,18 @@ def find_config(name: str) -> Path:
 
 def configs_folder() -> Path:
     return shipped("examples/accelerate_configs")
+
+
+def main() -> None:
+    """Be `accelerate launch`; a signal that ended it is its status, without a traceback, as the run has told of it."""
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        launch.main()
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+
+
+if __name__ == "__main__":
+    main()
