@@ -38,6 +38,10 @@ def likes_nothing(completions, **kwargs):
 def fails(completions, **kwargs):
     return [1.0 / ("six" not in text) for text in completions]
 
+def ends_its_process(completions, **kwargs):
+    import os
+    os._exit(3)
+
 def counts_keywords(completions, **kwargs):
     return [float(sum(word in text for word in ("It", "is", "4", "six"))) for text in completions]
 
@@ -126,6 +130,16 @@ def test_each_fault_is_found(examined, name, wrong):
 )
 def test_what_may_be_meant_is_noted(examined, name, noted):
     assert examined(name)[1][noted] == "note"
+
+
+def test_a_process_that_ends_at_every_call_is_said_once(tmp_path, capsys):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    function = f"{tmp_path}/functions.py:ends_its_process"
+    assert main(["rewards", "test", function, "--completions", str(tmp_path / "rows.jsonl")]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.count("its process exited with 3") == 1
+    assert " ".join(shown.out.split()) == "WRONG no reward 1 of 1, 1 failed or late"
 
 
 def test_abstaining_is_noted_and_does_not_count_as_change(examined):

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,19 @@ def main(argv: Sequence[str]) -> int:
     )
     if not rows or not all(given_both):
         raise ValueError(f"{given.run or given.completions} must hold rows with `prompt` and `completion`.")
-    table = examine(RewardSuite(resolve_reward(given.function), timeout=given.timeout), rows)
+    with closing(_suite(resolve_reward(given.function), given.timeout)) as suite:
+        table = examine(suite, rows)
     for verdict, check, result in table:
         print(f"{verdict:<6} {check:<24} {result}")
     return int(any(verdict == "WRONG" for verdict, _, _ in table))
+
+
+def _suite(function: Any, timeout: float) -> RewardSuite:
+    """The function in a process of its own, which it may end or crash, if it can be sent to one."""
+    try:
+        return RewardSuite(function, timeout=timeout, isolation="process")
+    except RewardError:
+        return RewardSuite(function, timeout=timeout)
 
 
 def _lines(path: Path) -> list[Row]:
@@ -72,6 +82,8 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
     lowest, best = min(known), max(known)
     unscored, worst = sum(map(math.isnan, first)), "WRONG" if failures else "note"
     table = [(worst if unscored else "ok", "no reward", f"{unscored} of {size}, {failures} failed or late")]
+    if failures == size:
+        return table
 
     def compare(check: str, scores: list[float], verdict: str = "WRONG", allowed: float = 0.0) -> None:
         pairs, tolerance = zip(first, scores, strict=True), allowed * (best - lowest)
@@ -86,12 +98,12 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
 
     table.append(("ok" if best > lowest else "note", "range", f"{lowest:g} to {best:g}, {len(set(known))} different"))
 
-    compare("called again", _score(suite, rows)[0])
-    compare("in another order", _score(suite, rows[::-1])[0][::-1])
+    compare("called again", _score(suite, rows, quiet=True)[0])
+    compare("in another order", _score(suite, rows[::-1], quiet=True)[0][::-1])
     alone, times = [], []
     for row in rows:
         started = time.perf_counter()
-        alone += _score(suite, [row])[0]
+        alone += _score(suite, [row], quiet=True)[0]
         times.append((time.perf_counter() - started) * 1e3)
     compare("one at a time", alone, "note")
     p95 = sorted(times)[math.ceil(0.95 * (size - 1))]
@@ -115,8 +127,13 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
     return table
 
 
-def _score(suite: RewardSuite, rows: list[Row], texts: list[str] | None = None) -> tuple[list[float], int]:
-    """Rewards of the completions, or of `texts` in their place, and the number of those that failed or were late."""
+def _score(
+    suite: RewardSuite, rows: list[Row], texts: list[str] | None = None, quiet: bool = False
+) -> tuple[list[float], int]:
+    """Rewards of the completions, or of `texts` in their place, and the number of those that failed or were late.
+
+    Unless `quiet`, the first failure is printed.
+    """
     rollouts = []
     for index, row in enumerate(rows):
         completion = row["completion"]
@@ -126,13 +143,14 @@ def _score(suite: RewardSuite, rows: list[Row], texts: list[str] | None = None) 
         ids = list(completion_text(completion).encode())  # bytes: there is no tokenizer
         rollouts.append(Rollout([0], ids, [True] * len(ids), None, completion, FinishReason.STOP))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore" if quiet else "once")
         try:
             result = suite(rows, rollouts, CONTEXT)
         except MissingArgument:  # of the rows, for which the function is not to blame
             raise
         except RewardError as error:  # on all samples
-            print(f"covey: {error}", file=sys.stderr)
+            if not quiet:
+                print(f"covey: {error}", file=sys.stderr)
             return [math.nan] * len(rows), len(rows)
     failed = [result.stats[f"rewards/{suite.names[0]}/{kind}"].value() for kind in ("failures", "timeouts")]
     return result.rewards[:, 0].tolist(), int(sum(failed))
