@@ -68,7 +68,7 @@ def configs_folder() -> Path:
 
 
 def main() -> None:
-    """Be `accelerate launch`; a signal that ended it is its status, without a traceback, as the run has told of it."""
+    """Be `accelerate launch`; a signal that ended it is its status, without a traceback, since the run reported it."""
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
