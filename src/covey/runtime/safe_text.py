@@ -22,7 +22,8 @@ SECRET = re.compile(rf"(.*[_\- ])?{_NAME}")
 _QUOTE = r"""(?:\\?["'])?"""
 IN_TEXT = (
     re.compile(
-        rf"(?<![a-z])({_NAME}{_QUOTE}\s?[:=]\s?{_QUOTE}(?:(?:basic|bearer|token)\s)?)[^\s\"',;&(){{}}[\]<>\\]{{8,}}",
+        rf"(?<![a-z])({_NAME}{_QUOTE}\s?[:=]\s?{_QUOTE}(?:(?:basic|bearer|token)\s)?)"
+        r"(?:(?<!:\s)|(?=\S*[\d_+/=$@#%^*]))[^\s\"',;&(){}[\]<>\\]{8,}",  # no word of a sentence, as in `key: remember`
         re.IGNORECASE,
     ),
     re.compile(rf"(--(?:\w+[-_]){{0,5}}{_NAME}{_QUOTE},?\s{_QUOTE})[^\s\"'-][^\s\"']*", re.IGNORECASE),
