@@ -10,6 +10,7 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked, main
 from covey.runtime import files
@@ -108,11 +109,21 @@ def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
     assert state["log_history"][0]["num_tokens"] > 8 * 4  # prompts and completions of both processes
 
 
-def test_a_signal_is_the_status_of_the_launcher(monkeypatch):
-    def stopped():
-        raise SignalException("got signal", sigval=signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("raised", "status", "says"),
+    [
+        (ChildFailedError("covey", {1: ProcessFailure(1, 7, 2, "none")}), 2, ""),
+        (ChildFailedError("covey", {1: ProcessFailure(1, 7, -9, "none")}), 137, "process 1 was ended by SIGKILL, as"),
+        (KeyboardInterrupt(), 130, ""),
+        (SignalException("", signal.SIGTERM), 143, ""),
+    ],
+    ids=["error", "killed", "interrupted", "terminated"],
+)
+def test_the_launcher_ends_without_a_traceback(monkeypatch, capsys, raised, status, says):
+    def launch():
+        raise raised
 
-    monkeypatch.setattr("accelerate.commands.launch.main", stopped)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 143
+    monkeypatch.setattr("accelerate.commands.launch.main", launch)
+    assert main() == status
+    said = capsys.readouterr().err
+    assert says in said and bool(said) == bool(says)

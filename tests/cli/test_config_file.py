@@ -65,9 +65,48 @@ def test_flags_take_the_type_of_their_field():
 
 @pytest.mark.parametrize("where", ["file", "flag"])
 def test_old_names_work_in_files_and_flags(write, where):
-    path, flags = (write("kl_coef: 0.3\n"), []) if where == "file" else (None, ["--kl_coef", "0.3"])
+    path, flags = (write("kl_coef: 3e-1\n"), []) if where == "file" else (None, ["--kl_coef", "3e-1"])
     with pytest.warns(FutureWarning, match="`kl_coef` is called `beta` here"):
         assert load_run(path, flags).args.beta == 0.3
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "name", "value"),
+    [
+        ({}, ["--reward_weights", "1,2"], "reward_weights", [1.0, 2.0]),
+        ({}, ["--reward-weights=[1, 2e-1]"], "reward_weights", [1.0, 0.2]),
+        ({"reward_weights": "1 2"}, [], "reward_weights", [1.0, 2.0]),
+        ({"reward_weights": ["1e-1", 2]}, [], "reward_weights", [0.1, 2.0]),
+        ({}, ["--no-log-completions"], "log_completions", False),
+        ({"bf16": True}, ["--no_bf16"], "bf16", False),
+        ({}, ["--report_to", "wandb", "mlflow"], "report_to", ["wandb", "mlflow"]),
+        ({"report_to": "wandb"}, ["--report_to", "none"], "report_to", []),
+        ({"kl_coef": 0.3}, ["--beta", "0.1"], "beta", 0.1),
+        ({"beta": 0.3}, ["--kl_coef", "0.1"], "beta", 0.1),
+        ({"optim": "galore_adamw"}, ["--optim_target_modules", "attn", "mlp"], "optim_target_modules", ["attn", "mlp"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_lists_switches_and_old_names_as_flags(file, flags, name, value):
+    assert getattr(load_run(file, flags).args, name) == value
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "adapter"),
+    [
+        ({}, ["--use_peft", "--lora_target_modules", "q_proj,v_proj"], {"target_modules": ["q_proj", "v_proj"]}),
+        ({}, ["--use_peft", "--lora_target_modules", "all-linear"], {"target_modules": "all-linear"}),
+        ({"peft": {"r": 4}}, ["--lora_r", "8"], {"r": 8}),
+        ({"peft": {"r": 4}}, ["--use_peft"], {"r": 4, "lora_alpha": 32}),
+    ],
+)
+def test_flags_of_adapters_go_before_the_file(file, flags, adapter):
+    assert adapter.items() <= load_run(file, flags).peft.items()
+
+
+def test_a_flag_given_twice_is_pointed_out():
+    with pytest.warns(UserWarning, match=r"`--beta` is given 2 times; the last one is used"):
+        assert parse_flags(["--beta", "0.1", "--beta=0.2"]) == {"beta": 0.2}
 
 
 def test_names_of_other_run_files_are_understood(write):
@@ -127,9 +166,10 @@ def test_the_command_and_the_file_must_agree_on_the_method(write):
         load_run(write("method: rloo\n"), method="grpo")
 
 
-def test_a_stray_word_is_no_flag():
-    with pytest.raises(TypeError, match=r"'0\.3' stands where a flag should"):
-        parse_flags(["0.3"])
+@pytest.mark.parametrize("flags", [["0.3"], ["--", "--beta", "0.3"]])
+def test_a_stray_word_is_no_flag(flags):
+    with pytest.raises(TypeError, match=rf"'{flags[0]}' stands where a flag should"):
+        parse_flags(flags)
 
 
 def test_missing_keys_are_named():

@@ -1,13 +1,16 @@
 """Rules of the configs: settings that break each of them, and the settings that the message names."""
 
+import dataclasses
 import math
 import re
 import warnings
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 
 from covey.config import rules
+from covey.config.aliases import ALIASES
 from covey.config.fields import LIMITS
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
@@ -64,6 +67,23 @@ REFUSED = [
     {"metric_for_best_model": 7},
     {"replay_from": 7},
     {"vllm_server_base_url": 8000},
+    {"learning_rate": None},
+    {"use_cpu": 7},
+    {"engine_parity": None},
+    {"log_level": "foo"},
+    {"debug": 7},
+    {"optim": "adam"},
+    {"lr_scheduler_type": None},
+    {"save_strategy": 7},
+    {"ddp_backend": "foo"},
+    {"gradient_checkpointing": "yes"},
+    {"gradient_checkpointing_kwargs": "foo"},
+    {"accelerator_config": "foo.json"},
+    {"fsdp": [1, 2]},
+    {"optim_args": "momentum"},
+    {"torch_compile_mode": "fast"},
+    {"dataloader_num_workers": -1},
+    {"report_to": {"wandb": True}},
     {"sapo_temperature_pos": -1.0, "loss_type": "sapo"},
     {"sapo_temperature_neg": 0.0, "loss_type": "sapo"},
     {"reward_weights": [1e39]},
@@ -165,6 +185,10 @@ REFUSED_BY_NAME = [
     (GRPOConfig, {"generation_kwargs": {"top_p": 0.9}, "top_p": 0.8}, r"\['top_p'\]=0.9 and top_p=0.8 differ"),
     (GRPOConfig, {"generation_kwargs": {"top_p": 1.9}}, "top_p=1.9"),
     (GRPOConfig, {"output_dir": 5}, "output_dir=5 must be text"),
+    (GRPOConfig, {"debug": ["underflow"]}, "debug='underflow' is not known.*'underflow_overflow'"),
+    (GRPOConfig, {"ddp_backend": "cpu:gloo,cuda:foo"}, "ddp_backend='foo' is not known; choose one of: nccl, gloo"),
+    (GRPOConfig, {"sleep_level": "deep"}, "`sleep_level='deep'` must be a whole number"),
+    (GRPOConfig, {"total_episodes": None}, "`total_episodes=None` must be a whole number"),
     (RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (RLOOConfig, {"kl_estimator": "k3"}, "kl_estimator='k3'"),
     (RLOOConfig, {"reward_clip_range": (1, -1)}, r"reward_clip_range=\(1, -1\)"),
@@ -255,6 +279,8 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"pad_to_multiple_of": 8}, "padded"),
     (GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
     (GRPOConfig, {"optim": "adamw_torch", "optim_args": "a=1"}, "optim='adamw_torch' reads none"),
+    (GRPOConfig, {"optim_target_modules": ["q_proj"]}, "all modules alike"),
+    (GRPOConfig, {"liger_kernel_config": {"rope": True}}, "use_liger_kernel"),
     (GRPOConfig, {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}}, "'constant' has no settings"),
     (GRPOConfig, {"remove_unused_columns": True}, "reward functions"),
     (GRPOConfig, {"bf16_full_eval": True}, "evaluation"),
@@ -292,6 +318,22 @@ def test_a_wrong_setting_is_refused_by_name_and_value(settings):
 @pytest.mark.parametrize(("cls", "settings", "named"), REFUSED_BY_NAME, ids=label)
 def test_a_wrong_entry_or_default_is_refused_by_name(cls, settings, named):
     assert re.search(named, refusal(cls, settings))
+
+
+@pytest.mark.parametrize("value", [None, "foo", "", -1, 7, True, [], {}, [1, 2], math.nan, math.inf], ids=repr)
+@pytest.mark.filterwarnings("ignore")
+def test_every_field_takes_a_value_or_names_itself(value, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # transformers sets it
+    hints, taken = get_type_hints(RLOOConfig), set()
+    for name in (field.name for field in dataclasses.fields(RLOOConfig) if field.init):
+        try:
+            RLOOConfig(**{"use_cpu": True, name: value})
+            taken.add(name)
+        except (ValueError, ImportError) as error:
+            new = ALIASES[name].new if name in ALIASES else name
+            assert name in str(error) or str(new) in str(error), (name, value)
+    optional = {name for name, hint in hints.items() if NoneType in get_args(hint)}
+    assert value is not None or taken - optional == {"debug", "top_k"}
 
 
 @pytest.mark.parametrize(("cls", "settings", "named"), WARNED, ids=label)

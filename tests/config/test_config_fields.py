@@ -217,8 +217,11 @@ def test_old_checkpointing_name_is_in_force():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "covey: WORLD_SIZE=2, RANK=1 in the environment: waiting until 2 processes"),
-        ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, ""),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            "covey: WORLD_SIZE=2, RANK=1, MASTER_ADDR=a, MASTER_PORT=1 in the environment",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, ""),
         ({"WORLD_SIZE": "1", "RANK": "0"}, ""),
         ({}, ""),
     ],
@@ -227,12 +230,12 @@ def test_variables_of_a_launch_are_named_before_it_is_waited_for(monkeypatch, ca
     """They may be left over from an earlier one, and the wait is as long as torch's."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in {**given, "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     hardware.announce_meeting(use_cpu=True)
     said = capsys.readouterr().err
     assert said.startswith(says) and bool(said) == bool(says)
-    assert not says or said.endswith("unset WORLD_SIZE RANK\n")
+    assert not says or said.endswith("unset WORLD_SIZE RANK MASTER_ADDR MASTER_PORT\n")
 
 
 def test_generation_kwargs_that_are_fields_set_them():
@@ -258,3 +261,29 @@ def test_variables_of_a_launch_are_numbers(monkeypatch, given):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=rf"{name}='{value}' in the environment is not a whole number.*unset "):
         GRPOConfig(output_dir="unused", use_cpu=True)
+
+
+LAUNCH = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc' in the environment is no port, a number from 1 to 65535"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT='99999'"),
+        ({"MASTER_PORT": ""}, "but not MASTER_PORT: a launcher sets all of WORLD_SIZE, RANK"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": None}, "RANK=0, .* in the environment, but not WORLD_SIZE"),
+        ({"LOCAL_RANK": None, "MASTER_ADDR": None}, "but not MASTER_ADDR"),
+        ({"RANK": "2"}, "RANK=2 in the environment is none of WORLD_SIZE=2 processes"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "1", "RANK": "3"}, "RANK=3"),
+    ],
+)
+def test_variables_of_a_launch_that_cannot_work(monkeypatch, changes, says):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {**LAUNCH, **changes}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{says}.* For a run of one process: unset "):
+        hardware.announce_meeting(use_cpu=True)

@@ -62,6 +62,24 @@ def test_a_dataset_with_fewer_rows_than_it_says_is_named():
         PromptDataset(Rows()).__getitems__([(0, 0), (1, 0)])
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("2+2=", "must be a dictionary of columns, such as {'prompt': ...}, got str: '2+2='"),
+        (None, "got NoneType"),
+        ([1, 2], "got list"),
+        ({"prompt": "a", 3: "b"}, "has a column 3"),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [PromptDataset, lambda rows: PromptDataset(dict(enumerate(rows)))], ids=["map", "stream"]
+)
+def test_a_bad_row_after_those_looked_at_is_named(kind, row, said):
+    with pytest.raises(ValueError, match="row 20 of `dataset`") as error:
+        kind([{"prompt": "a"}] * 20 + [row]).__getitems__([(19, 0), (20, 0)])
+    assert said in str(error.value)
+
+
 def test_text_that_merely_looks_alike_is_a_prompt():
     check_dataset([{"prompt": 'Complete the JSON: [{"role":'}, {"prompt": "[1, 2]"}], "train_dataset")
     check_dataset([{"prompt": '[{"from": "Oslo", "value": 3}]'}, {"prompt": '{"role": "admin"}'}], "train_dataset")

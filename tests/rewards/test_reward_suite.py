@@ -442,7 +442,7 @@ def test_what_is_logged_is_plain_data(score, context):
     def reward(completions, log_extra, log_metric):
         values = [1, [math], {"a": {2}}, np.float32(0.5)]
         log_extra("kept", values)
-        log_metric(3, torch.tensor(2.0))
+        log_metric("3", torch.tensor(2.0))
         values[1].append(1)
         if "bad" in completions:
             log_extra("broken", [Broken()] * len(completions))

@@ -79,6 +79,12 @@ def test_values_of_other_types_are_refused_as_prompts(codec, prompt):
         codec.read(prompt)
 
 
+@pytest.mark.parametrize("message", [{"content": "a"}, {"role": None, "content": "a"}, {"role": "user"}, "a", 1, None])
+def test_a_row_with_a_bad_message_is_refused(codec, message):
+    with pytest.raises(ValueError, match="must be a string or a non-empty list of messages with 'role' and 'content'"):
+        codec.read_row({"prompt": [{"role": "user", "content": "a"}, message]})
+
+
 def test_the_fixture_tokenizer_round_trips():
     assert tiny.tokenizer().decode(tiny.tokenizer()("a B\t1")["input_ids"]) == "a B\t1"
 

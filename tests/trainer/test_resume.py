@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import time
 import warnings
 
@@ -195,6 +196,18 @@ def test_the_checkpoints_of_the_earliest_steps_are_superfluous(tmp_path, limit, 
     keep = [str(tmp_path / "checkpoint-3"), best and str(tmp_path / f"checkpoint-{best}")]  # 3 was just written
     found = superfluous_checkpoints(str(tmp_path), limit, keep)
     assert [int(path.name[11:]) for path in found] == deleted
+
+
+def test_checkpoints_of_an_earlier_run_are_left_alone(tmp_path, capsys):
+    """Those of steps 2 and 9; this run replaces its own step 2."""
+    cycle = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    runs.trainer(tmp_path, **cycle, max_steps=2).train()
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-9")
+    trainer = runs.trainer(tmp_path, **cycle, max_steps=3)
+    with pytest.warns(UserWarning, match="holds checkpoints of an earlier run: checkpoint-2, checkpoint-9"):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-9"]
+    assert "checkpoint-3, is kept" in trainer.finite._where_to_resume()
 
 
 def once(completion_ids, **kwargs):

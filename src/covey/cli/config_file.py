@@ -6,13 +6,14 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from covey.config.algebra import planning_for
-from covey.config.aliases import ALIASES, check_estimator, hint
+from covey.config.aliases import ALIASES, Alias, check_estimator, hint
 from covey.config.base import OnlineConfig
 from covey.config.parsing import unique
 from covey.runtime.files import read_text
@@ -100,6 +101,7 @@ class RunConfig:
                 raise ValueError(
                     f"the run names no `{name}`. {RUN_KEYS[name]} Write `{name}: ...` into the run file or pass "
                     f"`--{name} ...`."
+                    f"{' Without a dataset, set `max_steps`.' * (name == 'dataset' and 'reward_funcs' not in names)}"
                 )
 
 
@@ -121,7 +123,9 @@ def load_run(
         for other, name in _OTHER_NAMES.items():
             if other in source and source.get(name, source[other]) != source[other]:
                 raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
-    values = {_OTHER_NAMES.get(name, name): value for source in sources for name, value in source.items()}
+    given = {_new_name(name) for name in sources[1]}
+    read = {name: value for name, value in read.items() if _new_name(name) not in given}  # a flag wins
+    values = {_OTHER_NAMES.get(name, name): value for name, value in [*read.items(), *sources[1].items()]}
     _read_script_flags(values)
     for name in _TEXTS:
         if not isinstance(values.get(name), str | None):
@@ -139,6 +143,11 @@ def load_run(
     run["peft"] = run["peft"] and _with_lists(run["peft"])
     run["dataset_split"] = run.get("dataset_split") or "train"
     return RunConfig(args, method, **run)
+
+
+def _new_name(name: str) -> str:
+    alias = ALIASES.get(name)
+    return _OTHER_NAMES.get(name) or (alias and alias.new) or name
 
 
 def config_of(method: str) -> type[OnlineConfig]:
@@ -227,21 +236,50 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
             parser.add_argument(f"--{old}", nargs="?", const=True, type=yaml_value, help=argparse.SUPPRESS)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
+        if action.dest in ("optim_target_modules", "report_to"):  # a word or several
+            action.nargs = "+"
+        elif action.dest == "reward_weights":
+            action.type = _numbers
     return parser
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in re.split(r"[\s,]+", text.strip("[]() ")) if part]
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     """Values of the given flags, each in the type of its field; unknown flags have the value None."""
     if not flags:
         return {}
+    from transformers.hf_argparser import string_to_bool
+
     from covey.config.rloo import RLOOConfig  # the class with the most fields
 
-    words = [re.sub(r"^--[\w-]+(?==|$)", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in flags]
-    namespace, unknown = flag_parser(RLOOConfig).parse_known_args(words)
+    flags = [re.sub(r"^--[\w-]+(?==|$)", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in flags]
+    parser = flag_parser(RLOOConfig)
+    known = parser._option_string_actions
+    for place, word in enumerate(flags):  # --no_name sets any field of True and False
+        flag = f"--{word[5:]}"
+        if (
+            word.startswith("--no_")
+            and word not in known
+            and flag in known
+            and (known[flag].nargs in ("?", "*") or known[flag].type is string_to_bool)
+        ):
+            flags[place] = f"{flag}=false"
+    named = [word.split("=")[0] for word in flags if word.startswith("--")]
+    if twice := next((name for name in named if name in known and named.count(name) > 1), None):
+        warnings.warn(f"`{twice}` is given {named.count(twice)} times; the last one is used.", stacklevel=2)
+    namespace, unknown = parser.parse_known_args(flags)
     names = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("--")]
-    if unknown and not names:
+    if unknown and (not names or "--" in unknown):
         raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
-    return {**vars(namespace), **dict.fromkeys(names)}
+    values = {**vars(namespace), **dict.fromkeys(names)}
+    if "reward_weights" in values:
+        values["reward_weights"] = [*chain.from_iterable(values["reward_weights"])]
+    for name in {"optim_target_modules", "report_to"} & values.keys():
+        values[name] = values[name] if len(values[name]) > 1 else values[name][0]
+    return values
 
 
 def _read_script_flags(values: dict[str, Any]) -> None:
@@ -249,16 +287,17 @@ def _read_script_flags(values: dict[str, Any]) -> None:
     adapts = values.pop("use_peft", False) not in (False, [False])
     for key, names in _SCRIPT_FLAGS.items():
         found: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         for old, new in names.items():
             if isinstance(value := values.pop(old, None), list):  # of a flag, which may have no value or several
                 value = [str(part).strip(",") for part in value] if len(value) > 1 else [*value, True][0]
             found |= {} if value is None or value is False else {new: value}
         if key == "peft" and adapts:
-            found = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, **found}
-        elif key == "peft" and found:
+            defaults = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+        elif key == "peft" and found and not values.get("peft"):
             raise ValueError(f"{', '.join(found)} of an adapter, but no `use_peft`: pass it too, or leave them out.")
-        if found:
-            values[key] = {**found, **(_as_mapping(key, values.get(key)) or {})}
+        if found or defaults:
+            values[key] = {**defaults, **(_as_mapping(key, values.get(key)) or {}), **found}
     if (subset := values.pop("dataset_config", None)) and values.get("dataset"):
         values["dataset"] += f":{subset}"
     if "reward_model_name_or_path" in values:
@@ -272,8 +311,9 @@ def _with_lists(peft: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(peft)
     for name in ("modules_to_save", "target_parameters", "target_modules"):
         value = found.get(name)
-        if isinstance(value, str) and (name != "target_modules" or value.isidentifier()):  # not `all-linear`
-            found[name] = [value]
+        parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
+        if parts and (name != "target_modules" or all(part.isidentifier() for part in parts)):  # not `all-linear`
+            found[name] = parts
     return found
 
 
@@ -311,16 +351,21 @@ def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[s
     flags = {action.dest: action for action in flag_parser(config_class)._actions}
     result: dict[str, Any] = {}
     for name, value in values.items():
-        flag = flags.get(name)
+        alias = ALIASES.get(name, Alias(name))
+        flag = flags.get(alias.new or "") if alias.convert is Alias.convert else None
         convert = flag.type if flag else None
         if name.endswith("_strategy") and value is False:
             value = "no"
+        elif name == "reward_weights" and isinstance(value, str | list):
+            value = [
+                number for part in ([value] if isinstance(value, str) else value) for number in _numbers(str(part))
+            ]
         elif name in ("output_dir", "run_name", "hub_model_id") and not isinstance(value, str | None):
             raise ValueError(f"{name}: {value} is read as a {type(value).__name__}: put it in quotes.")
-        elif isinstance(value, str) and callable(convert) and convert is not str and name not in ALIASES:
+        elif isinstance(value, str) and callable(convert) and convert is not str:
             try:
                 value = [convert(value)] if flag and flag.nargs == "+" else convert(value)
-            except (ValueError, argparse.ArgumentTypeError) as error:
+            except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{name}={value!r} cannot be read: {error}.") from error
         result[name] = value
     return result

@@ -1,12 +1,14 @@
 """`--accelerate_config`: a training command that starts its own processes, through `accelerate launch`."""
 
-import importlib.util
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from covey.cli.config_file import FlagParser
+from covey.config.hardware import require_deepspeed
 from covey.config.messages import closest
 from covey.runtime.files import read_text, shipped
 
@@ -25,11 +27,8 @@ def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
             " `accelerate launch` has started it. Use one of the two."
         )
     config = Path(command[command.index("--config_file") + 1])
-    if "DEEPSPEED" in read_text(config).upper() and not importlib.util.find_spec("deepspeed"):
-        raise ImportError(
-            f"the accelerate config {config.stem!r} shards with DeepSpeed, which is not installed: pip install"
-            " deepspeed, or take fsdp2, which needs no other package."
-        )
+    if "DEEPSPEED" in read_text(config).upper():
+        require_deepspeed(f"the accelerate config {config.stem!r}")
     sys.stdout.flush()
     os.execv(command[0], command)
 
@@ -42,7 +41,7 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
     found, rest = parser.parse_known_args(argv)
     if found.accelerate_config is None:
         return None
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", "covey.cli.launch"]
     command += ["--config_file", str(find_config(found.accelerate_config))]
     for name in FLAGS:
         if getattr(found, name) is not None:
@@ -67,16 +66,28 @@ def configs_folder() -> Path:
     return shipped("examples/accelerate_configs")
 
 
-def main() -> None:
-    """Be `accelerate launch`; a signal that ended it is its status, without a traceback, since the run reported it."""
-    from accelerate.commands import launch
+def main() -> int:
+    """`accelerate launch` with these arguments, without its tracebacks: the processes have said what happened."""
+    from accelerate.commands.launch import main as launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        launch.main()
+        launch()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            cause = ", as where memory runs out" * (name == "SIGKILL")
+            print(f"covey: error: process {rank} was ended by {name}{cause}, and the others with it", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
-        sys.exit(128 + error.sigval)
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

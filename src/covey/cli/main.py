@@ -74,11 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("covey: stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        if not isinstance(error, USER_ERRORS) and not type(error).__module__.startswith("covey.engines.servers."):
+        origin = type(error).__module__
+        of_another = origin == "covey.trainer.distributed.collectives"  # a process that shows its error itself
+        if not (isinstance(error, USER_ERRORS) or of_another or origin.startswith("covey.engines.servers.")):
             raise
         if debug:
             traceback.print_exc()
-        print(f"covey: error: {printable(str(error).strip()) or type(error).__name__}", file=sys.stderr)
+        text = str(error).strip().partition("\n")[0] if of_another else str(error).strip()
+        print(f"covey: error: {printable(text) or type(error).__name__}", file=sys.stderr)
         return 2
 
 

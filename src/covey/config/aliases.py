@@ -39,6 +39,7 @@ ALIASES: dict[str, Alias] = {
     ),
     "vllm_guided_decoding_regex": Alias("vllm_structured_outputs_regex"),
     "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
+    "use_liger_loss": Alias("use_liger_kernel"),
     "use_transformers_paged": Alias("use_transformers_continuous_batching"),
     "wandb_log_unique_prompts": Alias("log_unique_prompts"),
     # RLOO before TRL 0.22
@@ -79,6 +80,14 @@ ALIASES: dict[str, Alias] = {
     "group_by_length": _removed("prompts come in the sampler's order, and nothing is padded to a common length"),
     "include_tokens_per_second": _removed("timings are always logged"),
     "use_mps_device": _removed("the device is detected"),
+    **dict.fromkeys(
+        ("fp16_backend", "fp16_opt_level", "half_precision_backend", "include_inputs_for_metrics", "jit_mode_eval"),
+        _removed("transformers 5 has no such option"),
+    ),
+    **dict.fromkeys(
+        ("mp_parameters", "past_index", "ray_scope", "tpu_num_cores", "use_ipex", "use_legacy_prediction_loop"),
+        _removed("transformers 5 has no such option"),
+    ),
     # ms-swift
     "async_generate": Alias(
         "max_staleness", "True means 1, False means 0", lambda on, _: int(str(on).lower() in ("true", "1", "yes"))
@@ -137,7 +146,10 @@ HINTS: dict[str, str] = {
     "eos token",
     "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
     **dict.fromkeys(("torch_dtype", "dtype"), "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`"),
-    "attn_implementation": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
+    **dict.fromkeys(
+        ("attn_implementation", "attn_impl"),
+        "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
+    ),
     **dict.fromkeys(
         ("model_id", "model_name_or_path"), "it is an argument of the trainer: `model`, also in a run file"
     ),
@@ -146,9 +158,8 @@ HINTS: dict[str, str] = {
     ),
     "dataset_config": "write it after the id: `dataset: openai/gsm8k:main`",
     "dataset_test_split": "give the evaluation's rows as `eval_dataset`",
-    "dataset_streaming": "a dataset that was loaded with `streaming=True` is streamed",
+    **dict.fromkeys(("dataset_streaming", "streaming"), "a dataset loaded with `streaming=True` is streamed"),
     "val_dataset": "it is `eval_dataset`, of the trainer and in a run file",
-    "reward_model_name_or_path": "put the model's id or folder into `reward_funcs`",
     "collate_fn": "prompts are not collated: transform rows with `dataset.map`, or on reading with `set_transform`",
     "no_apply_chat_template": "prompts that are text are never templated, messages always",
     "extra_columns": "all columns of the dataset go to the reward functions",
@@ -158,7 +169,31 @@ HINTS: dict[str, str] = {
     **dict.fromkeys(TRAINER_ARGUMENTS, "it is an argument of the trainer"),
     **{name: f"`generation_kwargs: {{{name}: ...}}`" for name in ("stop", "stop_strings", "stop_token_ids")},
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "it is `max_completion_length`, of all turns together"),
-    **dict.fromkeys(("group_size", "num_return_sequences"), "it is `num_generations`"),
+    **dict.fromkeys(("group_size", "num_return_sequences", "rollout_n", "n"), "it is `num_generations`"),
+    **dict.fromkeys(("lr", "actor_learning_rate"), "it is `learning_rate`"),
+    **dict.fromkeys(("clip_ratio", "clip_range", "clip_eps", "eps_clip"), "it is `epsilon`"),
+    **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "it is `epsilon_high`"),
+    **dict.fromkeys(("kl_loss_coef", "kl_beta", "init_kl_coef"), "it is `beta`"),
+    "adv_estimator": "it is `method` in a run file, or `advantages`",
+    **dict.fromkeys(("max_response_length", "max_seq_length"), "`max_completion_length` limits what is sampled"),
+    **dict.fromkeys(("train_batch_size", "mini_batch_size"), "it is `per_device_train_batch_size`, of completions"),
+    "eval_batch_size": "it is `per_device_eval_batch_size`, of completions",
+    "steps": "it is `max_steps`",
+    "warmup": "it is `warmup_steps`",
+    **dict.fromkeys(("gamma", "lam", "vf_coef", "cliprange_value"), "there is no value function"),
+    **dict.fromkeys(
+        ("reward_model", "reward_model_path", "reward_model_name_or_path"),
+        "put the model's id or folder into `reward_funcs`",
+    ),
+    "reward_model_plugin": "put a function, as path/to/file.py:name, into `reward_funcs`",
+    **dict.fromkeys(("ref_model", "ref_policy"), "the reference is made from `model` where `beta` is not 0"),
+    **dict.fromkeys(("sft_model_path", "policy_path"), "it is `model`"),
+    "system": "it is `system_prompt` in a run file",
+    **dict.fromkeys(("quant_method", "quant_bits"), "`quantization: {load_in_4bit: true}` in a run file"),
+    **dict.fromkeys(("num_processes", "num_machines"), "it goes with `covey grpo --accelerate_config fsdp2`"),
+    "push_to_hub_organization": "write it before the name: `hub_model_id: organization/name`",
+    "adafactor": "`optim: adafactor`",
+    **{f"vllm_{name}": f"`vllm_engine_kwargs: {{{name}: ...}}`" for name in ("enforce_eager", "limit_mm_per_prompt")},
     **dict.fromkeys(("multi_turn_scheduler", "external_plugins"), "give the trainer a `rollout_func` or environments"),
     "completion_length_limit_scope": "`max_completion_length` is of all turns, `max_turn_length` of each",
     "model_revision": "it belongs to the model: `model_init_kwargs: {revision: main}`",
@@ -178,7 +213,7 @@ HINTS: dict[str, str] = {
     **{name: _QUANTISED.format(name) for name in ("load_in_4bit", "load_in_8bit")},
     **{f"bnb_4bit_{name}": _QUANTISED.format(f"bnb_4bit_{name}") for name in ("quant_type", "quant_storage")},
     "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant"),
-    "train_type": _ADAPTER,
+    **dict.fromkeys(("train_type", "sft_type", "tuner_type"), _ADAPTER),
     "use_peft": _ADAPTER,
     **dict.fromkeys(("lora_rank", "lora_r"), _PEFT.format("r")),
     **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
@@ -218,7 +253,10 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
         warn(f"`{old}` is called `{alias.new}` here{'; ' + alias.advice if alias.advice else ''}.", FutureWarning)
         if alias.new not in fields:
             raise TypeError(f"`{old}` is called `{alias.new}` here, and {cls.__name__} has no such field.")
-        new_value = alias.convert(value, keywords)
+        try:
+            new_value = alias.convert(value, keywords)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"`{old}={value!r}` must be a whole number.") from error
         given = result.get(alias.new, new_value)
         untouched = old in fields and given == fields[alias.new].default
         if given is not new_value and given != new_value and not untouched:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -19,8 +20,16 @@ from covey.config.hardware import (
     launched,
     meet_on_cpu,
     multiplies_bf16,
+    require_deepspeed,
 )
-from covey.config.parsing import DICT_FIELDS, as_dict, as_memory_share, as_urls, set_fields_from_generation_kwargs
+from covey.config.parsing import (
+    DICT_FIELDS,
+    FILE_FIELDS,
+    as_dict,
+    as_memory_share,
+    as_urls,
+    set_fields_from_generation_kwargs,
+)
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import is_secret, without_secrets
 
@@ -97,15 +106,12 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def __post_init__(self) -> None:
         self._normalise()
+        rules.check_fields(self)  # before transformers, whose errors seldom name a field
+        self._settle_names()
         self._settle_hardware()
         self._settle_best_metric()
-        try:
-            super().__post_init__()
-        except (AttributeError, OSError, OverflowError, TypeError, ValueError):  # which may name no field
-            rules.check_fields(self)
-            raise
+        super().__post_init__()
         self._settle_direction()
-        rules.check_fields(self)
         rules.check_batch_settings(self)
         self._settle_batches()
         for rule in rules.RULES:
@@ -199,9 +205,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
         for name in self._VALID_DICT_FIELDS:  # of transformers, whose error would not name the field
-            value = getattr(self, name)
-            if type(value) in (int, float, list) or (isinstance(value, str) and value.startswith("{")):
-                as_dict(name, value)
+            value, takes_file = getattr(self, name), name in FILE_FIELDS
+            if isinstance(value, str) and not (takes_file and os.path.isfile(value)):
+                setattr(self, name, as_dict(name, value, ", or name a file that is there" * takes_file))
         set_fields_from_generation_kwargs(self)
         self.top_k = 0 if self.top_k is None else self.top_k  # as earlier releases of TRL have it
         if self.report_to is None:
@@ -213,13 +219,17 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             setattr(self, name, as_urls(name, getattr(self, name)))
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of.isdigit():
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
-        # transformers >= 5.20 renames these and warns about the old names, which scripts written for it still use.
+
+    def _settle_names(self) -> None:
+        """Use the names of transformers >= 5.20, which warns about the old ones, which scripts still use."""
         for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             new = old.replace("gradient", "activation")
             if getattr(self, new, False) is None:
                 setattr(self, new, getattr(self, old))
 
     def _settle_hardware(self) -> None:
+        if self.deepspeed:
+            require_deepspeed(f"deepspeed={self.deepspeed!r}")
         if launched() and not has_accelerator():
             if by_deepspeed():  # it takes another path to a CPU than the rest of accelerate
                 self.use_cpu, self.bf16 = False, bool(self.bf16)
@@ -227,7 +237,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             else:
                 self.use_cpu = True  # else each process would believe that it is the only one
         announce_meeting(self.use_cpu)
-        if self.use_cpu and isinstance(self.ddp_timeout, int) and self.ddp_timeout > 0:
+        if self.use_cpu:
             meet_on_cpu(self.ddp_timeout, self.ddp_backend)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)

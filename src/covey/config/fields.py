@@ -10,6 +10,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+from accelerate.utils import DynamoBackend
+from transformers.training_args import trainer_log_levels
+
 from covey.config.messages import closest
 
 
@@ -58,6 +61,13 @@ LIMITS = {  # by the name of the field; transformers declares these
     "weight_decay": Limits(ge=0, finite=True, advice="Below 0 weights would grow."),
     "save_steps": Limits(gt=0, finite=True, advice="save_strategy='no' saves nothing."),
     "save_total_limit": Limits(ge=1, advice="Leave it unset to keep all checkpoints."),
+    **dict.fromkeys(("log_level", "log_level_replica"), Limits(choices=tuple(trainer_log_levels))),
+    "dataloader_multiprocessing_context": Limits(choices=("fork", "spawn", "forkserver")),
+    "torch_compile_backend": Limits(choices=tuple(backend.value.lower() for backend in DynamoBackend)),
+    "torch_compile_mode": Limits(choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
+    "eval_delay": Limits(ge=0, finite=True),
+    "dataloader_num_workers": Limits(ge=0),
+    "ddp_bucket_cap_mb": Limits(ge=1),
     "ddp_timeout": Limits(gt=0, le=10**9, advice="It is in seconds; 1800 is the default."),
 }
 HELP: dict[str, str] = {}  # by the name of the field

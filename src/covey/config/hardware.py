@@ -1,5 +1,6 @@
 """Hardware support for bfloat16, and the launcher of this process."""
 
+import importlib.util
 import os
 import sys
 from datetime import timedelta
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
+
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What launchers set in the environment of each process."""
 
 
 def has_accelerator() -> bool:
@@ -21,21 +25,38 @@ def launched() -> bool:
 
 def announce_meeting(use_cpu: bool) -> None:
     """Say on stderr that this process waits for others, unless torchrun starts them: the variables may be left over."""
-    names = [name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR") if name in os.environ]
-    for name in names[:-1] if "MASTER_ADDR" in names else names:
-        if not os.environ[name].removeprefix("-").isdigit():
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    leave = f"For a run of one process: unset {' '.join(given)}"
+    for name in {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & given.keys():
+        if not given[name].removeprefix("-").isdecimal():
             raise ValueError(
-                f"{name}={os.environ[name]!r} in the environment is not a whole number, as launchers set it. For a run"
-                f" of one process: unset {' '.join(names)}"
+                f"{name}={given[name]!r} in the environment is not a whole number, as launchers set it. {leave}"
             )
-    alone = os.environ.get("WORLD_SIZE", "1") == "1" or not (launched() or use_cpu or not has_accelerator())
-    if not (alone or "TORCHELASTIC_RUN_ID" in os.environ or torch.distributed.is_initialized()):
-        given = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    size = int(given.get("WORLD_SIZE", 1))
+    joins = launched() or (size != 1 and (use_cpu or not has_accelerator()))
+    if not joins or torch.distributed.is_initialized():
+        return
+    if missing := [name for name in VARIABLES if not given.get(name) and (launched() or name != "LOCAL_RANK")]:
+        raise ValueError(
+            f"{_listed(given)} in the environment, but not {', '.join(missing)}: a launcher sets all of"
+            f" {', '.join(VARIABLES)}. {leave}"
+        )
+    port = given["MASTER_PORT"]
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"MASTER_PORT={port!r} in the environment is no port, a number from 1 to 65535. {leave}")
+    if not 0 <= int(given["RANK"]) < size:
+        raise ValueError(
+            f"RANK={given['RANK']} in the environment is none of WORLD_SIZE={size} processes, counted from 0. {leave}"
+        )
+    if size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         print(
-            f"covey: {given} in the environment: waiting until {os.environ['WORLD_SIZE']} processes have joined. For a"
-            f" run of one process: unset {' '.join(names)}",
+            f"covey: {_listed(given)} in the environment: waiting until {size} processes have joined. {leave}",
             file=sys.stderr,
         )
+
+
+def _listed(given: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def meet_on_cpu(seconds: int, backend: str | None = None) -> None:
@@ -51,6 +72,14 @@ def meet_on_cpu(seconds: int, backend: str | None = None) -> None:
             " them, or for a run of one process: unset WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR."
         ) from error
     torch.distributed.init_process_group(backend or "gloo", store=store, rank=rank, world_size=size)
+
+
+def require_deepspeed(what: str) -> None:
+    if not importlib.util.find_spec("deepspeed"):
+        raise ImportError(
+            f"{what} shards with DeepSpeed, which is not installed: pip install 'covey[deepspeed]', or shard with fsdp2"
+            " (`--accelerate_config fsdp2`), which needs no other package."
+        )
 
 
 def by_deepspeed() -> bool:

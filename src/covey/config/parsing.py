@@ -17,15 +17,20 @@ DICT_FIELDS = (
 )  # those that accept JSON
 
 
-def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """The value of field `name`, which accepts a dict or JSON text."""
+FILE_FIELDS = ("accelerator_config", "deepspeed", "fsdp_config")  # those that accept the path of a JSON file, too
+
+
+def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> dict[str, Any] | None:
+    """The value of field `name`, which accepts a dict or JSON text, and what the message names as `others`."""
     if isinstance(value, str):
         text = value
         try:
             value = json.loads(text, object_pairs_hook=unique)
         except ValueError as error:
             shown = "..." if any(map(is_secret, re.findall(r"[\w-]+", text))) else repr(text)
-            raise ValueError(f"{name}={shown} is not JSON ({error}); write it like '{{\"key\": 1}}'.") from error
+            raise ValueError(
+                f"{name}={shown} is not JSON ({error}); write it like '{{\"key\": 1}}'{others}."
+            ) from error
     if value is None or isinstance(value, dict):
         return value
     shown = repr(without_secrets(value))

@@ -10,14 +10,16 @@ import numbers
 import os
 import re
 from collections.abc import Callable
-from types import NoneType
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from enum import Enum
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from covey.config import engines, objective, sampling, training
-from covey.config.fields import LIMITS
-from covey.runtime.safe_text import is_secret
+from covey.config.fields import LIMITS, Limits
+from covey.runtime.safe_text import is_secret, without_secrets
 
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
@@ -28,7 +30,15 @@ RULES: "tuple[Callable[[OnlineConfig], None], ...]" = tuple(
     for name, rule in vars(theme).items()
     if inspect.isfunction(rule) and rule.__module__ == theme.__name__ and not name.startswith("_")
 )
-MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArguments))  # some are, whatever their type
+READ_BY_A_RULE = {"pad_to_multiple_of", "reward_clip_range", "reward_weights", "vllm_gpu_memory_utilization"}
+ALSO: dict[str, tuple[type, ...]] = {  # what transformers takes, or makes of a value, beyond the type it declares
+    "accelerator_config": (AcceleratorConfig,),
+    "debug": (NoneType, list[str]),
+    "fsdp": (bool, list[str]),
+    "resume_from_checkpoint": (bool,),
+}
+BACKENDS = Limits(choices=("nccl", "gloo", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "mccl"))
+DESCRIBED = {bool: "True or False", float: "a number", int: "a whole number", str: "text", dict: "a dict"}
 
 
 def check_fields(args: "OnlineConfig") -> None:
@@ -38,35 +48,64 @@ def check_fields(args: "OnlineConfig") -> None:
     _check_within(args)
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name, None)
-        limits = LIMITS.get(name)
-        _check_number(name, value, set(get_args(hints[name]) or [hints[name]]))
-        if limits is not None and value is not None:
+        one_of = get_origin(hints[name]) in (Union, UnionType)
+        kinds = (*(get_args(hints[name]) if one_of else [hints[name]]), *ALSO.get(name, ()))
+        enum = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), ())
+        limits = Limits(choices=tuple(one.value for one in enum)) if enum else LIMITS.get(name)
+        if name not in READ_BY_A_RULE and not (limits and limits.choices):
+            _check_type(name, value, kinds)
+        if limits is not None and not (value is None and NoneType in kinds):
             limits.check(name, value)
+    for backend in args.ddp_backend.split(",") if args.ddp_backend is not None else ():  # as in cpu:gloo,cuda:nccl
+        BACKENDS.check("ddp_backend", backend.rpartition(":")[2])
+    for word in args.debug.split() if isinstance(args.debug, str) else args.debug or ():
+        Limits(choices=tuple(option.value for option in DebugOption)).check("debug", word)
 
 
-def _check_number(name: str, value: object, kinds: set[object]) -> None:
-    if kinds - {NoneType} == {bool} and value not in (True, False, None):
-        raise ValueError(f"{name}={value!r} must be True or False, without quotes: as it is, it would count as True.")
-    if kinds - {NoneType} == {str} and not isinstance(value, str | bool | list | os.PathLike | None):
-        shown = "..." if is_secret(name) else repr(value)
-        raise ValueError(f"{name}={shown} must be text, but is a {type(value).__name__}.")
-    if not kinds - {NoneType} or not kinds <= {int, float, NoneType}:
-        return
-    if value is None and (NoneType in kinds or name in MAY_BE_NONE):
-        return
-    whole = float not in kinds
-    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
-        advice = " Write it without quotes, such as 1 or 1.0e-6; YAML takes 1e-6 for text."
-        kind = "whole number" if whole else "number"
-        raise ValueError(
-            f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{advice * isinstance(value, str)}"
-        )
+def _check_type(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
+    if not any(_is_one(value, kind) for kind in kinds):
+        allowed = " or ".join(dict.fromkeys(_described(kind) for kind in kinds if kind is not NoneType))
+        shown = "..." if is_secret(name) and value is not None else repr(without_secrets(value))
+        kind, advice = type(value).__name__, ""
+        if isinstance(value, str) and bool in kinds:
+            advice = " Write it without quotes: as it is, it would count as True."
+        elif isinstance(value, str) and {int, float} & set(kinds):
+            advice = " Write it without quotes, such as 1 or 1.0e-6; YAML takes 1e-6 for text."
+        elif value is None:
+            raise ValueError(f"{name}=None must be {allowed}. Leave it out for its default.")
+        raise ValueError(f"{name}={shown} must be {allowed}, but is a{'n' * (kind == 'int')} {kind}.{advice}")
     if value != value:
         raise ValueError(f"{name}=nan is not a number: give a number, or leave the field out for its default.")
 
 
+def _is_one(value: Any, kind: Any) -> bool:
+    """True if a value is of the type of a hint; 0 and 1 count as bools, and whole numbers as floats."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is bool:
+        return isinstance(value, numbers.Real) and value in (0, 1)
+    if kind in (int, float):
+        return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
+    if origin is Literal:
+        return value in inner
+    if origin is list:
+        return isinstance(value, list | tuple) and all(_is_one(one, inner[0]) for one in value)
+    if kind is str:
+        return isinstance(value, str | os.PathLike)
+    return not isinstance(origin or kind, type) or isinstance(value, origin or kind)
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is list:
+        return f"a list of {DESCRIBED.get(get_args(kind)[0], 'text')}"
+    return DESCRIBED.get(get_origin(kind) or kind, f"a {getattr(kind, '__name__', kind)}")
+
+
 def _check_within(args: "OnlineConfig") -> None:
     """Refuse NaN and infinity in the arguments of optimizers and schedulers, which few of them look at."""
+    if isinstance(args.optim_args, str) and not all("=" in part for part in args.optim_args.split(",")):
+        raise ValueError(f"optim_args={args.optim_args!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
     for name in ("optim_args", "lr_scheduler_kwargs"):
         if re.search(r"\b(nan|inf)\b", str(getattr(args, name)), re.IGNORECASE):
             raise ValueError(f"{name}={getattr(args, name)!r} holds NaN or infinity: give a finite number.")

@@ -1,5 +1,6 @@
 """Fields and rules about the policy, batches, the outer training loop and what is shown of completions."""
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,8 @@ def optimizers_and_schedules_read_their_options(args: "OnlineConfig") -> None:
     optimizer, schedule = (str(getattr(name, "value", name)) for name in (args.optim, args.lr_scheduler_type))
     if optimizer in ("adamw_torch", "adamw_torch_fused"):
         ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
+    if not re.match("galore|apollo", optimizer):
+        ignored(args, ["optim_target_modules"], f"optim={optimizer!r} treats all modules alike")
     if schedule == "constant":
         ignored(args, ["lr_scheduler_kwargs"], "the schedule 'constant' has no settings")
 
@@ -204,6 +207,7 @@ def supervised_options_are_off(args: "OnlineConfig") -> None:
     names = ("label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name")
     ignored(args, names, "it belongs to supervised training")
     ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
+    ignored(args, ["liger_kernel_config"], "use_liger_kernel is not supported")
     ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
     ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
     predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics")

@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.core.transcript import content_text
 from covey.rewards.functions import refuse_reserved
-from covey.rollout.prompts import PromptCodec, is_conversational
+from covey.rollout.prompts import PromptCodec, are_messages
 from covey.runtime.user_code import format_error
 
 LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
@@ -78,13 +78,15 @@ def first_rows(dataset: Any) -> list[Any]:
 
 
 def read_row(dataset: Any, number: int) -> Any:
-    """A row of a dataset with a length, whose class may be the user's; ValueError naming the row."""
+    """A row to sample from, of a dataset whose class may be the user's; ValueError naming the row."""
     try:
-        return dataset[number]
+        row = dataset[number]
     except Exception as error:  # of the user's class
         raise ValueError(
             f"row {number} of a dataset that says it has {len(dataset)} cannot be read: {format_error(error)}"
         ) from error
+    _check_row(row, number, "dataset", prompt_required=False)
+    return row
 
 
 def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
@@ -172,7 +174,7 @@ def _kind(prompt: Any, number: int, role: str) -> str:
             )
         _check_encodes(prompt, number, role)
         return "standard"
-    if is_conversational(prompt) and all(_is_message(message) for message in prompt):
+    if are_messages(prompt):
         _check_encodes("".join(content_text(message.get("content")) for message in prompt), number, role)
         return "conversational"
     raise ValueError(
@@ -189,20 +191,3 @@ def _check_encodes(text: str, number: int, role: str) -> None:
             f"the prompt of row {number} of `{role}` holds half of a surrogate pair, {text[error.start]!r}, which is"
             " no character. Repair the text or remove the row."
         ) from error
-
-
-def _is_message(message: Any) -> bool:
-    """True for a role with content (text, or parts of which those of text have some) or tool calls."""
-    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-        return False
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    return (isinstance(content, str | list) and all(map(_is_part, parts))) or bool(message.get("tool_calls"))
-
-
-def _is_part(part: Any) -> bool:
-    """True for text; a column of parts of several kinds holds None as the text of an image."""
-    if not isinstance(part, dict):
-        return isinstance(part, str)
-    text = part.get("text")
-    return isinstance(text, str) or (text is None and part.get("type", "text") != "text")

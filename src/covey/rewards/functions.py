@@ -108,6 +108,11 @@ def _loggable(value: Any) -> Any:
     return str.__str__(str(value))
 
 
+def check_logged_name(function: str, name: Any) -> None:
+    if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
+        raise RewardError(f"{function}({name!r}, ...): a name is text of printable characters, on one line.")
+
+
 @dataclass
 class Log:
     """Log of one call of a reward function on `size` samples, passed on when the call has succeeded."""
@@ -121,15 +126,19 @@ class Log:
             raise RewardError(
                 f"log_extra({column!r}, ...) was given a {type(values).__name__}: give one value a sample."
             )
+        check_logged_name("log_extra", column)
         values = list(values)
         if len(values) != self.size:
             raise RewardError(f"log_extra({column!r}, ...) was given {len(values)} values for {self.size} samples.")
         self.extras[str(column)] = [_loggable(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
+        check_logged_name("log_metric", name)
         try:
+            if isinstance(value, str | bytes):  # which float would read
+                raise TypeError
             self.metrics.append((str(name), float(value)))
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor without values
             raise RewardError(f"log_metric({name!r}, ...) was given {format_value(value)}: give a number.") from error
 
     def replay(self, context: RewardContext) -> None:

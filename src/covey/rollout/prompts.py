@@ -28,6 +28,27 @@ def is_conversational(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 
+def are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
+
+
+def _is_message(message: Any) -> bool:
+    """True for a role with content (text, or parts of which those of text have some) or tool calls."""
+    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+        return False
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return (isinstance(content, str | list) and all(map(_is_part, parts))) or bool(message.get("tool_calls"))
+
+
+def _is_part(part: Any) -> bool:
+    """True for text; a column of parts of several kinds holds None as the text of an image."""
+    if not isinstance(part, dict):
+        return isinstance(part, str)
+    text = part.get("text")
+    return isinstance(text, str) or (text is None and part.get("type", "text") != "text")
+
+
 def characters(prompt: Any) -> int:
     """Number of characters of a text, or of all texts in messages."""
     if isinstance(prompt, str):
@@ -124,7 +145,10 @@ class PromptCodec:
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
-        return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=row_images(row))
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str) and not are_messages(prompt):
+            raise _no_prompt(prompt)
+        return self.read(prompt, row.get("chat_template_kwargs"), images=row_images(row))
 
     def read(
         self,
@@ -163,10 +187,7 @@ class PromptCodec:
 
     def _encode_text(self, prompt: Any, images: Sequence[Any]) -> Encoded:
         if not isinstance(prompt, str):
-            raise ValueError(
-                f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
-                f" {type(prompt).__name__}: {_shorten(prompt)}"
-            )
+            raise _no_prompt(prompt)
         prompt.encode()  # half of a surrogate pair is a ValueError here and a TypeError of the tokenizer
         if images and self.vision is not None:
             return self.vision.encode(prompt, images)
@@ -273,6 +294,13 @@ def prefill(messages: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
+
+
+def _no_prompt(prompt: Any) -> ValueError:
+    return ValueError(
+        f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
+        f" {type(prompt).__name__}: {_shorten(prompt)}"
+    )
 
 
 def _shorten(value: Any, width: int = 120) -> str:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -246,8 +246,9 @@ class Checkpointer:
             os.rename(final, staging / "replaced")
         os.rename(staged, final)
         flush(run_dir)
-        keep = [final, state.best_model_checkpoint]
-        for old in superfluous_checkpoints(str(run_dir), self.context.args.save_total_limit, keep):
+        keep, others = [final, state.best_model_checkpoint], self.context.earlier
+        others.discard(Path(final).name)
+        for old in superfluous_checkpoints(str(run_dir), self.context.args.save_total_limit, keep, others):
             os.rename(old, staging / old.name)  # one that is half deleted must not look like a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -257,6 +258,15 @@ class Checkpointer:
 
 def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
     """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
+    context, folder = trainer.checkpoints.context, trainer.args.output_dir
+    context.earlier = {path.name for path in checkpoints_of_others(folder, checkpoint)}
+    if context.earlier and context.accelerator.is_main_process and trainer.args.save_strategy != "no":
+        warnings.warn(
+            f"output_dir={folder!r} holds checkpoints of an earlier run: {', '.join(sorted(context.earlier))}. This run"
+            " replaces those of its own steps, and keeps and does not count the others; but resuming from the latest"
+            " would take theirs. Choose another output_dir to keep runs apart.",
+            stacklevel=2,
+        )
     if trainer.accelerator.scaler is None:  # a run in fp16 may go on in another precision
         trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
@@ -278,18 +288,32 @@ def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | None]) -> list[Path]:
-    """The checkpoints to delete so that `limit` are left: those of the earliest steps, by number and not by clock."""
+def superfluous_checkpoints(
+    run_dir: str, limit: int | None, keep: list[str | None], others: Collection[str] = ()
+) -> list[Path]:
+    """The checkpoints to delete so that `limit` are left: those of the earliest steps, by number and not by clock.
+
+    `others` are of another run, and neither counted nor deleted.
+    """
     if limit is None or limit < 1:
         return []
     kept = {Path(path).name for path in keep if path is not None}
-    there = numbered_checkpoints(run_dir)
+    there = numbered_checkpoints(run_dir, others)
     return [path for path in there if path.name not in kept][: max(len(there) - limit, 0)]
 
 
-def numbered_checkpoints(run_dir: str) -> list[Path]:
+def numbered_checkpoints(run_dir: str, others: Collection[str] = ()) -> list[Path]:
+    """Folders of checkpoints in the order of their steps, without those of these names."""
     found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name[11:]))
+    return sorted((path for path in found if path.name not in others), key=lambda path: int(path.name[11:]))
+
+
+def checkpoints_of_others(output_dir: str, resumed_from: str | None) -> list[Path]:
+    """Checkpoints in the folder of a run that begins: all, or those after the one that it goes on from."""
+    there = numbered_checkpoints(output_dir)
+    place = [path.resolve() for path in there]
+    own = Path(resumed_from).resolve() if resumed_from else None
+    return there[place.index(own) + 1 :] if own in place else there
 
 
 def resume_from(setting: str | bool | None) -> str | bool | None:

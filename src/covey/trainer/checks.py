@@ -40,6 +40,11 @@ def check_datasets(
         raise ValueError(f"neither `train_dataset` nor `eval_dataset` was given. Give rows to train on, {way}.")
     if train_dataset is not None:
         check_dataset(train_dataset, "train_dataset", prompts_required)
+        if args.max_steps <= 0 and not hasattr(train_dataset, "__len__"):
+            raise ValueError(
+                f"`train_dataset` has no length, as it is read as a stream, and max_steps={args.max_steps}: set"
+                " max_steps, the number of updates after which the run ends."
+            )
     for dataset in evaluation_sets(eval_dataset):
         check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
         algebra = args.algebra(args.world_size)
@@ -280,7 +285,7 @@ class FiniteCheck:
         )
 
     def _where_to_resume(self) -> str:
-        found = numbered_checkpoints(self._context.args.output_dir or ".")
+        found = numbered_checkpoints(self._context.args.output_dir or ".", self._context.earlier)
         if not found:
             return "No checkpoint was saved before; start again with other settings."
         return (

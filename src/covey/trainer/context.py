@@ -1,6 +1,6 @@
 """`RunContext`: settings, services and state of a run that every phase of a training step reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ class RunContext:
     metrics: MetricLog  # measurements
     phases: PhaseTimer
     timeline: Timeline
+    earlier: set[str] = field(default_factory=set)  # names of checkpoints in output_dir that another run left there
 
     @property
     def training(self) -> bool:

@@ -19,11 +19,10 @@ from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
-from covey.rewards.functions import RewardContext
+from covey.rewards.functions import RewardContext, check_logged_name
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
-from covey.runtime.safe_text import printable
 from covey.trainer.build_rollouts import plays_functions
 
 FAILED_BATCHES = 3  # after this many generations in a row in which every rollout failed, the run stops
@@ -44,13 +43,12 @@ class RewardLog:
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
+        check_logged_name("log_metric", name)
         if is_taken(name):
             raise RewardError(
                 f"log_metric({name!r}, ...): the trainer logs a metric of this name itself. Choose another, such as"
                 f" 'my/{name}'."
             )
-        if not name or name != printable(name).strip():
-            raise RewardError(f"log_metric({name!r}, ...): a metric's name is text of printable characters.")
         merge_all(self.metrics, {name: Mean(float(value), 1.0)})
 
     def context(self, trainer_state: Any) -> RewardContext:

@@ -168,7 +168,7 @@ DATASETS = [
     data(
         "Gave an iterable dataset without max_steps",
         stream,
-        "max_steps has to be specified",
+        "`train_dataset` has no length, .* max_steps=-1: set max_steps, the number of updates",
         max_steps=-1,
     ),
     data(

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from covey.algorithms import LOSS_TYPES, register_loss
 from covey.rewards.contract import RewardError
+from covey.rewards.functions import Log
 from covey.trainer import checks
 from covey.trainer.checks import NotFiniteError, check_model, is_finite
 from covey.trainer.rollout_reports import RewardLog
@@ -220,7 +221,7 @@ def test_a_custom_loss_of_the_wrong_kind_is_refused(tmp_path, name):
         runs.trainer(tmp_path, loss_type="wrong").train()
 
 
-@pytest.mark.parametrize("name", ["reward", "loss", "grad_norm", "completions/mean_length", "rewards/mine/mean"])
+@pytest.mark.parametrize("name", ["reward", "event", "grad_norm", "completions/mean_length", "rewards/mine/mean"])
 def test_a_reward_cannot_log_a_metric_of_the_trainers_own(tmp_path, name):
     def mine(completions, log_metric, **kwargs):
         log_metric(name, 1.0)
@@ -231,8 +232,30 @@ def test_a_reward_cannot_log_a_metric_of_the_trainers_own(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["eval_mine", "step", "total_flos", "train_runtime", "", "reward\n", "a\x1b[2J", " loss"]
+    "name",
+    [
+        *("eval_mine", "step", "time", "config", "memory_gb", "train_runtime"),
+        "",
+        "mine\n",
+        "a\nb",
+        "a\x1b[2J",
+        " a",
+        5,
+        None,
+    ],
 )
 def test_names_that_a_metric_cannot_have(name):
     with pytest.raises(RewardError, match="log_metric"):
         RewardLog().log_metric(name, 1.0)
+
+
+@pytest.mark.parametrize("value", [None, "1", b"1", [1], torch.ones(2), torch.ones(1, device="meta"), 10**400], ids=str)
+def test_values_that_a_metric_cannot_have(value):
+    with pytest.raises(RewardError, match=r"log_metric\('mine', \.\.\.\) was given .*: give a number"):
+        Log(1).log_metric("mine", value)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", 5, None, "\ud800"])
+def test_names_that_a_column_cannot_have(name):
+    with pytest.raises(RewardError, match=r"log_extra\(.*: a name is text of printable characters, on one line"):
+        Log(1).log_extra(name, [1])

@@ -113,12 +113,16 @@ def interrupted_report(folder):
     """The report of a run that a signal has ended in its second step."""
     state = SimpleNamespace(log_history=[{"step": 2}], global_step=2, max_steps=4, is_world_process_zero=True)
     parts = {"stop": SimpleNamespace(signal=2), "args": SimpleNamespace(output_dir=str(folder))}
+    parts["checkpoints"] = SimpleNamespace(context=SimpleNamespace(earlier={"checkpoint-1", "checkpoint-9"}))
     return RunReport(SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]), **parts))
 
 
 def test_a_run_goes_on_from_no_later_step_than_its_own(tmp_path, capfd, monkeypatch):
-    """Checkpoints of an earlier run in the folder may be of later steps."""
+    """Checkpoints of an earlier run in the folder may be of later steps, or of earlier ones."""
     monkeypatch.delenv("COVEY_COMMAND", raising=False)
+    (tmp_path / "checkpoint-1").mkdir()
+    interrupted_report(tmp_path).end()
+    assert "no checkpoint was saved" in capfd.readouterr().err
     for step in (2, 9):
         (tmp_path / f"checkpoint-{step}").mkdir()
     interrupted_report(tmp_path).end()

@@ -70,10 +70,11 @@ class RunReport(TrainerCallback):
         finally:  # a page may take longer than there is time to stop
             if interrupted and state.is_world_process_zero:
                 saved = numbered_checkpoints(trainer.args.output_dir)
-                there = [one for one in saved if int(one.name[11:]) <= state.global_step]  # later: another run's
+                others = trainer.checkpoints.context.earlier
+                there = [one for one in saved if one.name not in others and int(one.name[11:]) <= state.global_step]
                 way = "no checkpoint was saved"
                 if there:
-                    wanted = there == saved or str(there[-1])
+                    wanted = there[-1] == saved[-1] or str(there[-1])
                     way = f"go on from {there[-1].name} with: {resume_command(wanted)}"
                 print(f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}", file=sys.stderr)
 

@@ -3,6 +3,7 @@
 SGLang takes its key from the command line alone, which every user of the machine can read; it is added in the process.
 """
 
+import importlib.util
 import logging
 import os
 import re
@@ -56,6 +57,8 @@ def hide_in_logs(key: str) -> None:
 
 
 if __name__ == "__main__":
+    if not importlib.util.find_spec("sglang"):
+        sys.exit("SGLang is not installed here: pip install 'covey[sglang]'.")
     key = os.environ.pop(KEY, None)
     if key:
         hide_in_logs(key)
