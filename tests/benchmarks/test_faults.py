@@ -121,7 +121,7 @@ def test_a_diagnosis_is_asked_of_the_command(tmp_path, monkeypatch, capsys):
 
     def recorder(arguments, folder, seconds):
         calls.append((arguments, sorted(path.name for path in Path(folder).iterdir())))
-        output = json.dumps([{"code": "signal-sparse", "level": "warning"}])
+        output = json.dumps({"findings": [{"code": "signal-sparse", "level": "warning"}]})
         return {"status": 0, "output": output, "errors": "", "seconds": 1.0}
 
     monkeypatch.setattr(runner, "covey", recorder)

@@ -195,4 +195,4 @@ def test_resuming_an_adapter_is_exact_and_keeps_its_reference(tmp_path):
 def test_a_new_adapter_costs_no_reference(tmp_path):
     trained = runs.trainer(tmp_path, parts={"peft_config": lora()}, beta=0.1)
     trained.train()
-    assert not trained.reference.stores_adapter and trained.reference.state_dict() is None
+    assert not trained.reference.stores_adapter and not trained.reference.state_dict()
