@@ -26,7 +26,7 @@ IN_TEXT = (
         r"(?:(?<!:\s)|(?=\S*[\d_+/=$@#%^*]))[^\s\"',;&(){}[\]<>\\]{8,}",  # no word of a sentence, as in `key: remember`
         re.IGNORECASE,
     ),
-    re.compile(rf"(--(?:\w+[-_]){{0,5}}{_NAME}{_QUOTE},?\s{_QUOTE})[^\s\"'-][^\s\"']*", re.IGNORECASE),
+    re.compile(rf"((?<![\w-])--(?:[\w-]*[-_])?{_NAME}{_QUOTE},?\s{_QUOTE})[^\s\"'-][^\s\"']*", re.IGNORECASE),
     re.compile(r"(\bBearer )[\w.~+/=-]{16,}"),
     re.compile(r"(?<![\w-])(hf_|sk-|gh[a-z]_|github_pat_|glpat-|AKIA)[\w-]{16,}"),
 )
