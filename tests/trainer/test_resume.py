@@ -313,8 +313,9 @@ def test_other_settings_of_an_adapter_are_refused_by_name(tmp_path, changed, say
 
 def test_settings_of_an_adapter_that_may_change_are_listed(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
-    runs.trainer(tmp_path, parts={"peft_config": lora()}, **saving, max_steps=1).train()
-    same = lora(target_modules=r".*\.(q|v)_proj", lora_dropout=0.5, init_lora_weights="gaussian")
+    ranks = {"rank_pattern": {"v_proj": 2, "q_proj": 4}}  # PEFT writes the names sorted
+    runs.trainer(tmp_path, parts={"peft_config": lora(**ranks)}, **saving, max_steps=1).train()
+    same = lora(target_modules=r".*\.(q|v)_proj", lora_dropout=0.5, init_lora_weights="gaussian", **ranks)
     resumed = runs.trainer(tmp_path, parts={"peft_config": same}, max_steps=1)
     wanted = (
         r"Takes effect: peft_config\.lora_dropout=0\.5 \(was 0\.0\)\. Has no effect: peft_config\.init_lora_weights='g"

@@ -120,7 +120,7 @@ def active_adapter(model: Any) -> str:
 def adapter_config(model: Any, name: str) -> dict[str, Any]:
     """Config of an adapter as in `adapter_config.json`."""
     given = {key: value for key, value in model.peft_config[name].to_dict().items() if key != "runtime_config"}
-    config: dict[str, Any] = json.loads(json.dumps(given, default=sorted))  # sets become lists
+    config: dict[str, Any] = json.loads(json.dumps(given, default=sorted, sort_keys=True))  # sets become lists
     config["inference_mode"] = True
     if config.get("base_model_name_or_path") is None:
         config["base_model_name_or_path"] = getattr(base_model(model).config, "_name_or_path", None) or None
