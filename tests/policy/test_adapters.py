@@ -40,6 +40,12 @@ def test_what_is_trained_on_a_base_leaves_it_the_same(settings):
         checked(saved, adapted(seed=1, **settings))
 
 
+def test_a_sample_of_weights_holds_no_whole_weight():
+    """torch saves all of a tensor with a view of it."""
+    samples = [few for _, few in frozen_sample(adapted(**KINDS[0])).values()]
+    assert {few.untyped_storage().nbytes() // few.nbytes for few in samples} == {1}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_base_is_recognised_in_another_dtype(dtype):
     saved = frozen_sample(adapted(**KINDS[0]))

@@ -119,7 +119,8 @@ def frozen_sample(model: Any) -> Sample:
 
 
 def _few(weight: Tensor) -> Tensor:
-    return weight.flatten()[:: max(1, weight.numel() // 8)].float().cpu()
+    few = weight.flatten()[:: max(1, weight.numel() // 8)].to("cpu", torch.float32)
+    return few.clone()  # torch saves the whole of what a view is of
 
 
 @torch.no_grad()
