@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
+from covey import GRPOTrainer
 from covey.rewards import RewardError
 from covey.trainer.checkpoint import superfluous_checkpoints
 from tests.support import runs, tiny
@@ -322,6 +324,31 @@ def test_settings_of_an_adapter_that_may_change_are_listed(tmp_path):
     )
     with pytest.warns(UserWarning, match=wanted):
         resumed.train(resume_from_checkpoint=True)
+
+
+class Freezing(GRPOTrainer):
+    def create_optimizer(self, *given, **named):
+        self.model.model.embed_tokens.requires_grad_(False)
+        return super().create_optimizer(*given, **named)
+
+
+class Freezes(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.model.embed_tokens.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [Freezing, GRPOTrainer])
+def test_a_run_that_freezes_weights_as_it_begins_resumes(tmp_path, kind):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    trainers = [runs.trainer(tmp_path, kind=kind, **saving, max_steps=steps) for steps in (2, 3, 3)]
+    for trainer in trainers:
+        if kind is GRPOTrainer:
+            trainer.add_callback(Freezes())
+    straight, resumed = trainers[1:]
+    trainers[0].train()
+    resumed.train(resume_from_checkpoint=True)
+    straight.train()
+    assert_alike(straight, resumed)
 
 
 class Moody:

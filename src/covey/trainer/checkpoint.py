@@ -73,7 +73,7 @@ class Checkpointer:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
                     state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
                     state["sharding"] = self.context.sharding.name
-                    state["trained"] = resuming.trained_names(self.context.loop.policy)
+                    state["trained"] = self.trained
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -155,7 +155,12 @@ class Checkpointer:
             resuming.check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
             resuming.check_same_sharding(checkpoint, state.get("sharding"), self.context.sharding.name)
             resuming.check_same_optimizer(checkpoint, *settings)
-            resuming.check_same_trained(checkpoint, state.get("trained"), resuming.trained_names(policy), changed)
+            resuming.check_same_trained(checkpoint, state.get("trained"), self.trained, changed)
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Names of trained weights before a training begins, as subclasses and callbacks may freeze some then."""
+        return resuming.trained_names(self.context.loop.policy)
 
     @cached_property
     def frozen(self) -> Sample:
@@ -258,7 +263,7 @@ class Checkpointer:
 
 def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
     """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
-    context, folder = trainer.checkpoints.context, trainer.args.output_dir
+    context, folder, _ = trainer.checkpoints.context, trainer.args.output_dir, trainer.checkpoints.trained
     context.earlier = {path.name for path in checkpoints_of_others(folder, checkpoint)}
     if context.earlier and context.accelerator.is_main_process and trainer.args.save_strategy != "no":
         warnings.warn(
