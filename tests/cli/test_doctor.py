@@ -3,10 +3,13 @@
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from covey.cli.doctor.command import before, main
+from covey.cli.doctor.rewards import _other_column
 from covey.cli.main import main as covey
 from covey.observability.findings import CODES, Finding, ranked
 from tests.support import faults, runs, tiny
@@ -45,6 +48,22 @@ def test_the_first_finding_is_the_planted_cause(name, tmp_path, repeating):
 def test_healthy_runs_have_no_error(name, tmp_path, repeating):
     found = findings(tmp_path, repeating, **faults.HEALTHY[name])
     assert [str(one) for one in found if one.level == "error"] == []
+
+
+def test_other_columns_are_tried_while_there_is_time():
+    """18 ways to fill 3 columns with other values; each takes 20 s, and 50 are left."""
+    tried, row = [], {"prompt": "", "a": "One 1", "b": "Two 2", "c": "Three 3"}
+
+    def totals(rows, rollouts):
+        tried.append(rows)
+        run.left -= 20.0
+        return torch.zeros(len(rows))
+
+    base = SimpleNamespace(samples=[SimpleNamespace(row=row)])
+    run = SimpleNamespace(
+        base=base, failure=None, seconds=75.0, left=50.0, totals=totals, answering=lambda row, text: text
+    )
+    assert _other_column(run, 0.0) is None and len(tried) == 3
 
 
 @pytest.mark.parametrize("name", faults.QUICK)

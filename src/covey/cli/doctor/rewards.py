@@ -280,9 +280,12 @@ def _other_column(run: ExaminedRun, value: float) -> Finding | None:
     """A column whose values the reward cannot match: written otherwise, or with another's, it can."""
     row, kept = run.base.samples[0].row, run.failure
     columns = {name: held for name, held in row.items() if name != "prompt"}
+    until = min(0.0, run.left - run.seconds / 10)  # a tenth of the time, where it is used up
     for name, held in columns.items():
         others = [(other, written) for other, written in columns.items() if other != name]
         for other, written in [*((None, changed) for changed in _otherwise(held)), *others]:
+            if run.left < until:
+                return None
             texts = [*_written(str(written)), *_written(str(held))]
             rollouts = [run.answering(row, text) for text in texts]
             totals = run.totals([{**row, name: written}] * len(texts), rollouts).nan_to_num(value).tolist()
