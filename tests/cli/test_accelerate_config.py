@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -14,6 +15,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked, main
 from covey.runtime import files
+
+
+@pytest.fixture
+def usual_signals():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
 
 NAMES = ("cpu_2proc", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3")
 SETS = {
@@ -114,12 +123,14 @@ def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
     [
         (ChildFailedError("covey", {1: ProcessFailure(1, 7, 2, "none")}), 2, ""),
         (ChildFailedError("covey", {1: ProcessFailure(1, 7, -9, "none")}), 137, "process 1 was ended by SIGKILL, as"),
+        (subprocess.CalledProcessError(2, "covey"), 2, ""),
+        (subprocess.CalledProcessError(-signal.SIGKILL, "covey"), 137, ""),
         (KeyboardInterrupt(), 130, ""),
         (SignalException("", signal.SIGTERM), 143, ""),
     ],
-    ids=["error", "killed", "interrupted", "terminated"],
+    ids=["error", "killed", "error of one", "killed alone", "interrupted", "terminated"],
 )
-def test_the_launcher_ends_without_a_traceback(monkeypatch, capsys, raised, status, says):
+def test_the_launcher_ends_without_a_traceback(monkeypatch, capsys, usual_signals, raised, status, says):
     def launch():
         raise raised
 
@@ -127,3 +138,24 @@ def test_the_launcher_ends_without_a_traceback(monkeypatch, capsys, raised, stat
     assert main() == status
     said = capsys.readouterr().err
     assert says in said and bool(said) == bool(says)
+
+
+ALONE = """
+import os, signal, subprocess, sys, threading
+import accelerate.commands.launch as launcher
+from covey.cli.launch import main
+
+def launch():
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(30)"], check=True)
+
+launcher.main = launch if sys.argv[1] == "training" else lambda: signal.raise_signal(signal.SIGTERM)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["training", "starting"])
+def test_sigterm_ends_a_single_process_too(state):
+    """Accelerate's launcher of one process would end alone, and leave it training."""
+    done = subprocess.run([sys.executable, "-c", ALONE, state], capture_output=True, text=True, timeout=25)
+    assert done.returncode == 143 and "Traceback" not in done.stderr, done.stderr

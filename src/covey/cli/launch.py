@@ -3,9 +3,13 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+
+import psutil  # which accelerate requires
 
 from covey.cli.config_file import FlagParser
 from covey.config.hardware import require_deepspeed
@@ -66,6 +70,15 @@ def configs_folder() -> Path:
     return shipped("examples/accelerate_configs")
 
 
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Ask the training process to end; accelerate would leave it behind."""
+    children = psutil.Process().children()
+    for child in children:
+        child.send_signal(number)
+    if not children:
+        sys.exit(128 + number)
+
+
 def main() -> int:
     """`accelerate launch` with these arguments, without its tracebacks: the processes have said what happened."""
     from accelerate.commands.launch import main as launch
@@ -73,8 +86,11 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, _pass_on)  # torch's launcher of several processes sets its own
     try:
         launch()
+    except subprocess.CalledProcessError as error:  # of a config for a single process
+        return error.returncode if error.returncode > 0 else 128 - error.returncode
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
