@@ -99,8 +99,10 @@ def test_scripts_append_values_of_their_own_to_the_window(tmp_path):
     class Mine(GRPOTrainer):
         def training_step(self, *given, **named):
             loss = super().training_step(*given, **named)
-            for value in [5.0] if self.state.global_step else [1.0, 3.0]:
-                self._metrics["train"]["mine"].append(value)
+            if self.state.global_step:
+                self._metrics["train"]["mine"].append(5.0)
+            else:
+                self._metrics["train"]["mine"].extend([1.0, 3.0])
             assert self._metrics["train"].setdefault("mine", []) is not None
             return loss
 

@@ -1,6 +1,6 @@
 """Attributes of TRL's trainers that callbacks and scripts read; here they are read-only views."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import TrainingArguments
@@ -88,6 +88,10 @@ class Appended(list[float]):
         log.log_metric(self.name, value)
         self.metrics.add(log.metrics, self.mode)
         super().append(value)
+
+    def extend(self, values: Iterable[float]) -> None:
+        for value in values:
+            self.append(value)
 
 
 class View:
