@@ -333,7 +333,7 @@ def test_every_field_takes_a_value_or_names_itself(value, monkeypatch):
             new = ALIASES[name].new if name in ALIASES else name
             assert name in str(error) or str(new) in str(error), (name, value)
     optional = {name for name, hint in hints.items() if NoneType in get_args(hint)}
-    assert value is not None or taken - optional == {"debug", "top_k"}
+    assert value is not None or taken - optional == {"debug", "max_grad_norm", "top_k"}
 
 
 @pytest.mark.parametrize(("cls", "settings", "named"), WARNED, ids=label)

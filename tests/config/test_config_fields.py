@@ -10,8 +10,9 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -105,6 +106,30 @@ def test_configs_can_be_pickled_and_replaced():
     args = GRPOConfig(num_generations=4)
     assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()
     assert dataclasses.replace(args, beta=0.5).beta == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "read"),
+    [
+        ("lr_scheduler_kwargs", '{"power": "2"}', {"power": 2}),
+        ("gradient_checkpointing_kwargs", ' {"use_reentrant": "false"}', {"use_reentrant": False}),
+        ("deepspeed", "", None),
+        ("optim_args", "", ""),
+        ("deepspeed", False, False),
+        ("hub_token", True, True),
+        ("max_grad_norm", None, None),
+        ("torch_compile_backend", "INDUCTOR", "inductor"),
+        ("log_completions", np.True_, True),
+    ],
+)
+def test_values_of_scripts_are_read_as_transformers_does(name, given, read):
+    assert getattr(GRPOConfig(**{name: given}), name) == read
+
+
+@pytest.mark.parametrize(("kind", "default"), [(str, None), (float, None), (Any, 3), (list[Any], (1,))])
+def test_fields_of_a_subclass_are_not_checked(kind, default):
+    own = dataclasses.make_dataclass("Own", [("extra", kind, default)], bases=(GRPOConfig,))
+    assert own().extra == default
 
 
 def test_argument_parser_of_transformers_reads_the_config():

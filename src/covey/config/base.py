@@ -207,7 +207,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         for name in self._VALID_DICT_FIELDS:  # of transformers, whose error would not name the field
             value, takes_file = getattr(self, name), name in FILE_FIELDS
             if isinstance(value, str) and not (takes_file and os.path.isfile(value)):
-                setattr(self, name, as_dict(name, value, ", or name a file that is there" * takes_file))
+                read = as_dict(name, value, ", or name a file that is there" * takes_file) if value else None
+                setattr(self, name, read and value.strip())  # transformers reads numbers and words within, too
         set_fields_from_generation_kwargs(self)
         self.top_k = 0 if self.top_k is None else self.top_k  # as earlier releases of TRL have it
         if self.report_to is None:
@@ -217,6 +218,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self.vllm_gpu_memory_utilization = as_memory_share(self.vllm_gpu_memory_utilization)
         for name in ("vllm_server_base_url", "sglang_base_url"):
             setattr(self, name, as_urls(name, getattr(self, name)))
+        if isinstance(self.torch_compile_backend, str):
+            self.torch_compile_backend = self.torch_compile_backend.lower()
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of.isdigit():
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
 

@@ -14,6 +14,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -34,7 +35,10 @@ READ_BY_A_RULE = {"pad_to_multiple_of", "reward_clip_range", "reward_weights", "
 ALSO: dict[str, tuple[type, ...]] = {  # what transformers takes, or makes of a value, beyond the type it declares
     "accelerator_config": (AcceleratorConfig,),
     "debug": (NoneType, list[str]),
+    "deepspeed": (Literal[False],),
     "fsdp": (bool, list[str]),
+    "hub_token": (bool,),
+    "max_grad_norm": (NoneType,),
     "resume_from_checkpoint": (bool,),
 }
 BACKENDS = Limits(choices=("nccl", "gloo", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "mccl"))
@@ -44,9 +48,10 @@ DESCRIBED = {bool: "True or False", float: "a number", int: "a whole number", st
 def check_fields(args: "OnlineConfig") -> None:
     if not isinstance(args.output_dir, str | os.PathLike | None):
         raise ValueError(f"output_dir={args.output_dir!r} must be text: the name of a folder.")
-    hints = get_type_hints(type(args))
+    own = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("covey."))  # not a script's subclass
+    hints = get_type_hints(own)
     _check_within(args)
-    for field in dataclasses.fields(args):
+    for field in dataclasses.fields(own):
         name, value = field.name, getattr(args, field.name, None)
         one_of = get_origin(hints[name]) in (Union, UnionType)
         kinds = (*(get_args(hints[name]) if one_of else [hints[name]]), *ALSO.get(name, ()))
@@ -82,7 +87,7 @@ def _is_one(value: Any, kind: Any) -> bool:
     """True if a value is of the type of a hint; 0 and 1 count as bools, and whole numbers as floats."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is bool:
-        return isinstance(value, numbers.Real) and value in (0, 1)
+        return isinstance(value, numbers.Real | np.bool_) and value in (0, 1)
     if kind in (int, float):
         return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
     if origin is Literal:
@@ -104,7 +109,8 @@ def _described(kind: Any) -> str:
 
 def _check_within(args: "OnlineConfig") -> None:
     """Refuse NaN and infinity in the arguments of optimizers and schedulers, which few of them look at."""
-    if isinstance(args.optim_args, str) and not all("=" in part for part in args.optim_args.split(",")):
+    given = args.optim_args
+    if given and isinstance(given, str) and not all("=" in part for part in given.split(",")):
         raise ValueError(f"optim_args={args.optim_args!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
     for name in ("optim_args", "lr_scheduler_kwargs"):
         if re.search(r"\b(nan|inf)\b", str(getattr(args, name)), re.IGNORECASE):
