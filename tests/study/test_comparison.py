@@ -65,6 +65,14 @@ def test_variants_are_evaluated_with_the_settings_of_the_study(tmp_path, monkeyp
     assert found == dict.fromkeys(found, found["a"]) and found["a"] not in others and len(found["a"]) == 3
 
 
+def test_settings_of_all_need_not_make_a_run_by_themselves(tmp_path):
+    """A batch of 4 cannot be cut into groups of 8, which no variant has."""
+    common = {"num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 1}
+    variants = {"a": {"num_generations": 2}, "b": {"num_generations": 4}}
+    ended = study(tmp_path, variants, eval_dataset=tiny.rows(2), **common).train()
+    assert [len(variant.evaluations[1]) for variant in ended.values()] == [2, 2]
+
+
 @pytest.mark.parametrize("saves", [{}, {"save_rounds": 1}])
 def test_halving_acts_at_the_step_of_an_evaluation(tmp_path, saves):
     variants = {name: {"seed": seed} for seed, name in enumerate("abcd")}

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from covey.config.sampling import AgentFields, GenerationFields
+from covey.config.objective import EntropyFields, KLFields, LossFields
+from covey.config.sampling import AgentFields, GenerationFields, PromptFields
+from covey.config.training import BatchFields
 from covey.core.advantages import weighted_total
 from covey.core.records import PromptSample
 from covey.rollout.agents import with_agent
@@ -15,6 +17,9 @@ from covey.trainer.build import build_collector, build_rewards, sampling_params
 from covey.trainer.rollout_phase import RolloutPhase
 
 SHAPES = ("seed", *(one.name for kind in (GenerationFields, AgentFields) for one in fields(kind)))  # of rollouts
+LEARNING = {"per_device_train_batch_size", "gradient_accumulation_steps", "advantages", "pass_at_k"} | {
+    one.name for kind in (BatchFields, EntropyFields, KLFields, LossFields, PromptFields) for one in fields(kind)
+}  # settings that evaluations do not read, and that may fit those of the variants only
 PARTS = ("tools", "rollout_func", "environment_factory", "agent")
 
 

@@ -33,7 +33,7 @@ from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.runtime.safe_text import without_secrets
 from covey.study import commands
 from covey.study.commands import Command, check_known, check_name
-from covey.study.evaluation import CommonEvaluation
+from covey.study.evaluation import LEARNING, CommonEvaluation
 from covey.study.interventions import carry_out, check_changes
 from covey.study.plan import Halving
 from covey.study.report import write_report
@@ -287,7 +287,11 @@ class Study:
         if self.eval_rows:
             own = {name: value for name, value in variant.changes.items() if field_of(name) in ASKED}
             own["peft"] = None if peft_config is None else {}
-            common = settings_of(self.common, own, self.folder / variant.name)[2]
+            common = {name: value for name, value in self.common.items() if field_of(name) not in LEARNING}
+            group = {field_of(name): value for name, value in self.common.items()}.get("num_generations")
+            group = group or TRAINERS[common.get("method", "grpo")].config_class.num_generations
+            common |= {"num_generations": group, "per_device_train_batch_size": group}
+            common = settings_of(common, own, self.folder / variant.name)[2]
             rows = with_system(own.get("system_prompt", self.common.get("system_prompt")), self.eval_rows)
             has_own = any(field_of(name).startswith("reward_") for name in variant.changes)
             evaluate = CommonEvaluation(common, rows, self._arguments({}).get("reward_funcs"), has_own)
