@@ -345,6 +345,16 @@ def test_the_folder_of_another_study_is_refused(tmp_path, variants, base, resume
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+def test_a_further_setting_is_that_of_another_study(tmp_path, monkeypatch):
+    study(tmp_path, SAME, max_steps=1).train()
+    for name, value in {"temperature": 1.0, "log_completions": True}.items():  # the default, and what is shown
+        monkeypatch.setitem(COMMON, name, value)
+    study(tmp_path, SAME, max_steps=1).train(resume=True)
+    monkeypatch.setitem(COMMON, "temperature", 0.5)
+    with pytest.raises(ValueError, match=r"another study: temperature=1\.0 there and 0\.5 here\. Give"):
+        study(tmp_path, SAME, max_steps=1).train()
+
+
 def test_the_same_study_goes_on_without_resume(tmp_path):
     kill_after(study(tmp_path, SAME, max_steps=3, save_rounds=1), 2)
     made = study(tmp_path, SAME, max_steps=3, save_rounds=1)

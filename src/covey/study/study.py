@@ -13,12 +13,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from covey.config.training import LoggingFields
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.engines.servers.errors import RETRIED, NoServerLeft
@@ -56,6 +57,8 @@ from covey.trainer.integrations.report import RunReport
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
 ASKED = ("system_prompt", "chat_template_kwargs")  # a variant's own in evaluations too: how its policy is to be asked
 MAY_DIFFER = (
+    *(one.name for one in fields(LoggingFields)),
+    "run_name",
     "max_steps",
     "num_train_epochs",
     "logging_steps",
@@ -451,13 +454,15 @@ class Study:
         first = {name: one for name, one in state["variants"].items() if one["parent"] is None}
         own = {name: as_json(one.changes) for name, one in self.variants.items()}
         own |= {name: first[name]["changes"] for name in first.keys() & own.keys() if resume or first[name]["history"]}
-        there = {
-            **self._base,
-            **{f"variant {name}": one["changes"] for name, one in first.items()},
-            **state.get("base", {}),
-        }
-        here = {**self._base, **{f"variant {name}": changes for name, changes in own.items()}}
-        differ = {name for name in there.keys() | here.keys() if there.get(name) != here.get(name)} - {*MAY_DIFFER}
+        base = state.get("base", self._base)  # of older releases there is none
+        default = TRAINERS[self._base.get("method", "grpo")].config_class
+        names = {*base, *self._base} - {*MAY_DIFFER}
+        there, here = (
+            {name: one.get(name, getattr(default, name, None)) for name in names} for one in (base, self._base)
+        )
+        there |= {f"variant {name}": one["changes"] for name, one in first.items()}
+        here |= {f"variant {name}": changes for name, changes in own.items()}
+        differ = {name for name in there.keys() | here.keys() if there.get(name) != here.get(name)}
         if resume and first.keys() & own.keys():
             differ = {name for name in differ if not name.startswith("variant ")}
         if differ:
