@@ -153,6 +153,7 @@ def test_world_size_is_planned_for(write):
         ("modle: x\n", TypeError, "Did you mean `model`"),
         ("method: ppo\n", ValueError, "choose one of: grpo, rloo"),
         ("beta: high\n", ValueError, "beta='high' cannot be read"),
+        ("reward_weights: [1, high]\n", ValueError, r"reward_weights=\[1, 'high'\]: give a list"),
         ("peft: 3\n", ValueError, "peft=3 must be a mapping"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +238,17 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
         if action.dest in ("optim_target_modules", "report_to"):  # a word or several
             action.nargs = "+"
         elif action.dest == "reward_weights":
-            action.type = _numbers
+            action.type = str  # several of them may be in one word
     return parser
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in re.split(r"[\s,]+", text.strip("[]() ")) if part]
+def _numbers(parts: Any) -> Any:
+    """Numbers of texts such as `1,2`; anything else as it is, for the rule that names what is wrong with it."""
+    texts = [str(part).strip("[]() ") for part in (parts if isinstance(parts, list) else [parts])]
+    try:
+        return [float(number) for text in texts for number in re.split(r"[\s,]+", text) if number]
+    except ValueError:
+        return parts
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
@@ -276,7 +280,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
         raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     values = {**vars(namespace), **dict.fromkeys(names)}
     if "reward_weights" in values:
-        values["reward_weights"] = [*chain.from_iterable(values["reward_weights"])]
+        values["reward_weights"] = _numbers(values["reward_weights"])
     for name in {"optim_target_modules", "report_to"} & values.keys():
         values[name] = values[name] if len(values[name]) > 1 else values[name][0]
     return values
@@ -357,9 +361,7 @@ def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[s
         if name.endswith("_strategy") and value is False:
             value = "no"
         elif name == "reward_weights" and isinstance(value, str | list):
-            value = [
-                number for part in ([value] if isinstance(value, str) else value) for number in _numbers(str(part))
-            ]
+            value = _numbers(value)
         elif name in ("output_dir", "run_name", "hub_model_id") and not isinstance(value, str | None):
             raise ValueError(f"{name}: {value} is read as a {type(value).__name__}: put it in quotes.")
         elif isinstance(value, str) and callable(convert) and convert is not str:
