@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 
 import aiohttp
 import pytest
@@ -71,6 +72,13 @@ def test_commands_of_the_page_act_after_the_step(tmp_path):
     assert "<svg" in page and "&nbsp;&nbsp;c" in page and "<li>" in page
 
 
+def test_studies_of_earlier_releases_have_curves(trained, tmp_path):
+    for name in ("study.md", "study.json"):
+        shutil.copy(trained / name, tmp_path)
+    assert study.live_page(tmp_path, []) == study.live_page(trained, [])
+    assert "Reward in training" in study.live_page(tmp_path, [])
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "status", "says"),
     [
@@ -120,6 +128,7 @@ def test_names_are_text(tmp_path):
     (tmp_path / "study.md").write_text(
         "# Study after round 1\n\nvariant | status\n-|-\n<script>alert(1)</script> | x\n"
     )
+    (tmp_path / "curves.json").write_text("[]")
     ((_, page),) = answers(tmp_path, "/")
     assert "&lt;script&gt;" in page and "alert(1)</script>" not in page
 

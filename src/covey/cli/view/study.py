@@ -16,8 +16,9 @@ from covey.cli.view.server import HEADERS, PAGE, guard
 from covey.observability.plots import Panel
 from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of
-from covey.study.commands import CURVES_FILE, Command, send
-from covey.study.report import drawn, title_and_sections
+from covey.study.commands import CURVES_FILE, Command, read_state, send
+from covey.study.report import curves_of, drawn, title_and_sections
+from covey.study.variants import Variant
 
 POLICY = HEADERS["Content-Security-Policy"].replace("style-src 'self'", "style-src 'unsafe-inline'")
 DIALOG = """<dialog aria-labelledby="asked"><form>
@@ -72,8 +73,12 @@ def add_records(runs: list[RecordedRun], folder: Path) -> None:
 
 def live_page(folder: Path, recorded: list[str]) -> str:
     """The page with the table and the curves of the last round."""
-    curves = (folder / CURVES_FILE).read_text() if (folder / CURVES_FILE).is_file() else "[]"
-    title, sections = title_and_sections((folder / "study.md").read_text(), _drawn(curves))
+    if (folder / CURVES_FILE).is_file():
+        curves = _drawn((folder / CURVES_FILE).read_text())
+    else:  # of an earlier release
+        variants = read_state(folder)["variants"].items()
+        curves = drawn(curves_of({name: Variant.of(one) for name, one in variants}))
+    title, sections = title_and_sections((folder / "study.md").read_text(), curves)
     shown = f'<div id="study" data-runs="{html.escape(json.dumps(recorded))}">{"".join(sections)}</div>'
     return page_of(title, ['<p role="status"></p>', shown, DIALOG, '<script src="study.js"></script>'])
 
