@@ -32,7 +32,7 @@ RULES: "tuple[Callable[[OnlineConfig], None], ...]" = tuple(
     if inspect.isfunction(rule) and rule.__module__ == theme.__name__ and not name.startswith("_")
 )
 READ_BY_A_RULE = {"pad_to_multiple_of", "reward_clip_range", "reward_weights", "vllm_gpu_memory_utilization"}
-ALSO: dict[str, tuple[type, ...]] = {  # what transformers takes, or makes of a value, beyond the type it declares
+ALSO: dict[str, tuple[Any, ...]] = {  # what transformers takes, or makes of a value, beyond the type it declares
     "accelerator_config": (AcceleratorConfig,),
     "debug": (NoneType, list[str]),
     "deepspeed": (Literal[False],),
