@@ -312,3 +312,10 @@ def test_variables_of_a_launch_that_cannot_work(monkeypatch, changes, says):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=rf"{says}.* For a run of one process: unset "):
         hardware.announce_meeting(use_cpu=True)
+
+
+@pytest.mark.parametrize("port", [None, "0", "29500"])
+def test_a_launch_of_one_process_needs_no_port(monkeypatch, port):
+    for name, value in {**LAUNCH, "WORLD_SIZE": "1", "MASTER_PORT": port}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    hardware.announce_meeting(use_cpu=True)

@@ -110,3 +110,7 @@ def test_a_bad_file_is_one_sentence(tmp_path, capsys, changes, message):
 def test_a_misspelt_command_is_no_file(capsys):
     assert main(["study", "stopp", "a"]) == 2
     assert "'stopp' is neither a file nor one of" in (said := capsys.readouterr().err) and "mean 'stop'?" in said
+
+
+def test_eight_draws_are_the_most_where_no_count_is_given():
+    assert set(variants_of({"random": {"beta": [0.1, 0.2, 0.1]}})) == {"beta=0.1", "beta=0.2"}

@@ -27,8 +27,8 @@ def announce_meeting(use_cpu: bool) -> None:
     """Say on stderr that this process waits for others, unless torchrun starts them: the variables may be left over."""
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     leave = f"For a run of one process: unset {' '.join(given)}"
-    for name in {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & given.keys():
-        if not given[name].removeprefix("-").isdecimal():
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        if name in given and not given[name].removeprefix("-").isdecimal():
             raise ValueError(
                 f"{name}={given[name]!r} in the environment is not a whole number, as launchers set it. {leave}"
             )
@@ -36,13 +36,14 @@ def announce_meeting(use_cpu: bool) -> None:
     joins = launched() or (size != 1 and (use_cpu or not has_accelerator()))
     if not joins or torch.distributed.is_initialized():
         return
-    if missing := [name for name in VARIABLES if not given.get(name) and (launched() or name != "LOCAL_RANK")]:
+    needed = [name for name in VARIABLES if size > 1 or name != "MASTER_PORT"]  # accelerate chooses one
+    if missing := [name for name in needed if not given.get(name) and (launched() or name != "LOCAL_RANK")]:
         raise ValueError(
             f"{_listed(given)} in the environment, but not {', '.join(missing)}: a launcher sets all of"
             f" {', '.join(VARIABLES)}. {leave}"
         )
-    port = given["MASTER_PORT"]
-    if not (port.isdecimal() and 0 < int(port) < 2**16):
+    port = given.get("MASTER_PORT", "1")
+    if not (port.isdecimal() and (size > 1) <= int(port) < 2**16):
         raise ValueError(f"MASTER_PORT={port!r} in the environment is no port, a number from 1 to 65535. {leave}")
     if not 0 <= int(given["RANK"]) < size:
         raise ValueError(

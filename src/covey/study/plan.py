@@ -55,6 +55,7 @@ def variants_of(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _add_draws(ranges: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+    is_chosen = "count" in ranges
     count, seed = ranges.pop("count", 8), ranges.pop("seed", 0)
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in (count, seed)) or count < 1:
         raise ValueError(f"study: random: count={count!r}, seed={seed!r}: both are whole numbers, and count 1 or more.")
@@ -66,6 +67,8 @@ def _add_draws(ranges: dict[str, Any], found: dict[str, dict[str, Any]]) -> None
         found.setdefault(name, changes)
         if len(found) == wanted:
             return
+    if not is_chosen:  # the default is the most
+        return
     raise ValueError(
         f"study: random: count={count}, but only {len(found) - wanted + count} further variants were found in"
         f" {100 * count} draws. Lower count, or give more values."
