@@ -189,7 +189,7 @@ class Scores:
     @property
     def process_functions(self) -> list[int]:
         """Indexes of the functions that rewarded steps of any completion."""
-        return sorted({function for steps in self.steps for function in steps})
+        return sorted(set[int]().union(*self.steps))
 
     def steps_of(self, function: int) -> list[StepRewards]:
         """[N] steps of a process function; a plain number is one step, which ends with the completion."""

@@ -164,15 +164,15 @@ class ProcessStateWarning(UserWarning):
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Revert changes of what `_STATE` lists, with a warning; not of environment variables and import paths."""
-    before = {name: read() for name, (read, _) in _STATE.items()}
+    """Revert changes of what `_state` lists, with a warning; not of environment variables and import paths."""
+    before = _state()
     try:
         yield
     finally:
-        for name, (read, restore) in _STATE.items():
-            if (value := read()) != before[name] and before[name] is not None:
+        for name, value in _state().items():
+            if value != before[name] and before[name] is not None:
                 with suppress(OSError, ValueError):  # the directory was deleted; another thread sets no handlers
-                    restore(before[name])
+                    _RESTORE[name](before[name])
                 change = "" if isinstance(value, dict | list) else f" from {before[name]} to {value}"
                 warnings.warn(
                     f"{name} was changed{change} while rollouts were sampled and rewarded, and"
@@ -183,49 +183,52 @@ def preserve_process_state() -> Iterator[None]:
                 )
 
 
-def _working_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it was deleted
-        return None
-
-
-def _stop_handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-
-def _set_stop_handlers(handlers: dict[int, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def _open_streams() -> list[int]:
-    found = []
+def _state() -> dict[str, Any]:
+    """Values by name; None where there is none."""
+    folder, streams = None, []
+    with suppress(OSError):  # it was deleted
+        folder = os.getcwd()
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
-            found.append(number)
-    return found
+            streams.append(number)
+    return {
+        "the working directory": folder,
+        "the handling of SIGINT and SIGTERM": [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)],
+        "the set of open standard streams": streams,
+        "torch's default device": torch.get_default_device(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's gradient mode": torch.is_grad_enabled(),  # of this thread
+    }
+
+
+def _set_stop_handlers(handlers: list[Any]) -> None:
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+        signal.signal(number, handler)
 
 
 def _fill_streams(were_open: list[int]) -> None:
     """Lead closed standard streams to nothing, or the next file would get their numbers, and what is printed."""
-    for number in sorted(set(were_open) - set(_open_streams())):  # each gets the lowest number that is free
-        if (opened := os.open(os.devnull, os.O_RDWR)) != number:
-            os.dup2(opened, number)
-            os.close(opened)
+    for number in were_open:  # a new one gets the lowest number that is free
+        try:
+            os.fstat(number)
+        except OSError:
+            if (opened := os.open(os.devnull, os.O_RDWR)) != number:
+                os.dup2(opened, number)
+                os.close(opened)
 
 
 def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "the working directory": (_working_directory, os.chdir),
-    "the handling of SIGINT and SIGTERM": (_stop_handlers, _set_stop_handlers),
-    "the set of open standard streams": (_open_streams, _fill_streams),
-    "torch's default device": (torch.get_default_device, _set_device),
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),  # of this thread
+_RESTORE: dict[str, Callable[[Any], Any]] = {
+    "the working directory": os.chdir,
+    "the handling of SIGINT and SIGTERM": _set_stop_handlers,
+    "the set of open standard streams": _fill_streams,
+    "torch's default device": _set_device,
+    "torch's default dtype": torch.set_default_dtype,
+    "torch's number of threads": torch.set_num_threads,
+    "torch's gradient mode": torch.set_grad_enabled,
 }

@@ -244,7 +244,7 @@ class CreditAssigner:
         stats |= step_stats(sampled.scores, weights, names, context.group_size)
         alone = credit if everyone.kl is None else None  # the rewards' own
         stats |= signal_stats(context.algorithm, weights, everyone.scores, context.group_size, alone)
-        stats |= entropy_stats(everyone.columns["entropy"])
+        stats |= entropy_stats(everyone.columns["entropy"]) if context.args.log_entropy else {}
         context.metrics.add(stats, context.mode)
         if log is not None and log.enabled:
             log.add(context.step + context.training, **everyone.table(names, credit.of_completions()))

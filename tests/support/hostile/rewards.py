@@ -144,11 +144,10 @@ def leaves_threads(scene: Scene, completions: Any, **kwargs: Any) -> list[float]
     return ones(completions)
 
 
-def logs_anything(scene: Scene, completions: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+def logs_anything(scene: Scene, completions: Any, log_extra: Any, **kwargs: Any) -> list[float]:
     itself: list[Any] = [object()]
     log_extra("things", [itself, {1: object()}, b"\xff", "\ud800", 10**30, float("inf"), None, lambda: 1])
     log_extra("advantage", ones(completions))
-    log_metric(("a", "tuple"), 1)
     return ones(completions)
 
 
