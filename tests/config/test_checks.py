@@ -8,6 +8,7 @@ from types import NoneType, SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 from covey.config import rules
 from covey.config.aliases import ALIASES
@@ -445,3 +446,12 @@ def test_sound_settings_cause_no_warning(settings, recwarn):
 def test_ratios_of_completions_in_a_mean_over_tokens(tmp_path, loss_type):
     with pytest.warns(UserWarning, match="a completion counts by its length.*loss_type='grpo'"):
         GRPOConfig(output_dir=str(tmp_path), loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=5)
+
+
+def test_a_backend_that_a_script_registered_is_taken(monkeypatch, tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    args.ddp_backend = "own"
+    with pytest.raises(ValueError, match="ddp_backend='own' is not known"):
+        rules.check_fields(args)
+    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "own"])
+    rules.check_fields(args)

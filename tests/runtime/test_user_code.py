@@ -15,6 +15,7 @@ import torch
 from covey.runtime.user_code import (
     PlainCopies,
     ProcessStateWarning,
+    _set_stop_handlers,
     format_error,
     preserve_process_state,
     unsaveable_part,
@@ -159,3 +160,10 @@ def test_a_deleted_working_directory_does_not_raise(tmp_path, monkeypatch):
         os.chdir("/")
         gone.rmdir()
     os.chdir(tmp_path)
+
+
+def test_a_handler_that_was_set_in_c_is_left_out(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: numbers.append(number))
+    numbers = []
+    _set_stop_handlers([None, signal.SIG_DFL])
+    assert numbers == [signal.SIGTERM]

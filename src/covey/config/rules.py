@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -62,7 +63,8 @@ def check_fields(args: "OnlineConfig") -> None:
         if limits is not None and not (value is None and NoneType in kinds):
             limits.check(name, value)
     for backend in args.ddp_backend.split(",") if args.ddp_backend is not None else ():  # as in cpu:gloo,cuda:nccl
-        BACKENDS.check("ddp_backend", backend.rpartition(":")[2])
+        if (name := backend.rpartition(":")[2]) not in torch.distributed.Backend.backend_list:  # also registered ones
+            BACKENDS.check("ddp_backend", name)
     for word in args.debug.split() if isinstance(args.debug, str) else args.debug or ():
         Limits(choices=tuple(option.value for option in DebugOption)).check("debug", word)
 

@@ -205,7 +205,8 @@ def _state() -> dict[str, Any]:
 
 def _set_stop_handlers(handlers: list[Any]) -> None:
     for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
-        signal.signal(number, handler)
+        if handler is not None:  # one that was set in C cannot be set from here
+            signal.signal(number, handler)
 
 
 def _fill_streams(were_open: list[int]) -> None:
