@@ -152,6 +152,8 @@ QUICK = (
     "none",
     "another case",
     "another column",
+    "no opening",
+    "long warm-up",
     "rate of an adapter",
     "beta",
 )
@@ -267,6 +269,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "more tokens": ("tokenizer-drift", {"change": _more_tokens}),
     "tiny rate": ("learning-rate-low", {"learning_rate": 1e-8}),
+    "long warm-up": ("learning-rate-low", {"warmup_steps": 20000}),
     "rate of an adapter": ("learning-rate-low", {"learning_rate": 1e-6, "peft": {"r": 8}}),
     "huge rate": ("learning-rate-high", {"learning_rate": 0.3}),
     "huge rate of an adapter": ("learning-rate-high", {"learning_rate": 5.0, "peft": {"r": 8}}),

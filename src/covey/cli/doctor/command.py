@@ -28,7 +28,7 @@ STAGES: tuple[tuple[Check, ...], ...] = (
     (completions.temperature, completions.experiments, rewards.order),
     (columns.columns,),
     (rewards.flat, rewards.scale, rewards.length, rewards.signal),
-    (learning.learning_rate, learning.kl_scale, rewards.slow),
+    (learning.kl_scale, learning.learning_rate, rewards.slow),
 )
 """In the order of causes: an error of one stage explains what the next ones would find."""
 
@@ -80,19 +80,31 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
 
 
 def staged(run: ExaminedRun) -> Iterator[Finding]:
-    """All findings up to the first stage with an error."""
+    """All findings up to the first stage with an error, as far as the time goes."""
     run.summary.update(rewards.summary_of(run, run.base))
+    left_out: list[str] = []
     for stage in STAGES:
-        found = [finding for check in stage for finding in check(run)]
-        yield from found
-        if any(one.level == "error" for one in found):
+        levels = []
+        for check in stage:
+            if run.left < 0:
+                left_out.append(check.__name__)
+                continue
+            for finding in check(run):
+                levels.append(finding.level)
+                yield finding
+        if "error" in levels:
             return
+    if left_out:
+        run.summary["left_out"] = left_out
     per_step = run.summary.get("seconds_of_sampling_and_updates", 0.0)
     run.summary["steps"], run.summary["hours"] = run.steps, round(per_step * run.steps / 3600, 4)
 
 
 def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
-    lines = [str(finding) for finding in findings] or ["Nothing found: the run looks healthy."]
+    left_out = summary.get("left_out")
+    lines = [str(finding) for finding in findings]
+    if not lines:
+        lines = ["Nothing found." if left_out else "Nothing found: the run looks healthy."]
     if summary.get("completions"):
         expected = summary["groups_with_signal_expected"]
         lines.append(
@@ -100,6 +112,8 @@ def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
             f" {summary['reward']}, {expected:.0%} of the groups are expected to have a signal, {summary['cut']:.0%} of"
             " the completions are cut."
         )
+    if left_out:
+        lines.append(f"No time was left to examine {', '.join(left_out)}: give more by --seconds.")
     if summary.get("hours"):
         lines.append(f"{summary['steps']} steps take about {duration(3600 * summary['hours'])} on this machine.")
     return "\n".join("\n".join(map(printable, text.split("\n"))) for text in lines)

@@ -38,6 +38,7 @@ class Experiment:
     base: SampleBatch
     batch: SampleBatch
     suspected: bool = False  # something else than these completions speaks for it
+    certain: bool = False  # the prompts alone prove it
 
     @property
     def worth(self) -> float:
@@ -51,18 +52,24 @@ class Experiment:
     def strength(self) -> float:
         return self.worth + 0.3 * max(self.ended, 0.0) + 0.05 * self.suspected
 
-    def finding(self, run: ExaminedRun) -> Finding | None:
+    def level(self, run: ExaminedRun) -> str | None:
         """An error where nothing is learnt as it is; a warning where less is."""
-        base, batch = self.base, self.batch
-        masked = bool(run.args.mask_truncated_completions) and base.cut > 0.95
-        flat = base.signal(run.group) < 0.5 or base.mean <= batch.mean / 3
+        masked = bool(run.args.mask_truncated_completions) and self.base.cut > 0.95
+        flat = self.base.signal(run.group) < 0.5 or self.base.mean <= self.batch.mean / 3
         ends = self.ended >= 0.5 and self.worth > -0.1
         if (self.worth >= 0.2 and flat) or (ends and (masked or self.code == "never-ends")):
-            level = "error"
-        elif self.worth >= 0.1 or (ends and self.code in ("template", "completions-cut")):
-            level = "error" if self.suspected and self.worth >= 0.1 else "warning"
-            level = "note" if self.worth < 0.1 and (not flat or self.code == "completions-cut") else level
-        else:
+            return "error"
+        if self.worth >= 0.1:
+            return "error" if self.suspected else "warning"
+        if self.certain:
+            return "error" if flat else "warning"
+        if ends and self.code in ("template", "completions-cut"):
+            return "warning" if flat and self.code == "template" else "note"
+        return None
+
+    def finding(self, run: ExaminedRun) -> Finding | None:
+        base, batch, level = self.base, self.batch, self.level(run)
+        if level is None:
             return None
         many, few = len(base.rollouts), len(batch.rollouts)
         proof = (
@@ -128,7 +135,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     if not run.single or any(row.get("prompt") is None for row in rows):
         return
     chat = is_conversational(rows[0]["prompt"])
-    ways: list[tuple[str, str, str, Encode, bool]] = []
+    ways: list[tuple[str, str, str, Encode, tuple[bool, bool]]] = []  # the last: suspected, certain
     opening = _opening(run, rows[0]) if chat else None
     if opening:
         ids = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
@@ -140,10 +147,11 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                 "Correct the tokenizer's chat_template: let it write the opening of an answer if"
                 " add_generation_prompt.",
                 lambda row: [*run.codec.read_row(row).ids, *ids],
-                True,
+                (True, True),
             )
         )
     foreign = _foreign(run, rows[0])
+    of_template = foreign is not None and chat and foreign not in str(rows[0]["prompt"])
     if not (_poor(run) or opening or foreign):
         return
     if not chat and run.tokenizer.chat_template is not None:
@@ -155,7 +163,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                 "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file"
                 " makes them so.",
                 lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids,
-                False,
+                (False, False),
             )
         )
     for name, (begin, end, answer) in FAMILIES.items():
@@ -167,13 +175,13 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                     " has" + (f"; {foreign!r} is no control token of it." if foreign else "."),
                     f"Set the tokenizer's chat_template to that of the model ({name}).",
                     _written(run, begin, end, answer),
-                    bool(foreign) or chat,
+                    (bool(foreign) or chat, of_template),
                 )
             )
-    for change, evidence, fix, encode, suspected in ways:
+    for change, evidence, fix, encode, sure in ways:
         if run.left > run.seconds / 10:
             batch = run.sample(base.prompts, base.size, encode, max_tokens=base.limit)
-            yield Experiment("template", change, evidence, fix, base.first(batch.prompts), batch, suspected)
+            yield Experiment("template", change, evidence, fix, base.first(batch.prompts), batch, *sure)
 
 
 def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
@@ -287,8 +295,9 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
             )
         )
     for change, evidence, fix, settings in tries:
-        batch = run.sample(base.prompts, base.size, max_tokens=base.limit, extra=settings)
-        yield Experiment("never-ends", change, evidence, fix, base, batch)
+        if run.left > run.seconds / 10:
+            batch = run.sample(base.prompts, base.size, max_tokens=base.limit, extra=settings)
+            yield Experiment("never-ends", change, evidence, fix, base, batch)
 
 
 def _longer(run: ExaminedRun) -> Iterator[Experiment]:

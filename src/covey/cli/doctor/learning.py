@@ -122,7 +122,7 @@ class Updated:
 
 
 def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
-    """The change of log-probs by one update, and over the run."""
+    """The change of log-probs by one update, and over the run, whose schedule may hold the learning rate back."""
     args, trials = run.args, Trials(run)
     rate, steps = args.learning_rate, max(run.steps, SHORT)
     one = trials.update(rate)
@@ -132,8 +132,20 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     )
     run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
     kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"
-    whole = one.moved * steps * 0.5  # schedules fall to 0
-    if one.finite and whole < LITTLE:
+    share = scheduled(run.trainer, steps)
+    whole = one.moved * steps * share
+    if one.finite and whole < LITTLE <= one.moved * steps / 2:
+        warmup = args.get_warmup_steps(steps)
+        yield Finding(
+            "learning-rate-low",
+            "error" if whole < LITTLE / 2 else "warning",
+            f"the schedule ({args.lr_scheduler_type}, {warmup} steps of warm-up) leaves {share:.2%} of"
+            f" learning_rate={rate:g} in the mean of {steps} steps, which change log-probs by {whole:.2g} nats a token"
+            " in all.",
+            f"Set warmup_steps={run.steps // 10}." if warmup > steps / 2 else "Set lr_scheduler_type='constant'.",
+            f"A single update at the whole of learning_rate={rate:g} changes them by {one.moved:.2g} nats.",
+        )
+    elif one.finite and whole < LITTLE:
         better = _aim(trials, rate, one.moved, 0.01 if steps > 50 else 0.03)
         other = trials.update(better)
         yield Finding(
@@ -146,6 +158,16 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
         )
     elif run.base.spread.any() and (not one.finite or one.moved > MUCH / 4):
         yield from _too_high(run, trials, one)
+
+
+def scheduled(trainer: Any, steps: int) -> float:
+    """Mean of the learning rates of the first steps, as a share of `learning_rate`; a half where nothing tells it."""
+    trainer.lr_scheduler = None  # of no training yet
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = trainer.create_scheduler(max(steps, 1), optimizer)
+    trainer.lr_scheduler = None
+    factors = getattr(schedule, "lr_lambdas", None)
+    return sum(factors[0](step) for step in range(steps)) / steps if factors else 0.5
 
 
 def _aim(trials: Trials, rate: float, moved: float, wanted: float) -> float:
