@@ -275,6 +275,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "huge rate of an adapter": ("learning-rate-high", {"learning_rate": 5.0, "peft": {"r": 8}}),
     "beta": ("kl-scale", {"beta": 10.0}),
     "beta in the reward": ("kl-scale", {"beta": 5.0, "method": "rloo"}),
+    "repetition": ("engine-mismatch", {"repetition_penalty": 3.0}),
     "cold": ("temperature-low", {"temperature": 0.01}),
     "greedy": ("temperature-low", {"top_k": 1}),
     "no column": ("data-columns", {"rows": [{"prompt": row["prompt"]} for row in ROWS]}),

@@ -57,7 +57,9 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
     row = base.samples[0].row
     for function_name, function in _functions(run):
         bound = getattr(function.function, "keywords", None) or {}
-        wanted = _wanted(function) - arguments_with(row) - RESERVED - set(bound)
+        asked = _wanted(function)
+        wanted = asked - arguments_with(row) - RESERVED - set(bound)
+        has_solution = any(other in asked and other in row for other in _solutions())
         for name in sorted(wanted):
             best: tuple[float, str] | None = None
             others = [other for other in row if other not in NOT_FORWARDED and other != name]
@@ -79,7 +81,7 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
                     f"Given {best[1]!r} as {name!r}, the same completions get {best[0]:.3g} on average, not"
                     f" {base.mean:.3g}.",
                 )
-            elif quiet_ and not base.spread.any() and (name in _solutions() or not others):
+            elif quiet_ and not base.spread.any() and not has_solution and (name in _solutions() or not others):
                 yield Finding(
                     "data-columns",
                     "error",

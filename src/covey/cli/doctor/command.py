@@ -24,7 +24,7 @@ from covey.runtime.safe_text import printable
 
 Check = Callable[[ExaminedRun], Iterator[Finding]]
 STAGES: tuple[tuple[Check, ...], ...] = (
-    (rewards.failing, prompts.tokenizer_drift, prompts.round_trip, learning.engine),
+    (rewards.failing, prompts.tokenizer_drift, prompts.round_trip, learning.engine, learning.penalties),
     (completions.temperature, completions.experiments, rewards.order),
     (columns.columns,),
     (rewards.flat, rewards.scale, rewards.length, rewards.signal),

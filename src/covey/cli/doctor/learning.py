@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.cli.doctor.examined import ExaminedRun, quiet
+from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
 from covey.core.records import FinishReason
@@ -20,6 +20,8 @@ from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbe
 MOST_TOKENS, FEW = 3000, 12  # of completions in a trial update; completions of a model that is not small
 SHORT = 50  # steps that a run is taken to have at least: one to try things out is no fault
 LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
+PENALTIES = ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size")  # of generation_kwargs
+SURPRISE = 0.1  # nats a token by which samples are less probable than those of the policy
 MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 
@@ -71,6 +73,11 @@ class Trials:
         batch.engine_logprobs = None
         return batch
 
+    @cached_property
+    def before(self) -> Tensor:
+        """Log-probs [N] of the batch under the policy as it is."""
+        return self.run.logprobs(self.batch, self.run.args.temperature, exact=True)
+
     def update(self, learning_rate: float, steps: int = 1) -> TrialUpdate:
         """The size of updates at a learning rate; the policy is as before afterwards."""
         with self.updated(learning_rate, steps) as found:
@@ -90,7 +97,7 @@ class Updated:
         trials, trainer, args = self.trials, self.trials.trainer, self.trials.run.args
         batch, model = trials.batch, trainer.model
         self.saved = [weight.detach().clone() for weight in trials.trained]
-        before = trials.run.logprobs(batch, args.temperature, exact=True)
+        before = trials.before
         betas = (args.adam_beta1, args.adam_beta2)
         optimizer = torch.optim.AdamW(trials.trained, lr=self.learning_rate, betas=betas, weight_decay=0.0)
         trainer.updates._window = args.gradient_accumulation_steps
@@ -132,17 +139,18 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     )
     run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
     kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"
-    share = scheduled(run.trainer, steps)
-    whole = one.moved * steps * share
-    if one.finite and whole < LITTLE <= one.moved * steps / 2:
-        warmup = args.get_warmup_steps(steps)
+    whole = one.moved * steps * 0.5  # schedules fall to 0
+    share = scheduled(run.trainer, run.steps)
+    scheduled_change = one.moved * run.steps * share
+    if one.finite and share < 0.1 and scheduled_change < LITTLE <= whole:
+        warmup = args.get_warmup_steps(run.steps)
         yield Finding(
             "learning-rate-low",
-            "error" if whole < LITTLE / 2 else "warning",
+            "error" if scheduled_change < LITTLE / 2 else "warning",
             f"the schedule ({args.lr_scheduler_type}, {warmup} steps of warm-up) leaves {share:.2%} of"
-            f" learning_rate={rate:g} in the mean of {steps} steps, which change log-probs by {whole:.2g} nats a token"
-            " in all.",
-            f"Set warmup_steps={run.steps // 10}." if warmup > steps / 2 else "Set lr_scheduler_type='constant'.",
+            f" learning_rate={rate:g} in the mean of {run.steps} steps, which change log-probs by"
+            f" {scheduled_change:.2g} nats a token in all.",
+            f"Set warmup_steps={run.steps // 10}." if warmup > run.steps / 2 else "Set lr_scheduler_type='constant'.",
             f"A single update at the whole of learning_rate={rate:g} changes them by {one.moved:.2g} nats.",
         )
     elif one.finite and whole < LITTLE:
@@ -266,6 +274,44 @@ def engine(run: ExaminedRun) -> Iterator[Finding]:
         broken or likely_cause(comparison),
         _proof(comparison),
     )
+
+
+def penalties(run: ExaminedRun) -> Iterator[Finding]:
+    """Penalties that change what is sampled and not what is trained, by how improbable the policy finds its samples."""
+    params = run.trainer.rollouts.params
+    changed = {name: params.extra[name] for name in PENALTIES if params.extra.get(name)}
+    settings = dict(changed)
+    if params.repetition_penalty != 1.0 and not run.args.keep_sampling_mask:
+        settings["repetition_penalty"] = params.repetition_penalty
+    if not settings or (gap := _surprise(run.base)) < SURPRISE:
+        return
+    extra = {name: value for name, value in params.extra.items() if name not in changed}
+    base = run.base
+    other = run.sample(base.prompts, base.size, max_tokens=base.limit, repetition_penalty=1.0, extra=extra)
+    if _surprise(other) > gap / 2:
+        return
+    shown = ", ".join(f"{name}={value:g}" for name, value in settings.items())
+    yield Finding(
+        "engine-mismatch",
+        "error" if gap > 3 * SURPRISE or base.gain(other) >= 0.2 else "warning",
+        f"{shown}: what is sampled is not what is trained. A sampled token has {gap:.2g} nats less log-probability"
+        " under the policy than a sample of the policy has on average.",
+        f"Remove {' and '.join(settings)}"
+        + (", or set keep_sampling_mask=True." if settings.keys() == {"repetition_penalty"} else "."),
+        f"Sampled without, the difference is {_surprise(other):.2g} nats, and the mean reward is {other.mean:.3g}"
+        f" instead of {base.mean:.3g}.",
+    )
+
+
+def _surprise(batch: SampleBatch) -> float:
+    """Mean of -log p - H over sampled tokens, in nats: 0 for samples of the policy itself."""
+    gaps = [
+        -logprob - entropy
+        for one in batch.rollouts
+        for logprob, entropy, sampled in zip(one.logprobs or (), one.entropies or (), one.sampled, strict=False)
+        if sampled
+    ]
+    return sum(gaps) / max(len(gaps), 1)
 
 
 def _stale(run: ExaminedRun, gap: float) -> Iterator[Finding]:
