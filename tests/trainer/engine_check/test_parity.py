@@ -107,17 +107,18 @@ def test_what_is_no_log_prob_is_refused_whatever_its_size(value, says):
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "allowed"),
+    ("temperature", "dtypes", "allowed"),
     [
-        ((torch.float32, None, None), 0.01),
-        ((torch.float64,), 0.01),
-        ((torch.float32, torch.bfloat16, None), 0.1),
-        ((torch.float32, None, torch.float16), 0.1),
-        ((torch.bfloat16, None, torch.float8_e4m3fn), 0.3),
+        (1.0, (torch.float32, None, None), 0.01),
+        (1.5, (torch.float64,), 0.01),
+        (1.0, (torch.float32, torch.bfloat16, None), 0.1),
+        (1.0, (torch.float32, None, torch.float16), 0.1),
+        (1.0, (torch.bfloat16, None, torch.float8_e4m3fn), 0.3),
+        (0.05, (torch.bfloat16,), 2.0),
     ],
 )
-def test_the_narrowest_number_decides_what_rounding_explains(dtypes, allowed):
-    assert tolerance(*dtypes) == allowed
+def test_the_narrowest_number_and_temperature_explain_rounding(temperature, dtypes, allowed):
+    assert tolerance(temperature, *dtypes) == allowed
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def build_engine_check(
         gather=context.collectives.named("compare engine and trainer"),
         model_name=type(model).__name__,
         temperature=args.temperature,
-        tolerance=tolerance(model.dtype, AUTOCAST.get(context.accelerator.mixed_precision), traits.dtype),
+        tolerance=tolerance(
+            args.temperature, model.dtype, AUTOCAST.get(context.accelerator.mixed_precision), traits.dtype
+        ),
         bos_token_id=collector.codec.tokenizer.bos_token_id,
         corrected=context.algorithm.objective.correction is not None,
         together=context.sharding.weights,

@@ -27,9 +27,12 @@ FIRST = 4  # tokens that count as the beginning of a completion
 Rescore = Callable[[TrainBatch, float], Tensor]  # (rollouts, temperature) -> the policy's log-probs [N]
 
 
-def tolerance(*dtypes: torch.dtype | None) -> float:
-    """Largest mean difference that is taken for rounding, given what the two sides compute in."""
-    return ROUNDING[min([4, *(dtype.itemsize for dtype in dtypes if dtype is not None)])]
+def tolerance(temperature: float, *dtypes: torch.dtype | None) -> float:
+    """Largest mean difference that is taken for rounding, given what the two sides compute in.
+
+    A temperature below 1 divides the logits, and so enlarges the error of each.
+    """
+    return ROUNDING[min([4, *(dtype.itemsize for dtype in dtypes if dtype is not None)])] / min(temperature, 1.0)
 
 
 @dataclass(frozen=True)
