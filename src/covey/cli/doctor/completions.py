@@ -82,7 +82,7 @@ class Experiment:
 
 def experiments(run: ExaminedRun) -> Iterator[Finding]:
     """The best of all changes that make completions better; the others of them are its consequences."""
-    found = [*_templates(run), *_ends(run), *_longer(run)]
+    found = [*_ends(run), *_templates(run), *_longer(run)]
     proven = [(one.strength, finding) for one in found if (finding := one.finding(run)) is not None]
     if proven:
         yield min(proven, key=lambda pair: (LEVELS.index(pair[1].level), -pair[0]))[1]
@@ -285,7 +285,17 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
                 {**extra, "stop_token_ids": stops},
             )
         )
-    if extra:
+    if again := _begins_again(base):
+        text, count = again
+        tries.append(
+            (
+                f"With {text!r} as a stop text",
+                f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
+                f"Set generation_kwargs={{'stop': [{text!r}]}}.",
+                {**extra, "stop": [text]},
+            )
+        )
+    elif extra:
         tries.append(
             (
                 f"Without generation_kwargs={extra}",
@@ -298,6 +308,17 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         if run.left > run.seconds / 10:
             batch = run.sample(base.prompts, base.size, max_tokens=base.limit, extra=settings)
             yield Experiment("never-ends", change, evidence, fix, base, batch)
+
+
+def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
+    """Text that begins each example of prompts without a chat template, if most completions write another one."""
+    prompts = [sample.row.get("prompt") for sample in base.samples]
+    heads = Counter(head for one in prompts if isinstance(one, str) for head in set(re.findall(r"\n\w{1,12}:", one)))
+    for head, times in heads.most_common(4):
+        count = sum(head in text for text in base.texts)
+        if times > len(prompts) / 2 and count > len(base.texts) / 2:
+            return head, count
+    return None
 
 
 def _longer(run: ExaminedRun) -> Iterator[Experiment]:
