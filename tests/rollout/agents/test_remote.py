@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from covey.core.records import FinishReason
-from covey.rollout.agents import RemoteAgents, remote
+from covey.rollout.agents import RemoteAgents, program
 from covey.rollout.environments.agent import REWARD, PlayedEnvironment
 from covey.rollout.user_functions import RolloutValidator
 from tests.support.playing import TOKENIZER, play, says
@@ -75,7 +75,7 @@ def test_agents_take_rollouts_and_reward_them():
 
 
 def test_keys_and_bodies_are_checked(monkeypatch):
-    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+    monkeypatch.setattr(program, "PATIENCE", 0.05)
 
     async def agent(post):
         _, session = await post("/sessions")

@@ -1,23 +1,28 @@
-"""Programs as agents: `GRPOTrainer(..., agent="python my_agent.py")`.
+"""Programs as agents: `GRPOTrainer(..., agent="python my_agent.py")`, or `RemoteAgents(port)` for those elsewhere.
 
-A program is started for each rollout. Whatever it asks of the OpenAI or Anthropic URL in its environment is sampled
-from the policy, and its end is the rollout's.
+A program is started for each rollout, or asks for one over HTTP. Whatever it asks of the OpenAI or Anthropic URL that
+it is given is sampled from the policy, and its end is the rollout's.
 """
 
 import asyncio
 import inspect
 import json
 import os
+import secrets
 import shlex
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any, BinaryIO
 
+from aiohttp import web
+
 from covey.core.records import Rollout
-from covey.rollout.agents.endpoint import Service
+from covey.rollout.agents.endpoint import AgentEndpoint, Service
 from covey.rollout.agents.session import AgentSession, checked_seats
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number
@@ -31,9 +36,50 @@ MAX_OUTPUT = 16 << 20  # bytes that a program may write to its standard error
 SHOWN = 500  # characters of it in the message of a failure
 POLL = 0.01  # seconds
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")  # variables that every program gets
+PATIENCE = 30.0  # seconds that a request for a session waits for a rollout
+KEY_VARIABLE = "COVEY_AGENTS_KEY"
 
 
-class AgentProgram:
+class _ServedAgent:
+    """Agent whose programs ask an endpoint of this process, which is served from the first rollout on."""
+
+    optional_reward = True  # reward functions, where there are any, come in the place of its own reward
+    text_only = True
+    seats: Mapping[str, Any] = {}
+    _service: Service | None = None
+
+    def _start(self) -> Service:
+        return Service()
+
+    async def _play(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
+        """Have a program play; returns its reward."""
+        raise NotImplementedError
+
+    async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
+        """One rollout. Always to be called on the same event loop."""
+        if self._service is None or self._service.loop is not asyncio.get_running_loop():
+            self._service = self._start()
+        service = self._service
+        await asyncio.shield(service.ready)
+        session = AgentSession(engine, seats=self.seats)
+        key = service.endpoint.open(session)
+        try:
+            reward = await self._play(row, service.endpoint.url, key, session)
+        finally:
+            service.endpoint.close(key)
+        if not session.asked:
+            refused = f", whose first refusal was: {session.refused}" if session.refused else ""
+            raise EnvironmentFailed(f"the agent ended without a reply of the policy{refused}")
+        extras: dict[str, Any] = {REWARD: checked_number(reward, "the agent")}
+        return session.rollout(**extras)
+
+    def close(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.end()
+
+
+class AgentProgram(_ServedAgent):
     """Plays each rollout with a program of its own, or with a function that talks to the URL.
 
     Args:
@@ -51,9 +97,6 @@ class AgentProgram:
     Raises:
         ValueError: the agent is neither a command nor a coroutine function.
     """
-
-    optional_reward = True  # reward functions, where there are any, come in the place of its own reward
-    text_only = True
 
     def __init__(
         self,
@@ -85,36 +128,11 @@ class AgentProgram:
         if not isinstance(environment, Mapping):
             environment = {name: os.environ[name] for name in environment if name in os.environ}
         self.environment = dict(environment)
-        self._service: Service | None = None
 
-    async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """One rollout. Always to be called on the same event loop."""
-        if self._service is None or self._service.loop is not asyncio.get_running_loop():
-            self._service = Service()
-        service = self._service
-        await asyncio.shield(service.ready)
-        session = AgentSession(engine, seats=self.seats)
-        key = service.endpoint.open(session)
-        try:
-            if self.function is not None:
-                given = await self.function(row, f"{service.endpoint.url}/v1", key)
-            else:
-                given = await self._run(row, service.endpoint.url, key, session)
-        finally:
-            service.endpoint.close(key)
-        if not session.asked:
-            refused = f", whose first refusal was: {session.refused}" if session.refused else ""
-            raise EnvironmentFailed(f"the agent ended without a reply of the policy{refused}")
-        extras: dict[str, Any] = {REWARD: checked_number(given, "the agent")}
-        return session.rollout(**extras)
-
-    def close(self) -> None:
-        service, self._service = self._service, None
-        if service is not None:
-            service.end()
-
-    async def _run(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
+    async def _play(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
         """Run the command to its end, and end all that it has started. It may fail where a request found no room."""
+        if self.function is not None:
+            return await self.function(row, f"{url}/v1", key)
         folder = Path(tempfile.mkdtemp(prefix="covey-agent-"))
         task, reward, log = folder / "row.json", folder / "reward", folder / "stderr"
         task.write_text(json.dumps(row, default=str))
@@ -168,6 +186,111 @@ def _read_reward(path: Path) -> float | None:
         return float(text) if text else None
     except ValueError as error:
         raise EnvironmentFailed("the agent wrote a reward that is no number into the file COVEY_REWARD") from error
+
+
+@dataclass(eq=False)
+class _Open:
+    """A rollout that waits for an agent, or for its end."""
+
+    row: dict[str, Any]
+    key: str  # of its session at the endpoint
+    reward: asyncio.Future[Any]
+
+
+class RemoteAgents(_ServedAgent):
+    """Rollouts for agents that run elsewhere; `rollout_timeout` includes the wait for an agent.
+
+    `POST /sessions` returns `{"id", "row", "base_url", "api_key"}` of a rollout, `POST /sessions/ID/reward` with
+    `{"reward": number or null}`, or with `{"error": text}`, ends it. Both need the key as `Authorization: Bearer`.
+
+    Args:
+        port: of the endpoint.
+        host: address that it listens on; others than 127.0.0.1 are open to the network, without encryption.
+        key: that agents need to get sessions; the variable COVEY_AGENTS_KEY by default.
+        seats: as of `AgentProgram`.
+
+    Raises:
+        ValueError: there is no key, or one of fewer than 16 characters.
+    """
+
+    def __init__(
+        self, port: int, *, host: str = "127.0.0.1", key: str | None = None, seats: Mapping[str, Any] | None = None
+    ):
+        self.seats = checked_seats(seats)
+        self._address, self._key = (host, port), key or os.environ.get(KEY_VARIABLE, "")
+        if len(self._key) < 16:
+            raise ValueError(
+                f"remote agents need a key of at least 16 characters, got {len(self._key)}: give `key`, or set the"
+                f" variable {KEY_VARIABLE}."
+            )
+        self._waiting: deque[_Open] = deque()
+        self._open: dict[str, _Open] = {}
+        self._arrived = asyncio.Event()
+
+    def _start(self) -> Service:
+        self._arrived = asyncio.Event()
+        routes = [web.post("/sessions", self._begin), web.post("/sessions/{id}/reward", self._end)]
+        return Service(endpoint=AgentEndpoint(*self._address, routes))
+
+    async def _play(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
+        waiting = _Open(row, key, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._arrived.set()
+        try:
+            return await waiting.reward
+        except EnvironmentFailed:
+            if not session.full:  # as programs may fail where a request found no room
+                raise
+            return None
+        finally:
+            self._open = {number: one for number, one in self._open.items() if one is not waiting}
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        if not self._allowed(request):
+            return _error("this is not the key for sessions.", 401)
+        until = asyncio.get_running_loop().time() + PATIENCE
+        while not self._waiting:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return _error("no rollout waits for an agent: ask again.", 503)
+        if request.transport is None or request.transport.is_closing():
+            return _error("the agent has gone.", 499)  # the rollout is for another
+        number, one = secrets.token_hex(8), self._waiting.popleft()
+        self._open[number] = one
+        access = {"base_url": f"http://{request.host}/v1", "api_key": one.key}
+        return web.json_response(
+            {"id": number, "row": one.row, **access}, dumps=lambda value: json.dumps(value, default=str)
+        )
+
+    async def _end(self, request: web.Request) -> web.Response:
+        one = self._open.get(request.match_info["id"])
+        if not self._allowed(request, "" if one is None else one.key):
+            return _error("this is not the key of the session.", 401)
+        if one is None or one.reward.done():
+            return _error("there is no such session, or it has ended.", 404)
+        try:
+            body = await request.json()
+            error, reward = body.get("error"), checked_number(body.get("reward"), "the agent")
+        except (ValueError, AttributeError, EnvironmentFailed) as wrong:
+            return _error(f"the body must be JSON with a reward: {wrong}.", 400)
+        if error:
+            one.reward.set_exception(EnvironmentFailed(f"the agent reported: {str(error)[:500]}"))
+        else:
+            one.reward.set_result(reward)
+        return web.json_response({})
+
+    def _allowed(self, request: web.Request, *more: str) -> bool:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode()
+        return any(secrets.compare_digest(given, key.encode()) for key in (self._key, *more) if key)
+
+
+def _error(message: str, status: int) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
 
 
 def with_agent(agent: Any, environment_factory: Any, tools: Any = None, rollout_func: Any = None) -> Any:
