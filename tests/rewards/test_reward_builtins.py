@@ -302,7 +302,7 @@ class Scripted:
         self.asked.append((request["answer"], seconds))
         if "hard" in request["answer"]:
             raise WorkerFailed("no answer")
-        return {"result": {"correct": True, "gold": ["4"], "answer": ["4"]}}
+        return {"result": {"reward": 1.0, "gold": ["4"], "answer": ["4"]}}
 
 
 @pytest.fixture

@@ -26,9 +26,7 @@ RECENT_CHECKS, MAX_FAILED_CHECKS = 64, 8  # after so many failures the deadline 
 class AnswerComparison:
     """Comparison of an answer with its reference, and both as they were parsed."""
 
-    reward: (
-        float | None
-    )  # 1 or 0; None if the reference could not be parsed; NaN if the check took too long or too much
+    reward: float | None  # 1 or 0; None if the reference could not be parsed; NaN if the check took too much
     gold: list[str] = field(default_factory=list)
     answer: list[str] = field(default_factory=list)
 
@@ -63,9 +61,7 @@ def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
     if "raised" in reply:  # MemoryError, RecursionError, or an error of sympy's
         raise WorkerFailed(reply["raised"][1])
     _failures.append(False)
-    found = reply["result"]
-    reward = None if found["correct"] is None else float(found["correct"])
-    return AnswerComparison(reward, found["gold"], found["answer"])
+    return AnswerComparison(**reply["result"])
 
 
 @per_completion

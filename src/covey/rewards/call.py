@@ -42,11 +42,11 @@ class CallResult:
         values: list[float] = []
         steps: list[StepRewards | None] = []
         for item in returned:
-            steps.append(item if isinstance(item, list) else None)
             value = total(item) if isinstance(item, list) else item
             if value is not None and math.isnan(value) and not isinstance(value, FailedReward):
                 value = FailedReward(None, "it returned NaN; None is how to abstain")
             values.append(math.nan if value is None else value)
+            steps.append(item if isinstance(item, list) else None)
         return cls(values, steps, log)
 
     @classmethod
@@ -73,11 +73,7 @@ class CallResult:
     @property
     def failures(self) -> dict[int, FailedReward]:
         """Samples on which it raised, returned NaN or something that is no reward, or was late."""
-        found = {}
-        for index, value in enumerate(self.values):
-            if isinstance(value, FailedReward):
-                found[index] = value
-        return found
+        return {index: value for index, value in enumerate(self.values) if isinstance(value, FailedReward)}
 
     @property
     def first_failure(self) -> FailedReward | None:
@@ -265,8 +261,7 @@ class _ThreadLane:
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        settings = deadlines.torch_settings()  # those of the thread that makes this lane
-        self._calls = deadlines.WorkerThread("covey-reward", settings)
+        self._calls = deadlines.WorkerThread("covey-reward", deadlines.torch_settings())  # of the thread that is here
         self._worker = deadlines.WorkerThread("covey-rewards")
 
     def start(self, batch: RewardBatch) -> "Future[CallResult]":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, repeat
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -71,9 +72,10 @@ class RewardBatch:
     def arguments(self) -> dict[str, list]:
         """Keyword arguments, a list each: samples, dataset columns, and rollout extras, which replace columns."""
         columns: dict[str, list] = {}
-        for records in (self.rows, [rollout.extras for rollout in self.rollouts]):
-            for name in dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED):
-                columns[name] = [record.get(name) for record in records]
+        for records in (self.rows, list(map(attrgetter("extras"), self.rollouts))):
+            for name in dict.fromkeys(chain.from_iterable(records)):
+                if name not in NOT_FORWARDED:
+                    columns[name] = [record.get(name) for record in records]
         refuse_reserved(columns)
         prompts = list(map(Rollout.asked, self.rollouts, self.rows))
         completions = list(map(attrgetter("completion"), self.rollouts))
@@ -337,18 +339,15 @@ def as_values(returned: Any, size: int) -> Values:
         raise RewardError(f"it returned {format_value(returned)}; {expected}.{_hint(returned)}")
     if len(items) != size:
         raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
-    values: list[Value] = []
-    for item in items:
-        if isinstance(item, FailedReward):  # of a function that says why
-            values.append(item)
-            continue
-        value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
-        bad = value is _NOT_A_NUMBER or (value is None and item is not None)
-        values.append(_unusable(item, expected) if bad else value)
-    return values
+    return list(map(_as_value, items, repeat(expected)))
 
 
-def _unusable(item: Any, expected: str) -> FailedReward:
+def _as_value(item: Any, expected: str) -> Value:
+    if isinstance(item, FailedReward):  # of a function that says why
+        return item
+    value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
+    if value is not _NOT_A_NUMBER and (value is not None or item is None):
+        return value
     rewards = [item]
     if isinstance(item, list | tuple):
         rewards = [pair[1] for pair in item if isinstance(pair, list | tuple) and len(pair) == 2]

@@ -29,16 +29,13 @@ def parse_answer(text: str) -> list:
 
 
 def check(gold: str, answer: str) -> dict:
-    """`{"gold": [...], "answer": [...], "correct": true}` with the parsed expressions.
-
-    `correct` is None if the gold text is no mathematics.
-    """
+    """The parsed expressions and the reward: None if `gold` is no mathematics."""
     gold_parsed = parse_gold(gold)
     if not gold_parsed:
-        return {"gold": [], "answer": [], "correct": None}
+        return {"reward": None}
     answer_parsed = parse_answer(answer)
-    correct = bool(verify(gold_parsed, answer_parsed, timeout_seconds=0))
-    return {"gold": as_texts(gold_parsed), "answer": as_texts(answer_parsed), "correct": correct}
+    reward = float(verify(gold_parsed, answer_parsed, timeout_seconds=0))
+    return {"gold": as_texts(gold_parsed), "answer": as_texts(answer_parsed), "reward": reward}
 
 
 def as_texts(parsed: list) -> list[str]:

@@ -130,8 +130,9 @@ class AgentEndpoint:
             return web.json_response(response)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        for name, data in api.events(body, response):
-            await stream.write(f"{f'event: {name}{chr(10)}' if name else ''}data: {json.dumps(data)}\n\n".encode())
+        for data in api.events(body, response):
+            name = f"event: {data['type']}\n" if "type" in data else ""
+            await stream.write(f"{name}data: {json.dumps(data)}\n\n".encode())
         if api is APIS["/v1/chat/completions"]:
             await stream.write(b"data: [DONE]\n\n")
         return stream

@@ -54,11 +54,43 @@ class Fields:
             if self.given.get(name):
                 raise self.wrong(name, f"left out, as it is not supported: {instead}")
 
+    def content(self, name: str) -> Any:
+        """A message's content: its text, or text and images as parts; thinking that comes back is left out."""
+        content = self.get(name, str, list)
+        return joined_content(self.objects(name)) if isinstance(content, list) else content or ""
 
-def content_of(given: Fields, name: str) -> Any:
-    """A message's content: its text, or text and images as parts; thinking that comes back is left out."""
-    content = given.get(name, str, list)
-    return joined_content(given.objects(name)) if isinstance(content, list) else content or ""
+    def call(self, arguments: str) -> Body:
+        """A call of a function, whose arguments are an object or its JSON."""
+        value = self.get(arguments, str, dict) or {}
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            raise self.wrong(arguments, "an object, or the JSON of one")
+        return {"type": "function", "function": {"name": self.get("name", str, needed=True), "arguments": value}}
+
+    def limit(self, name: str) -> int | None:
+        if (limit := self.get(name, int)) is not None and limit < 1:
+            raise self.wrong(name, "at least 1")
+        return limit
+
+    def stops(self, name: str) -> tuple[str, ...]:
+        value = self.get(name, str, list) or []
+        stops = [value] if isinstance(value, str) else value
+        if not all(isinstance(one, str) for one in stops):
+            raise self.wrong(name, "a list of strings")
+        return tuple(filter(None, stops))
+
+    def refuse_grammar(self) -> None:
+        if self.get("type", str) not in (None, "text"):
+            raise self.wrong("type", f'"text": {NO_GRAMMAR}')
+
+    def function(self, schema: str, kind: str = "function") -> Body:
+        """The schema of a tool, as OpenAI's chat completions have it."""
+        self.choice("type", (kind,), kind)
+        parameters, description = self.inner(schema), self.get("description", str) or ""
+        shown = parameters.given or {"type": "object", "properties": {}}
+        function = {"name": self.get("name", str, needed=True), "description": description, "parameters": shown}
+        return {"type": "function", "function": function}
 
 
 def joined_content(parts: Sequence[Fields]) -> Any:
@@ -90,40 +122,3 @@ def _image(part: Fields, kind: str) -> Any:
         return read_image(base64.b64decode(data, validate=True))
     except ValueError as error:
         raise RequestError(f"an image cannot be read: {error}", param=part.path) from error
-
-
-def call_of(given: Fields, arguments: str) -> Body:
-    """A call of a function, whose arguments are an object or its JSON."""
-    value = given.get(arguments, str, dict) or {}
-    with suppress(ValueError, RecursionError):
-        value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
-    if not isinstance(value, dict):
-        raise given.wrong(arguments, "an object, or the JSON of one")
-    return {"type": "function", "function": {"name": given.get("name", str, needed=True), "arguments": value}}
-
-
-def limit_of(given: Fields, name: str) -> int | None:
-    if (limit := given.get(name, int)) is not None and limit < 1:
-        raise given.wrong(name, "at least 1")
-    return limit
-
-
-def stops_of(given: Fields, name: str) -> tuple[str, ...]:
-    value = given.get(name, str, list) or []
-    stops = [value] if isinstance(value, str) else value
-    if not all(isinstance(one, str) for one in stops):
-        raise given.wrong(name, "a list of strings")
-    return tuple(filter(None, stops))
-
-
-def refuse_grammar(given: Fields) -> None:
-    if given.get("type", str) not in (None, "text"):
-        raise given.wrong("type", f'"text": {NO_GRAMMAR}')
-
-
-def function_of(tool: Fields, schema: str, kind: str = "function") -> Body:
-    tool.choice("type", (kind,), kind)
-    parameters, description = tool.inner(schema), tool.get("description", str) or ""
-    shown = parameters.given or {"type": "object", "properties": {}}
-    function = {"name": tool.get("name", str, needed=True), "description": description, "parameters": shown}
-    return {"type": "function", "function": function}

@@ -11,21 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.core.records import Message
-from covey.rollout.agents.request_fields import (
-    NO_GRAMMAR,
-    Body,
-    Fields,
-    call_of,
-    content_of,
-    function_of,
-    joined_content,
-    limit_of,
-    refuse_grammar,
-    stops_of,
-)
+from covey.rollout.agents.request_fields import NO_GRAMMAR, Body, Fields, joined_content
 from covey.rollout.agents.session import Answer, ChatRequest, RequestError
-
-Event = tuple[str | None, Body]  # name, if the API names its events, and data
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_CHOICES = 16
@@ -37,7 +24,7 @@ class Api:
 
     read: Callable[[Fields], ChatRequest]
     response: Callable[[Body, list[Answer]], Body]
-    events: Callable[[Body, Body], Iterable[Event]]  # of (request, response), for a stream
+    events: Callable[[Body, Body], Iterable[Body]]  # of (request, response), for a stream; named by their "type"
     error: Callable[[str, str, int, str | None], Body]  # of (message, code, status, field of the request)
 
 
@@ -67,7 +54,7 @@ def _openai_error(message: str, code: str, status: int, param: str | None = None
 
 
 def _read_chat(body: Fields) -> ChatRequest:
-    refuse_grammar(body.inner("response_format"))
+    body.inner("response_format").refuse_grammar()
     body.inner("stream_options").get("include_usage", bool)
     body.get("logprobs", bool)
     body.refuse("top_logprobs", "functions", instead="there are `logprobs` of the tokens themselves, and `tools`")
@@ -75,29 +62,24 @@ def _read_chat(body: Fields) -> ChatRequest:
     if n is not None and not 1 <= n <= MAX_CHOICES:
         raise body.wrong("n", f"1 to {MAX_CHOICES}")
     messages = [_chat_message(message) for message in body.objects("messages", needed=True)]
-    tools, stops = [_chat_tool(one) for one in body.objects("tools")], stops_of(body, "stop")
-    limits = [limit_of(body, name) for name in ("max_completion_tokens", "max_tokens")]
+    tools, stops = [_chat_tool(one) for one in body.objects("tools")], body.stops("stop")
+    limits = [body.limit(name) for name in ("max_completion_tokens", "max_tokens")]
     return ChatRequest(messages, tools, n or 1, stops, limits[0] or limits[1])
 
 
 def _chat_tool(tool: Fields) -> Body:
     tool.choice("type", ("function",))
     function = tool.inner("function", needed=True)
-    function_of(function, "parameters")  # the chat template shows it as it was given
+    function.function("parameters")  # the chat template shows it as it was given
     return {"type": "function", "function": function.given}
 
 
 def _chat_message(message: Fields) -> Message:
     """A message with the keys that chat templates read."""
-    made: Message = {"role": ROLES[message.choice("role", ROLES, "user")], "content": content_of(message, "content")}
+    made: Message = {"role": ROLES[message.choice("role", ROLES, "user")], "content": message.content("content")}
     if calls := message.objects("tool_calls"):
-        made["tool_calls"] = [
-            {
-                **({"id": number} if (number := one.get("id", str)) else {}),
-                **call_of(one.inner("function", needed=True), "arguments"),
-            }
-            for one in calls
-        ]
+        read = [(one.get("id", str), one.inner("function", needed=True).call("arguments")) for one in calls]
+        made["tool_calls"] = [{"id": number, **call} if number else call for number, call in read]
     return made | {name: value for name in ("tool_call_id", "name") if (value := message.get(name, str))}
 
 
@@ -132,7 +114,7 @@ def _logprobs(answer: Answer) -> Body | None:
     return {"content": content, "refusal": None}
 
 
-def _chat_events(body: Body, response: Body) -> Iterator[Event]:
+def _chat_events(body: Body, response: Body) -> Iterator[Body]:
     shared = {name: response[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in response["choices"]:
         index, delta = choice["index"], dict(choice["message"])
@@ -140,10 +122,9 @@ def _chat_events(body: Body, response: Body) -> Iterator[Event]:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
         first = {"index": index, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
         last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-        for chunk in (first, last):
-            yield None, shared | {"choices": [chunk]}
+        yield from (shared | {"choices": [chunk]} for chunk in (first, last))
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield None, shared | {"choices": [], "usage": response["usage"]}
+        yield shared | {"choices": [], "usage": response["usage"]}
 
 
 # ---- OpenAI responses ------------------------------------------------------------------------------------------------
@@ -151,7 +132,7 @@ def _chat_events(body: Body, response: Body) -> Iterator[Event]:
 
 def _read_response(body: Fields) -> ChatRequest:
     body.refuse("previous_response_id", "conversation", "prompt", "background", instead="send all messages as `input`")
-    refuse_grammar(body.inner("text").inner("format"))
+    body.inner("text").inner("format").refuse_grammar()
     messages: list[Message] = []
     if instructions := body.get("instructions", str):
         messages.append({"role": "system", "content": instructions})
@@ -160,17 +141,17 @@ def _read_response(body: Fields) -> ChatRequest:
     for item in () if isinstance(given, str) else body.objects("input"):
         kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
         if kind == "message":
-            messages.append({"role": ROLES[item.choice("role", ROLES)], "content": content_of(item, "content")})
+            messages.append({"role": ROLES[item.choice("role", ROLES)], "content": item.content("content")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = {"id": item.get("call_id", str, needed=True), **call_of(item, "arguments")}
+            call = {"id": item.get("call_id", str, needed=True), **item.call("arguments")}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             number = item.get("call_id", str, needed=True)
-            messages.append({"role": "tool", "tool_call_id": number, "content": content_of(item, "output")})
-    tools = [function_of(tool, "parameters") for tool in body.objects("tools")]
-    return ChatRequest(messages, tools, max_tokens=limit_of(body, "max_output_tokens"))
+            messages.append({"role": "tool", "tool_call_id": number, "content": item.content("output")})
+    tools = [tool.function("parameters") for tool in body.objects("tools")]
+    return ChatRequest(messages, tools, max_tokens=body.limit("max_output_tokens"))
 
 
 def _response(body: Body, answers: list[Answer]) -> Body:
@@ -179,14 +160,9 @@ def _response(body: Body, answers: list[Answer]) -> Body:
     output: list[Body] = []
     if message["content"] or not message.get("tool_calls"):
         text = {"type": "output_text", "text": message["content"], "annotations": []}
-        output.append(
-            {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "completed", "content": [text]}
-        )
+        output.append({"type": "message", "id": _new_id("msg"), "role": "assistant", "content": [text]})
     for call in message.get("tool_calls", ()):
-        output.append(
-            {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"], "status": "completed"}
-            | call["function"]
-        )
+        output.append({"type": "function_call", "id": _new_id("fc"), "call_id": call["id"], **call["function"]})
     cut = answer.finish == "length"
     return {
         "id": _new_id("resp"),
@@ -195,15 +171,11 @@ def _response(body: Body, answers: list[Answer]) -> Body:
         "model": str(body.get("model") or "policy"),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "error": None,
-        "output": output,
+        "output": [{**item, "status": "completed"} for item in output],
         "instructions": body.get("instructions"),
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": body.get("tools") or [],
-        "top_p": None,
+        **{"error": None, "metadata": {}, "parallel_tool_calls": True, "temperature": None, "top_p": None},
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -214,9 +186,9 @@ def _response(body: Body, answers: list[Answer]) -> Body:
     }
 
 
-def _response_events(body: Body, response: Body) -> Iterator[Event]:
+def _response_events(body: Body, response: Body) -> Iterator[Body]:
     for number, (name, data) in enumerate(_response_parts(response)):
-        yield name, {"type": name, "sequence_number": number, **data}
+        yield {"type": name, "sequence_number": number, **data}
 
 
 def _response_parts(response: Body) -> Iterator[tuple[str, Body]]:
@@ -250,7 +222,7 @@ def _read_anthropic(body: Fields) -> ChatRequest:
         wrong = body.wrong("thread", "left out: send all messages")
         raise RequestError(str(wrong), "thread_unsupported_request", param="thread")
     messages: list[Message] = []
-    if system := content_of(body, "system"):
+    if system := body.content("system"):
         messages.append({"role": "system", "content": system})
     for message in body.objects("messages", needed=True):
         role = ROLES[message.choice("role", ROLES)]
@@ -263,13 +235,13 @@ def _read_anthropic(body: Fields) -> ChatRequest:
             kinds[kind if kind in kinds else ""].append(block)
         for one in kinds["tool_result"]:
             number = one.get("tool_use_id", str, needed=True)
-            messages.append({"role": "tool", "tool_call_id": number, "content": content_of(one, "content")})
-        calls = [{"id": one.get("id", str, needed=True), **call_of(one, "input")} for one in kinds["tool_use"]]
+            messages.append({"role": "tool", "tool_call_id": number, "content": one.content("content")})
+        calls = [{"id": one.get("id", str, needed=True), **one.call("input")} for one in kinds["tool_use"]]
         if kinds[""] or calls:
             made: Message = {"role": role, "content": joined_content(kinds[""])}
             messages.append(made | ({"tool_calls": calls} if calls else {}))
-    tools = [function_of(tool, "input_schema", "custom") for tool in body.objects("tools")]
-    return ChatRequest(messages, tools, stop=stops_of(body, "stop_sequences"), max_tokens=limit_of(body, "max_tokens"))
+    tools = [tool.function("input_schema", "custom") for tool in body.objects("tools")]
+    return ChatRequest(messages, tools, stop=body.stops("stop_sequences"), max_tokens=body.limit("max_tokens"))
 
 
 def _anthropic_response(body: Body, answers: list[Answer]) -> Body:
@@ -293,21 +265,14 @@ def _anthropic_response(body: Body, answers: list[Answer]) -> Body:
     }
 
 
-def _anthropic_events(body: Body, response: Body) -> Iterator[Event]:
-    for data in _anthropic_parts(response):
-        yield data["type"], data
-
-
-def _anthropic_parts(response: Body) -> Iterator[Body]:
+def _anthropic_events(body: Body, response: Body) -> Iterator[Body]:
     yield {"type": "message_start", "message": response | {"content": [], "stop_reason": None, "stop_sequence": None}}
     for index, block in enumerate(response["content"]):
         if block["type"] == "text":
             empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = (
-                block | {"input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
+            empty = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
