@@ -201,9 +201,6 @@ class RolloutValidator:
             size = longest(prompt, size - prompt, rollout.strands)
         if self.context is not None and size > self.context:
             raise RolloutError(f"a rollout of {size} tokens exceeds the model's context of {self.context}.")
-        per_token = (rollout.sampled, rollout.logprobs, rollout.entropies, rollout.versions, rollout.sampling_mask)
-        if any(len(one) != len(rollout.completion_ids) for one in per_token if one is not None):
-            raise RolloutError("a rollout's sampled, logprobs, entropies, versions and masks need one value a token.")
         if any(not math.isfinite(one) for one in (*(rollout.logprobs or ()), *(rollout.entropies or ()))):
             raise RolloutError("a rollout has log-probs that are not finite; leave `logprobs` None if there are none.")
         most = max(rollout.logprobs or (), default=0.0)

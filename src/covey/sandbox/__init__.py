@@ -7,8 +7,7 @@ it and install it with `use_sandbox`, and every `run_python` uses it.
 Code runs in a child process with a temporary directory as its home and without the environment's variables (where keys
 are). On Linux a process in between (`child.py`) holds the limits. Where the kernel allows namespaces there is no
 network, files outside the temporary directory can be read and not written (without namespaces too, where the kernel has
-Landlock), and no process survives;
-`SandboxResult.guards` says which of these held.
+Landlock), and no process survives; `SandboxResult.guards` says which of these held.
 """
 
 import contextlib
@@ -147,20 +146,18 @@ class LocalSandbox:
         with contextlib.ExitStack() as stack:
             report, reports = os.pipe()
             stack.callback(os.close, report)
-            limits = {
+            call = {
                 "folder": folder,
                 "timeout": timeout,
                 "memory": int(memory),
-                "max_file": self.max_file,
-                "max_processes": self.max_processes,
-                "namespaces": self.namespaces,
                 "report": reports,
                 "caller": os.getpid(),
             }
+            limits = {"max_file": self.max_file, "max_processes": self.max_processes, "namespaces": self.namespaces}
             started = time.monotonic()
             try:
                 process = subprocess.Popen(
-                    [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(limits)],
+                    [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(call | limits)],
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

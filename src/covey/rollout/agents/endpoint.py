@@ -75,9 +75,8 @@ class AgentEndpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._key(request) is None:
-            return web.json_response(
-                _refused(request).error("this key has no session.", "invalid_api_key", 401, None), status=401
-            )
+            error = _refused(request).error("this key has no session.", "invalid_api_key", 401, None)
+            return web.json_response(error, status=401)
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "covey"}]})
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
@@ -142,12 +141,11 @@ class AgentEndpoint:
         path = "/" + request.path.rpartition("/v1/")[2]
         headers = {"Authorization": f"Bearer {seat.key}", "x-api-key": seat.key} if seat.key else {}
         headers |= {name: value for name, value in request.headers.items() if name.lower().startswith("anthropic-")}
+        named = body | {"model": seat.model or body["model"]}
         try:
             async with (
                 ClientSession(timeout=ClientTimeout(total=None)) as client,
-                client.post(
-                    seat.url + path, json=body | {"model": seat.model or body["model"]}, headers=headers
-                ) as got,
+                client.post(seat.url + path, json=named, headers=headers) as got,
             ):
                 answer = web.StreamResponse(status=got.status, headers={"Content-Type": got.headers["Content-Type"]})
                 await answer.prepare(request)

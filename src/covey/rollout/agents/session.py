@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,11 +49,7 @@ class ChatRequest:
 
     def digests(self) -> Iterator[bytes]:
         """A digest of the tools, then one of each beginning of the conversation."""
-        digest = _digest(b"", self.tools)
-        yield digest
-        for message in self.messages:
-            digest = digest_after(digest, message)
-            yield digest
+        return accumulate(self.messages, digest_after, initial=_digest(b"", self.tools))
 
 
 class SeatEngine(Protocol):
@@ -141,9 +138,7 @@ class AgentSession:
     _turns: list[_Turn] = field(default_factory=list)  # in the order in which they ended
     _undelivered: dict[tuple[bytes, int], list[Answer]] = field(default_factory=dict)
     _calls: int = 0
-    _sent: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # requests of engines by the digest of their tokens
+    _sent: Counter[tuple[str, str]] = field(default_factory=Counter)  # to engines, by the digest of their tokens
 
     def __post_init__(self) -> None:
         self._generate, self.engine.send = self.engine.send, self._send
@@ -191,7 +186,9 @@ class AgentSession:
     @property
     def _left(self) -> int:
         """Tokens that may still be sampled."""
-        return self._most - sum(sum(strand.episode.sampled[self._first_own(strand) :]) for strand in self._strands)
+        return self._most - sum(
+            sum(one.episode.sampled[one.own - len(one.episode.prompt_ids) :]) for one in self._strands
+        )
 
     async def _send(self, request: SampleRequest) -> list[Completion]:
         """Completions with seeds that do not depend on the order of arrival, cut to what is left of the budget.
@@ -213,10 +210,6 @@ class AgentSession:
         known = "prompt is too long: this model's maximum context length is reached"
         return RequestError(f"{known}, as {reason}", FULL)
 
-    @staticmethod
-    def _first_own(strand: _Strand) -> int:
-        return strand.own - len(strand.episode.prompt_ids)
-
     def _begin(self, request: ChatRequest) -> list[int]:
         """The strands that the request is to be sampled in: one that it continues, or new ones."""
         if len(self._strands) + request.n > MAX_STRANDS:
@@ -226,8 +219,7 @@ class AgentSession:
         _, *digests = request.digests()
         last = max((i for i, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
         turn = self._known.get(digests[last]) if last >= 0 else None
-        number = self._continued(turn, request.messages[last + 1 :]) if turn is not None else None
-        if number is None:
+        if turn is None or (number := self._continued(turn, request.messages[last + 1 :])) is None:
             try:
                 episode = self.engine.begin(request.messages, tools=request.tools)
             except PromptTooLong as error:
@@ -245,21 +237,19 @@ class AgentSession:
 
     def _continued(self, turn: _Turn, added: list[Message]) -> int | None:
         """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
-        episode, number = self._strands[turn.strand].episode, turn.strand
+        episode = self._strands[turn.strand].episode
         if not added:
             return None
-        if len(episode.turn_ends) != turn.turns or not episode.at_turn_end:
+        goes_on = len(episode.turn_ends) == turn.turns and episode.at_turn_end
+        if not goes_on:
             episode = episode.fork(turn.turns)
-            number = -1
         try:
             fits = episode.write(added)
         except ValueError:
             return None
         if not fits:
             raise self._no_room("the added messages leave no room for another turn.")
-        if number >= 0:
-            return number
-        return self._add(episode, len(episode.prompt_ids) + episode.turn_ends[-1] + 1)
+        return turn.strand if goes_on else self._add(episode, len(episode.prompt_ids) + episode.turn_ends[-1] + 1)
 
     def _add(self, episode: Episode, own: int) -> int:
         if self._strands and (episode.media or self._strands[0].episode.media):
@@ -287,9 +277,8 @@ class AgentSession:
         after = digest_after(digest, message)
         self._known[after] = turn
         self._seen.add(after)
-        return self._answer(
-            message, reply, len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
-        )
+        prompt_tokens = len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
+        return self._answer(message, reply, prompt_tokens)
 
     def _message(self, request: ChatRequest, tools: list[dict[str, Any]], reply: Reply) -> Message:
         """A reply with its calls read, up to a stop text."""
@@ -323,16 +312,9 @@ class AgentSession:
         """The finished rollout: its completion is every message after the first request, in the order of time."""
         assert self.asked, "the program has asked"
         last = self._strands[self._turns[-1].strand].episode
-        finish = FinishReason.LENGTH if self.full else last.finish or finish
+        finish = FinishReason.LENGTH if self.full else last.finish or finish or FinishReason.STOP
         used = sorted({turn.strand for turn in self._turns})  # a request may be open, or have had no reply
         joined, ends = join_strands([(self._strands[one].episode.done(), self._strands[one].own) for one in used])
         turn_ends = [ends[used.index(turn.strand), turn.turns] for turn in self._turns]
-        completion = list(self._transcript)
-        return replace(
-            joined,
-            completion=completion,
-            prompt=list(self._prompt),
-            finish=finish or FinishReason.STOP,
-            turn_ends=turn_ends,
-            extras=extras,
-        )
+        prompt, completion = list(self._prompt), list(self._transcript)
+        return replace(joined, prompt=prompt, completion=completion, finish=finish, turn_ends=turn_ends, extras=extras)

@@ -20,7 +20,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     ends: dict[tuple[int, int], int] = {}
     strands: list[tuple[int, int]] = []
     sampled: list[bool] = []
-    fields: dict[str, list[Any] | None] = {name: [] for name in ("logprobs", "entropies", "versions", "sampling_mask")}
+    fields: dict[str, Any] = {name: [] for name in ("logprobs", "entropies", "versions", "sampling_mask")}
     first = parts[0][0]
     prompt = len(first.prompt_ids)
     for number, (part, own) in enumerate(parts):
@@ -39,10 +39,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
                 strands.append((len(whole) - prompt, follows))
         position = np.concatenate([position, np.arange(len(whole), len(whole) + len(tokens) - shared)])
         found.append((tokens, position))
-        if number:
-            whole += tokens[shared:].tolist()
-        else:
-            whole += part.completion_ids
+        whole += tokens[shared:].tolist()
         sampled += mask[shared:]
         skipped = shared - len(part.prompt_ids)
         for name, values in fields.items():
@@ -55,20 +52,8 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
         for turn, end in enumerate(part.turn_ends, 1):
             if end + len(part.prompt_ids) >= own:
                 ends[number, turn] = int(position[end + len(part.prompt_ids)]) - prompt
-    joined = Rollout(
-        first.prompt_ids,
-        whole[prompt:],
-        sampled,
-        fields["logprobs"],
-        "",
-        FinishReason.STOP,
-        entropies=fields["entropies"],
-        versions=fields["versions"],
-        sampling_mask=fields["sampling_mask"],
-        strands=strands,
-        media=first.media,
-    )
-    return joined, ends
+    fields |= {"completion": "", "finish": FinishReason.STOP, "strands": strands, "media": first.media}
+    return Rollout(first.prompt_ids, whole[prompt:], sampled, **fields), ends
 
 
 def _common(tokens: np.ndarray, others: np.ndarray) -> int:
