@@ -18,8 +18,7 @@ from covey.core.strands import even_shares, longest, unfolded
 from covey.engines.native.engine import NativeEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
-from covey.rollout.agents.session import AgentSession, ChatRequest
-from covey.rollout.agents.strands import join_strands
+from covey.rollout.agents.session import AgentSession, ChatRequest, join_strands
 from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.runner import RolloutSpec

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.tools.kept_thinking import keep_thinking, rewritten
-from covey.rollout.tools.turn_template import TurnTemplate, TurnTemplates
+from covey.rollout.tools.turn_template import TurnTemplate, TurnTemplates, keep_thinking, rewritten
 from tests.support.families import FAMILIES, LLAMA3, QWEN, TOKENIZERS, tokenizer_of
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}]

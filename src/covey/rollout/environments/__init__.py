@@ -3,9 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent, ToolEnvironmentAgent
-from covey.rollout.environments.interface import EnvironmentFailed
-from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
+from covey.rollout.environments.agent import EnvironmentAgent as EnvironmentAgent
+from covey.rollout.environments.agent import TextEnvironmentAgent as TextEnvironmentAgent
+from covey.rollout.environments.agent import ToolEnvironmentAgent as ToolEnvironmentAgent
+from covey.rollout.environments.interface import EnvironmentFailed as EnvironmentFailed
+from covey.rollout.environments.pool import EnvironmentPool as EnvironmentPool
+from covey.rollout.environments.pool import EnvironmentWarning as EnvironmentWarning
 
 if TYPE_CHECKING:
     from covey.rollout.environments.gym import GymEnvironment as GymEnvironment
@@ -13,18 +16,6 @@ if TYPE_CHECKING:
     from covey.rollout.environments.verifiers import VerifiersEnvironment as VerifiersEnvironment
 
 _HOMES = {"GymEnvironment": "gym", "OpenEnvironment": "openenv", "VerifiersEnvironment": "verifiers"}
-
-__all__ = [
-    "EnvironmentAgent",
-    "EnvironmentFailed",
-    "EnvironmentPool",
-    "EnvironmentWarning",
-    "GymEnvironment",
-    "OpenEnvironment",
-    "TextEnvironmentAgent",
-    "ToolEnvironmentAgent",
-    "VerifiersEnvironment",
-]
 
 
 def __getattr__(name: str) -> Any:
