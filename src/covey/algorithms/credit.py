@@ -117,13 +117,10 @@ class UnreadSettings:
 
     def look(self, scores: Scores) -> None:
         """Count a rollout batch; after a few without steps, warn once."""
-        if not self.settings:
-            return
         if scores.process_functions:
             self.settings = {}
-            return
         self.patience -= 1
-        if self.patience == 0:
+        if self.settings and self.patience == 0:
             given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
             warnings.warn(
                 f"{given}: has had no effect in {GENERATIONS_WITHOUT_STEPS} generations, in which no reward function"

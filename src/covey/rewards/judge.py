@@ -138,11 +138,8 @@ class LLMJudge:
             self._gate = loop, asyncio.Semaphore(self.concurrency)
         gate, counts = self._gate[1], Counter[str]()
         headers = {"Authorization": f"Bearer {os.environ.get(self.api_key_env, '')}"} if self.api_key_env else {}
-        options: dict[str, Any] = {
-            "connector": aiohttp.TCPConnector(limit=0),
-            "timeout": aiohttp.ClientTimeout(total=None),
-        }
-        async with aiohttp.ClientSession(headers=headers, **options) as session:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
             graded = await asyncio.gather(*(self._grade(session, gate, case, counts) for case in cases))
         rewards: list[float | None] = [None] * len(completions)
         for case, values in zip(cases, graded, strict=True):

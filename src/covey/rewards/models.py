@@ -101,10 +101,8 @@ class ModelReward:
             ) from error
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:
-        texts = [
-            self.text(row["prompt"], rollout.completion)
-            for row, rollout in zip(batch.rows, batch.rollouts, strict=True)
-        ]
+        pairs = zip(batch.rows, batch.rollouts, strict=True)
+        texts = [self.text(row["prompt"], rollout.completion) for row, rollout in pairs]
         by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         rewards: list[float | None] = [None] * len(texts)
         for start in range(0, len(texts), self.batch_size):

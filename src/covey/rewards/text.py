@@ -31,11 +31,9 @@ def completion_text(completion: Any) -> str:
 
 def content_text(content: Any) -> str:
     """Text of one message's content: a string, text parts joined, or nothing (a bare tool call)."""
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
-    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content or ())
 
 
 def describe_sample(prompt: Any, completion: Any) -> str:

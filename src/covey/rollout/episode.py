@@ -209,6 +209,11 @@ class Episode:
         return (limit if context is None else min(limit, context - len(self.prompt_ids))) - len(self.completion_ids)
 
     @property
+    def prefill(self) -> str:
+        """Text of the prompt that the last message continues."""
+        return prefill(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
+
+    @property
     def at_turn_end(self) -> bool:
         """True if a turn of the policy is its end, and messages may be written after it."""
         return self.finish is None and self._turn_start is not None and not self._sampling
@@ -279,8 +284,7 @@ class Episode:
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
         text = self.engine.tokenizer.decode(self.completion_ids[self._turn_start :], skip_special_tokens=True)
-        first = prefill(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
-        self.messages[-1]["content"] = first + text
+        self.messages[-1]["content"] = self.prefill + text
 
     def write(self, content: str | Message | Sequence[Message]) -> bool:
         """Append messages after a turn of the policy, up to where the policy goes on.

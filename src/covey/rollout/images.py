@@ -28,10 +28,8 @@ def read_image(source: Any, name: str = "an image") -> Any:
     except ImageError:
         raise
     except Exception as error:  # decoders raise exceptions of every kind for broken files
-        shown = f" ({source!s:.200})" if isinstance(source, str | os.PathLike) else ""
-        raise ImageError(
-            f"{name}{shown} cannot be read: {type(error).__name__}: {error}. Mend or remove the row."
-        ) from error
+        shown = f"{name} ({source!s:.200})" if isinstance(source, str | os.PathLike) else name
+        raise ImageError(f"{shown} cannot be read: {type(error).__name__}: {error}. Mend or remove the row.") from error
 
 
 def _open(source: Any, name: str) -> Any:

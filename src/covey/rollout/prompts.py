@@ -51,11 +51,9 @@ def _is_part(part: Any) -> bool:
 
 def characters(prompt: Any) -> int:
     """Number of characters of a text, or of all texts in messages."""
-    if isinstance(prompt, str):
-        return len(prompt)
     if isinstance(prompt, list):
         return sum(characters(item.get("content", item.get("text"))) for item in prompt if isinstance(item, dict))
-    return 0
+    return len(prompt) if isinstance(prompt, str) else 0
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
@@ -80,9 +78,8 @@ class ControlTokens:
         # Private characters of a message's own are hidden like control tokens, so that none is taken for one.
         patterns = [] if allowed else [*map(re.escape, self.texts), "[\U000f0000-\U0010ffff]"]
         self._pattern = re.compile("|".join(patterns) or "(?!)")
-        self._ids: dict[
-            tuple[str, bool], list[int]
-        ] = {}  # of texts that were hidden; asking the tokenizer switches its state
+        # Of texts that were hidden: asking the tokenizer switches its state.
+        self._ids: dict[tuple[str, bool], list[int]] = {}
 
     def hide(self, text: str, hidden: dict[str, str]) -> str:
         signs = {control: character for character, control in hidden.items()}

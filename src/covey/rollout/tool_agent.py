@@ -8,7 +8,6 @@ from typing import Any
 
 from covey.core.records import FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply
-from covey.rollout.prompts import is_conversational, prefill
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser, read_turn
 from covey.rollout.tools.toolbox import Toolbox, count_outcomes
@@ -55,9 +54,7 @@ class ToolAgent:
                 return
 
     def _read(self, episode: Episode, reply: Reply) -> AssistantTurn:
-        first = len(episode.messages) == 1 and is_conversational(episode.prompt)
-        begun = prefill(episode.prompt) if first else ""
-        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, begun)
+        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, episode.prefill)
         episode.messages[-1] = as_message(turn, episode.messages[-1]["content"])
         return turn
 

@@ -39,11 +39,11 @@ def main() -> None:
         guards.append("files")
     say(limits, guards=guards)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-    die_with_parent(signal.SIGTERM)
-    adopt_orphans()
+    set_on_linux(PR_SET_PDEATHSIG, signal.SIGTERM)
+    set_on_linux(PR_SET_CHILD_SUBREAPER, 1)  # orphans come here instead of getting away
     watcher = os.fork()
     if watcher == 0:
-        die_with_parent()
+        set_on_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
         watch(limits)
         os._exit(0)
     if os.getppid() != limits["caller"]:  # it ended before the kernel knew
@@ -87,9 +87,7 @@ def isolate(folder: str) -> list:
 def protect_files(folder: str) -> bool:
     path = folder.encode()
     libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-    if libc.mount(path, path, None, MS_BIND, None) != 0:
-        return False
-    if set_read_only(b"/", AT_RECURSIVE, True) != 0:
+    if libc.mount(path, path, None, MS_BIND, None) != 0 or set_read_only(b"/", AT_RECURSIVE, True) != 0:
         return False
     writable = set_read_only(path, 0, False) == 0
     if not writable:  # better no guard than a program that cannot write at all
@@ -122,21 +120,16 @@ def restrict(folder: str) -> bool:
     return libc.syscall(SYS_LANDLOCK + 2, rules, 0) == 0
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
+def set_on_linux(option: int, value: int) -> None:
     if linux:
-        libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-
-
-def adopt_orphans() -> None:
-    if linux:
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # they come here instead of getting away
+        libc.prctl(option, value, 0, 0, 0)
 
 
 # --- watching ----------------------------------------------------------------------------------------------------
 
 
 def watch(limits: dict) -> None:
-    adopt_orphans()
+    set_on_linux(PR_SET_CHILD_SUBREAPER, 1)
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -232,12 +225,11 @@ def end_all() -> None:
 
 def execute(limits: dict) -> None:
     try:
-        die_with_parent()
+        set_on_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
         os.close(limits["report"])
-        if linux:  # root keeps no capabilities: it could remount and look into other processes
-            libc.prctl(PR_SET_SECUREBITS, 1, 0, 0, 0)
+        set_on_linux(PR_SET_SECUREBITS, 1)  # root keeps no capabilities: it could remount and look into other processes
         seconds = math.ceil(limits["timeout"])
         set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
         set_limit(resource.RLIMIT_FSIZE, limits["max_file"])

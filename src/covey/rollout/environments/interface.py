@@ -67,9 +67,8 @@ def library(name: str, extra: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"{name} cannot be imported ({error}). Install it with: pip install 'covey[{extra}]'"
-        ) from error
+        hint = f"Install it with: pip install 'covey[{extra}]'"
+        raise ImportError(f"{name} cannot be imported ({error}). {hint}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,7 @@ def checked_observation(value: Any, where: str) -> Observation | None:
         return value
     if is_conversational(value) and all(isinstance(one, dict) and "role" in one for one in value):
         return copy.deepcopy(value)
-    parts = parts_of(value, sys.maxsize)
-    if parts is not None:
+    if (parts := parts_of(value, sys.maxsize)) is not None:
         return copy.deepcopy(parts)  # an environment may draw its next image over this one
     raise EnvironmentFailed(
         f"{where} returned {format_value(value)}; it must return text, an image, a list of text and images, a list of"
@@ -108,8 +106,7 @@ def checked_step(value: Any, where: str) -> Step:
     for flag in (done, truncated):
         if not isinstance(flag, bool) and type(flag).__name__ not in ("bool", "bool_"):  # numpy's has another name
             raise EnvironmentFailed(f"{where} returned {format_value(flag)} where it says whether the episode is over")
-    observation = checked_observation(value[0], where)
-    reward = checked_number(value[1], where)
+    observation, reward = checked_observation(value[0], where), checked_number(value[1], where)
     if observation is None and not (done or truncated):
         raise EnvironmentFailed(f"{where} returned no observation, although the episode goes on")
     return Step(observation, reward, bool(done or truncated), bool(truncated and not done))
