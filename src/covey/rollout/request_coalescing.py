@@ -2,25 +2,20 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from covey.core.engine import RolloutEngine, SampleRequest
 from covey.core.records import Completion
 
+Entry = tuple[SampleRequest, "asyncio.Future[list[Completion]]", Callable[[], None] | None]  # with its callback
+Batch = list[Entry]  # requests for the same tokens and parameters
 
-@dataclass
-class _Batch:
-    """Requests for the same tokens and parameters, with the future and the callback of each."""
 
-    requests: list[SampleRequest] = field(default_factory=list)
-    futures: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
-    sent: list[Callable[[], None]] = field(default_factory=list)
-
-    def takes(self, request: SampleRequest) -> bool:
-        first = self.requests[0]
-        return first.params == request.params and list(map(id, first.media)) == list(map(id, request.media))
+def _takes(batch: Batch, request: SampleRequest) -> bool:
+    first = batch[0][0]
+    return first.params == request.params and list(map(id, first.media)) == list(map(id, request.media))
 
 
 class RequestCoalescer:
@@ -28,7 +23,7 @@ class RequestCoalescer:
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
-        self._waiting: dict[tuple[int, ...], list[_Batch]] = {}
+        self._waiting: dict[tuple[int, ...], list[Batch]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: SampleRequest, sent: Callable[[], None] | None = None) -> list[Completion]:
@@ -36,19 +31,16 @@ class RequestCoalescer:
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])
-        batch = next((one for one in batches if one.takes(request)), None) if request.drafts is None else None
+        batch = next((one for one in batches if _takes(one, request)), None) if request.drafts is None else None
         if batch is None:
-            batch = _Batch()
+            batch = []
             batches.append(batch)
             loop.call_soon(self._send, key, batch)
         future: asyncio.Future[list[Completion]] = loop.create_future()
-        batch.requests.append(request)
-        batch.futures.append(future)
-        if sent is not None:
-            batch.sent.append(sent)
+        batch.append((request, future, sent))
         return await future
 
-    def _send(self, key: tuple[int, ...], batch: _Batch) -> None:
+    def _send(self, key: tuple[int, ...], batch: Batch) -> None:
         batches = self._waiting[key]
         batches.remove(batch)
         if not batches:
@@ -57,19 +49,20 @@ class RequestCoalescer:
         self._tasks.add(task)  # the loop itself holds no strong reference
         task.add_done_callback(partial(self._end, batch))
 
-    def _end(self, batch: _Batch, task: "asyncio.Task[None]") -> None:
+    def _end(self, batch: Batch, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before it ran a line
-            for future in batch.futures:
+            for _, future, _ in batch:
                 future.cancel()
 
-    async def _generate(self, batch: _Batch) -> None:
-        pending = [pair for pair in zip(batch.requests, batch.futures, strict=True) if not pair[1].done()]
+    async def _generate(self, batch: Batch) -> None:
+        pending = [(request, future) for request, future, _ in batch if not future.done()]
         if not pending:
             return  # all were cancelled
         seeds = [seed for request, _ in pending for seed in request.seeds]
-        for sent in batch.sent:
-            asyncio.get_running_loop().call_soon(sent)  # once the engine has begun with the request
+        for _, _, sent in batch:
+            if sent is not None:
+                asyncio.get_running_loop().call_soon(sent)  # once the engine has begun with the request
         try:
             completions = iter(await self._engine.generate(replace(pending[0][0], n=len(seeds), seeds=seeds)))
         except BaseException as error:
@@ -87,7 +80,7 @@ class RequestCoalescer:
     def close(self) -> None:
         """Cancel all requests, sent or not."""
         for batch in chain.from_iterable(self._waiting.values()):
-            for future in batch.futures:
+            for _, future, _ in batch:
                 future.cancel()
         for task in self._tasks:
             task.cancel()
