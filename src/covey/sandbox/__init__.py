@@ -132,33 +132,22 @@ class LocalSandbox:
     def run(self, code: str, *, timeout: float, memory: int, stdin: str) -> SandboxResult:
         """See `run_python`."""
         _remove_abandoned()
-        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
-        try:
-            with tempfile.TemporaryFile() as given:
-                given.write(stdin.encode("utf-8", "surrogatepass"))
-                given.seek(0)
-                Path(folder, "main.py").write_bytes(code.encode("utf-8", "surrogatepass"))
-                return self._run(folder, timeout, memory, given.fileno())
-        finally:
-            _remove(folder)
-
-    def _run(self, folder: str, timeout: float, memory: int, stdin: int) -> SandboxResult:
         with contextlib.ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+            stack.callback(_remove, folder)
+            given = stack.enter_context(tempfile.TemporaryFile())
+            given.write(stdin.encode("utf-8", "surrogatepass"))
+            given.seek(0)
+            Path(folder, "main.py").write_bytes(code.encode("utf-8", "surrogatepass"))
             report, reports = os.pipe()
             stack.callback(os.close, report)
-            call = {
-                "folder": folder,
-                "timeout": timeout,
-                "memory": int(memory),
-                "report": reports,
-                "caller": os.getpid(),
-            }
+            call = {"folder": folder, "timeout": timeout, "memory": int(memory), "caller": os.getpid()}
             limits = {"max_file": self.max_file, "max_processes": self.max_processes, "namespaces": self.namespaces}
             started = time.monotonic()
             try:
                 process = subprocess.Popen(
-                    [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(call | limits)],
-                    stdin=stdin,
+                    [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(call | limits | {"report": reports})],
+                    stdin=given,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     cwd=folder,

@@ -48,7 +48,7 @@ class EnvironmentAgent:
                 extras[OBJECTS] = lease.environment
             rollout = episode.done(**extras)
         except BaseException:
-            self.pool.discard(lease)  # its state is unknown
+            self.pool.release(lease.environment, usable=False)  # its state is unknown
             raise
         if not self.gives_objects:  # other rollouts wait for it
             self.pool.release(lease.environment)

@@ -178,23 +178,16 @@ class EnvironmentPool:
             with known.lock:
                 self._making -= 1
 
-    def release(self, environment: Any) -> None:
-        """Take an environment back, to be used by another rollout; one in an unknown state is closed."""
+    def release(self, environment: Any, usable: bool = True) -> None:
+        """Take an environment back for another rollout; one in an unknown state is closed, without waiting for that."""
         known = self._environments
         with known.lock:
             lease = known.leased.pop(id(environment), None)
-            if lease is not None and lease.caller.lost is None:
+            usable = usable and lease is not None and lease.caller.lost is None
+            if lease is not None and usable:
                 known.idle.append(lease)
-        if lease is not None and lease.caller.lost is not None:
+        if lease is not None and not usable:
             known.start_closing(lease)
-        self._wake_next()
-
-    def discard(self, lease: Lease) -> None:
-        """Close an environment, without waiting for that."""
-        with self._environments.lock:
-            known = self._environments.leased.pop(id(lease.environment), None)
-        if known is not None:
-            self._environments.start_closing(lease)
         self._wake_next()
 
     def close(self) -> None:

@@ -75,8 +75,7 @@ class VerifiersEnvironment:
         import verifiers.v1 as vf
 
         task = self._task(row)
-        loop = asyncio.get_running_loop()
-        if self._service is None or self._service.loop is not loop:
+        if self._service is None or self._service.loop is not asyncio.get_running_loop():
             self._service = Service(self.environment.serving())
         service = self._service
         try:
@@ -134,8 +133,6 @@ def _rollout(session: AgentSession, played: Any) -> Rollout:
     (trace,) = played.traces
     scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
     scores |= {name: value for name, value in trace.metrics.items() if value is not None}
-    cut = trace.is_timeout or trace.is_truncated
-    finish = FinishReason.TOOL_BUDGET if cut else None
-    reward = checked_number(trace.reward, "the environment")
-    extras: dict[str, Any] = {REWARD: reward, SCORES: scores}
+    finish = FinishReason.TOOL_BUDGET if trace.is_timeout or trace.is_truncated else None
+    extras: dict[str, Any] = {REWARD: checked_number(trace.reward, "the environment"), SCORES: scores}
     return session.rollout(finish, **extras)
