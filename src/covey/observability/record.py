@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -27,9 +27,9 @@ from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollou
 from covey.core.transcript import thumbnails
 from covey.observability.record_files import (
     AS_JSON,
-    FINDINGS,
     FOLDER,
     METRICS,
+    OF_THE_RUN,
     REWARD,
     VOCABULARY,
     file_name,
@@ -38,13 +38,18 @@ from covey.observability.record_files import (
     read_metrics,
     read_rows,
     read_run,
-    update_files,
+    write_table,
 )
 from covey.observability.updates import UpdateLog, vocabulary_of
 from covey.runtime.files import written_whole
 from covey.runtime.user_code import format_error
 
 LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sglang")
+AS_THEY_ARE = ("group", "prompt", "completion", "reused", "calls", "seconds", "tool_seconds")
+"""Fields of a rollout that are columns of its name."""
+LISTS = dict.fromkeys(("turn_ends", "prompt_ids", "versions"), "int32") | {"sampled": "bool"}
+LISTS |= dict.fromkeys(("logprobs", "entropies"), "float32")
+"""Fields of a rollout that hold lists, and the type of their values."""
 OF_TOKENS = ("old_logprobs", "ref_logprobs", "advantages", "weights", "entropy_weights", "mismatch_weights")
 """Columns of `TrainBatch` [N]; a column that the run does not compute is missing."""
 GIGABYTE = 10**9
@@ -128,10 +133,8 @@ class Recorder(TrainerCallback):
             places = (self.folder.with_name(f"{self.folder.name}_{number}") for number in itertools.count(1))
             kept = next(place for place in places if not (place / earlier[0].name).exists())
             kept.mkdir(exist_ok=True)
-            others = (
-                [self.folder / name for name in ("run.json", METRICS, VOCABULARY, FINDINGS)] if self.rank == 0 else []
-            )
-            for path in [*earlier, *update_files(self.folder, self.rank), *others]:
+            others = [self.folder / name for name in OF_THE_RUN if self.rank == 0]
+            for path in [*earlier, *files(self.folder, self.rank, "update"), *others]:
                 if path.exists():
                     path.rename(kept / path.name)
             warnings.warn(
@@ -139,14 +142,14 @@ class Recorder(TrainerCallback):
                 " output_dir to keep runs apart.",
                 stacklevel=4,
             )
-        written = [(path, generation) for path in files(self.folder, self.rank)]
-        for path, first in [*written, *((path, step) for path in update_files(self.folder, self.rank))]:
-            if number_of(path) >= first:
-                path.unlink()
-            else:
-                self._bytes += path.stat().st_size
+        for kind, first in (("generation", generation), ("update", step)):
+            for path in files(self.folder, self.rank, kind):
+                if number_of(path) >= first:
+                    path.unlink()
+                else:
+                    self._bytes += path.stat().st_size
         if self.rank == 0:
-            described = {**self.describe(), "processes": self.processes, "versions": dict(_versions())}
+            described = {**self.describe(), "processes": self.processes, "versions": versions(LIBRARIES)}
             self._config = sha256(json.dumps(described["settings"]).encode()).hexdigest()[:12]
             with written_whole(self.folder / "run.json") as new:
                 new.write_text(json.dumps(described, indent=1))
@@ -155,56 +158,37 @@ class Recorder(TrainerCallback):
                 with written_whole(self.folder / METRICS) as new:
                     new.write_text("".join(kept_lines))
             if self.tokens and self.tokenizer is not None:
-                self._write_vocabulary()
-
-    def _write_vocabulary(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        with written_whole(self.folder / VOCABULARY) as new:
-            pq.write_table(pa.table({"bytes": pa.array(vocabulary_of(self.tokenizer), pa.binary())}), new)
+                write_table(self.folder / VOCABULARY, {"bytes": vocabulary_of(self.tokenizer)})
 
     def _write(self, path: Path, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> Path:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         columns = self._of_rollouts(step, generation, scored, batch)
         columns |= {name: [*map(_to_json, columns[name])] for name in AS_JSON}
         if self.tokens:
             columns |= _of_tokens(scored.rollouts, batch)
-        with written_whole(path) as new:
-            pq.write_table(pa.table(columns), new, compression="zstd")
-        return path
+        return write_table(path, columns)
 
-    def _of_rollouts(
-        self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch
-    ) -> dict[str, list[Any] | Any]:
+    def _of_rollouts(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> dict[str, Any]:
         import pyarrow as pa
 
         rollouts = scored.rollouts
+        outcomes = [*_outcomes(rollouts, batch)]
         return {
             "step": [step] * len(rollouts),
             "generation": [generation] * len(rollouts),
             "row": [draw.prompt for draw in scored.draws],
             "sample": [draw.sample for draw in scored.draws],
-            "group": [rollout.group for rollout in rollouts],
             "data": [draw.row for draw in scored.draws],
-            "prompt": [rollout.prompt for rollout in rollouts],
-            "completion": [rollout.completion for rollout in rollouts],
+            **{name: [getattr(rollout, name) for rollout in rollouts] for name in AS_THEY_ARE},
             **{REWARD + name: _known(scored.rewards[:, i]) for i, name in enumerate(self.reward_names)},
             "steps": [{str(function): pairs for function, pairs in steps.items()} for steps in scored.steps],
             "columns": [{name: cells[i] for name, cells in scored.columns.items()} for i in range(len(rollouts))],
             "finish": [str(rollout.finish) for rollout in rollouts],
             "error": pa.array([rollout.error for rollout in rollouts], pa.string()),
-            "fate": [*_fates(rollouts, batch)],
-            "advantage": [*_mean_advantages(batch)],
+            "fate": [fate for fate, _ in outcomes],
+            "advantage": [advantage for _, advantage in outcomes],
             "length": [len(rollout.completion_ids) for rollout in rollouts],
-            "reused": [rollout.reused for rollout in rollouts],
             "images": [len(rollout.images) for rollout in rollouts],
             "image_files": pa.array(self._image_files(rollouts), pa.list_(pa.string())),
-            "calls": [rollout.calls for rollout in rollouts],
-            "seconds": [rollout.seconds for rollout in rollouts],
-            "tool_seconds": [rollout.tool_seconds for rollout in rollouts],
         }
 
     def _image_files(self, rollouts: list[Rollout]) -> list[list[str]]:
@@ -229,19 +213,14 @@ def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
 
     offsets = pa.array([0, *batch.lengths.cumsum(0).tolist()], pa.int32())
     columns = {
-        "turn_ends": lists([rollout.turn_ends for rollout in rollouts], pa.int32()),
-        "strands": lists([[n for pair in rollout.strands for n in pair] for rollout in rollouts], pa.int32()),
-        "prompt_ids": lists([rollout.prompt_ids for rollout in rollouts], pa.int32()),
-        "token_ids": lists([rollout.completion_ids for rollout in rollouts], pa.int32()),
-        "sampled": lists([rollout.sampled for rollout in rollouts], pa.bool_()),
-        "versions": lists([rollout.versions for rollout in rollouts], pa.int32()),
-        "logprobs": lists([rollout.logprobs for rollout in rollouts], pa.float32()),
-        "entropies": lists([rollout.entropies for rollout in rollouts], pa.float32()),
-        "sampling_mask": lists([rollout.sampling_mask for rollout in rollouts], pa.list_(pa.int32())),
+        name: lists([getattr(rollout, name) for rollout in rollouts], pa.type_for_alias(kind))
+        for name, kind in LISTS.items()
     }
+    columns["strands"] = lists([[n for pair in rollout.strands for n in pair] for rollout in rollouts], pa.int32())
+    columns["token_ids"] = lists([rollout.completion_ids for rollout in rollouts], pa.int32())
+    columns["sampling_mask"] = lists([rollout.sampling_mask for rollout in rollouts], pa.list_(pa.int32()))
     for name in OF_TOKENS:
-        values = getattr(batch, name)
-        if values is not None:
+        if (values := getattr(batch, name)) is not None:
             columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values.float().cpu().numpy()))
     return columns
 
@@ -307,46 +286,24 @@ class Replay:
 def _rollout(row: dict[str, Any]) -> Rollout:
     strands = row["strands"]
     return Rollout(
-        prompt_ids=row["prompt_ids"],
+        **{name: row[name] for name in (*AS_THEY_ARE, *LISTS, "error", "sampling_mask")},
         completion_ids=row["token_ids"],
-        sampled=row["sampled"],
-        logprobs=row["logprobs"],
-        completion=row["completion"],
         finish=FinishReason(row["finish"]),
-        group=row["group"],
-        entropies=row["entropies"],
-        reused=row["reused"],
-        versions=row["versions"],
-        turn_ends=row["turn_ends"],
-        calls=row["calls"],
-        error=row["error"],
-        seconds=row["seconds"],
-        tool_seconds=row["tool_seconds"],
-        prompt=row["prompt"],
-        sampling_mask=row["sampling_mask"],
         strands=list(zip(strands[::2], strands[1::2], strict=True)),
     )
 
 
-def _fates(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[str]:
-    """`failed`, `masked` (no token is learned from), `no signal` (all advantages are 0) or `trained`."""
+def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str, float | None]]:
+    """Fate and mean advantage of each rollout, over the tokens that are learned from; None where there is none.
+
+    Fates: `failed`, `masked` (no token is learned from), `no signal` (all advantages are 0) and `trained`.
+    """
     assert batch.advantages is not None, "credit is assigned before a generation is recorded"
     of_each = (values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages))
     for rollout, sampled, advantages in zip(rollouts, *of_each, strict=True):
-        if rollout.finish is FinishReason.ERROR:
-            yield "failed"
-        elif not sampled.any():
-            yield "masked"
-        else:
-            yield "trained" if advantages[sampled].any() else "no signal"
-
-
-def _mean_advantages(batch: TrainBatch) -> Iterator[float | None]:
-    """Mean over the tokens that are learned from; None where there is none."""
-    assert batch.advantages is not None, "credit is assigned before a generation is recorded"
-    pairs = zip(*(values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages)), strict=True)
-    for sampled, advantages in pairs:
-        yield float(advantages[sampled].mean()) if sampled.any() else None
+        known = advantages[sampled]
+        fate = "masked" if not len(known) else "trained" if known.any() else "no signal"
+        yield "failed" if rollout.finish is FinishReason.ERROR else fate, float(known.mean()) if len(known) else None
 
 
 def _memory() -> int:
@@ -357,12 +314,13 @@ def _memory() -> int:
     return rss
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in LIBRARIES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _known(values: torch.Tensor) -> list[float | None]:

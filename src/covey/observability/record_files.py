@@ -1,39 +1,46 @@
 """Files of a record (`covey.observability.record`): their names, and reading them without torch."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from covey.runtime.files import written_whole
 from covey.runtime.user_code import format_error
 
 FOLDER = "record"
 METRICS, VOCABULARY, FINDINGS = "metrics.jsonl", "vocabulary.parquet", "findings.json"
+OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS)  # rather than of a generation and process
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls")
 REWARD = "reward/"
 """Prefix of the columns of rewards; null where a function abstained."""
 
 
-def file_name(generation: int, rank: int, processes: int) -> str:
-    """Name of a generation's file: `generation_00012.parquet`, of one among several processes `..._00012_rank1`."""
-    return f"generation_{generation:05d}{f'_rank{rank}' if processes > 1 else ''}.parquet"
+def file_name(number: int, rank: int, processes: int, kind: str = "generation") -> str:
+    """Name of a file: `generation_00012.parquet`, of one among several processes `generation_00012_rank1.parquet`."""
+    return f"{kind}_{number:05d}{f'_rank{rank}' if processes > 1 else ''}.parquet"
 
 
 def number_of(path: Path) -> int:
-    """Number of the generation in a file's name."""
+    """Number of the generation or the step in a file's name."""
     return int(path.stem.split("_")[1])
 
 
-def files(folder: Path, rank: int = 0) -> list[Path]:
-    """A process's files of a record, in the order of generations."""
-    found = [path for path in folder.glob("generation_*.parquet") if path.stem.count("_") == 1]
-    return sorted([*found, *folder.glob(f"generation_*_rank{rank}.parquet")], key=number_of)
+def files(folder: Path, rank: int = 0, kind: str = "generation") -> list[Path]:
+    """A process's files of a record, in the order of generations, or of steps for the kind `update`."""
+    found = [path for path in folder.glob(f"{kind}_*.parquet") if path.stem.count("_") == 1]
+    return sorted([*found, *folder.glob(f"{kind}_*_rank{rank}.parquet")], key=number_of)
 
 
-def update_files(folder: Path, rank: int = 0) -> list[Path]:
-    """A process's files of `covey.observability.updates`, in the order of steps."""
-    found = [path for path in folder.glob("update_*.parquet") if path.stem.count("_") == 1]
-    return sorted([*found, *folder.glob(f"update_*_rank{rank}.parquet")], key=number_of)
+def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
+    """Write columns into a parquet file, which is there as a whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with written_whole(path) as new:
+        pq.write_table(pa.table(dict(columns)), new, compression="zstd")
+    return path
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch, segment_starts
 from covey.core.losses import token_level
 from covey.core.objective import Objective, policy_loss
-from covey.runtime.files import written_whole
+from covey.observability.record_files import file_name, write_table
 
 PLACE_BITS = 32  # of a token's place in its generation; the bits above number generations and processes
 
@@ -55,7 +55,6 @@ class UpdateLog:
     def write(self, step: int) -> Path | None:
         """Write the passes since the last call."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         passes = sorted({one["origin"]: one for one in self._passes}.values(), key=lambda one: one["origin"])
         self._passes = []
@@ -71,10 +70,7 @@ class UpdateLog:
             kind = pa.bool_() if name == "clipped" else pa.float32()
             values = [one[name].numpy() if name in one else None for one in passes]
             columns[name] = pa.array(values, pa.list_(kind))
-        suffix = f"_rank{self.rank}" if self.processes > 1 else ""
-        with written_whole(path := self.folder / f"update_{step:05d}{suffix}.parquet") as new:
-            pq.write_table(pa.table(columns), new, compression="zstd")
-        return path
+        return write_table(self.folder / file_name(step, self.rank, self.processes, "update"), columns)
 
 
 def clipped_tokens(batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective) -> Tensor:
@@ -91,9 +87,11 @@ def clipped_tokens(batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None
 
 def vocabulary_of(tokenizer: Any) -> list[bytes]:
     """Bytes of each token by its id, as they stand in a text."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     words = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
-    table = _byte_characters() if "ByteLevel" in decoder else {}
+    table = {character: byte for byte, character in bytes_to_unicode().items()} if "ByteLevel" in decoder else {}
     return [_bytes_of(word or "", table) for word in words]
 
 
@@ -105,10 +103,3 @@ def _bytes_of(word: str, table: dict[str, int]) -> bytes:
     elif len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
         return bytes.fromhex(word[3:5])
     return word.replace("▁", " ").encode("utf-8", "replace")
-
-
-def _byte_characters() -> dict[str, int]:
-    """Characters by which byte-level tokenizers write the 256 bytes: printable Latin-1 as it is, the rest from 256."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -3,14 +3,13 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from covey import __version__
 from covey.observability.evaluations import all_sets, metrics_of, with_interval
+from covey.observability.record import versions
 
 TEMPLATE = Path(__file__).with_name("model_card.md")
 PAPERS: dict[str, tuple[str, str]] = {
@@ -142,15 +141,6 @@ def _results(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
             results.append((f"{label}, reward", f"{metrics['reward']:.4g}"))
         results += [(f"{label}, {estimate} (95% interval)", text) for estimate, text in with_interval(metrics)]
     return results
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
-    found = {}
-    for name in packages:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def hub_id(name: Any) -> str | None:
