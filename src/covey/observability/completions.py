@@ -13,6 +13,16 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import rich
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from covey.core.transcript import (
     Counts,
     Entry,
@@ -103,11 +113,8 @@ class CompletionLog:
             "images": images if any(images or ()) else None,
             **_conversation_columns(completions, counts),
         }
-        columns: dict[str, Sequence[Any]] = {}
-        for name, values in given.items():
-            if values is None:
-                continue
-            columns[name] = values
+        columns = {name: values for name, values in given.items() if values is not None}
+        for name, values in columns.items():
             if len(values) != len(completions):
                 raise ValueError(
                     f"column {name!r} of the completions table has {len(values)} values for {len(completions)} "
@@ -132,8 +139,6 @@ class CompletionLog:
                 stacklevel=3,
             )
         if self.show:
-            import rich
-
             with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full
                 rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
             self.to_trackers(self.report_to, step)
@@ -141,9 +146,6 @@ class CompletionLog:
 
     def write(self, step: int) -> Path:
         """Write all stored rows to `{folder}/{name}_{step:05d}.parquet`; the file appears complete or not at all."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         columns = _columns_of([*self.rows])
         table = pa.table({_as_word(name): _arrow_column(name, values, self.reward_names) for name, values in columns})
         with written_whole(path := self.folder / f"{self.name}_{step:05d}.parquet") as new:
@@ -156,8 +158,33 @@ class CompletionLog:
         return path
 
     def table(self, num: int | None = None, unique_prompts: bool = False) -> Any:
-        """A `rich.table.Table` of the latest rows, readable in 100 columns."""
-        return completion_table(self._chosen(unique_prompts), self.reward_names, num)
+        """A `rich.table.Table` of the latest rows, or `num` of them evenly spread, that is readable in 100 columns."""
+        rows, names = self._chosen(unique_prompts), self.reward_names
+        num = len(rows) if num is None else min(num, len(rows))
+        shown = [rows[index * len(rows) // num] for index in range(num)]
+        steps = sorted({row["step"] for row in shown})
+        when = f", step {steps[0]}" if len(steps) == 1 else f", steps {steps[0]} to {steps[-1]}" if steps else ""
+        count = f"{len(shown)} of {len(rows)} completions" if len(shown) < len(rows) else f"{len(rows)} completions"
+        table = Table(title=count + when, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True, expand=True)
+        table.add_column("prompt", ratio=2, overflow="fold")
+        table.add_column("completion", ratio=3, overflow="fold")
+        separate = len(names) <= 3  # more share one column, for which a console is wide enough
+        for name in names if separate else ["rewards"]:
+            wide = 9 if separate else 22
+            header = escape(printable(name).removesuffix("_reward").replace("_", " "))  # wraps between its words
+            table.add_column(header, justify="right" if separate else "left", width=wide, overflow="fold")
+        table.add_column("advantage", justify="right", width=9)
+        for row in shown:
+            values = [_number(row.get(name)) for name in names]
+            listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(names, values, strict=True))
+            images = None if "<image>" in row["prompt"] else _counted(None, row.get("images"))
+            table.add_row(
+                Text((f"[{images}] " if images else "") + shorten(printable(row["prompt"]), PROMPT_CHARACTERS)),
+                _completion(row, Text(_ending(row), style="yellow")),
+                *(values if separate else [escape(listed)]),
+                Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
+            )
+        return table
 
     def to_trackers(self, report_to: Sequence[str], step: int) -> None:
         """Send the rows as a table to every tracker of `report_to` that takes tables."""
@@ -214,8 +241,6 @@ def _free_name(name: str, kind: str, taken: Sequence[str] = ()) -> str:
 
 
 def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
-    import pyarrow as pa
-
     if name in reward_names:
         return pa.array(values, pa.float64())
     if name == "images":
@@ -229,8 +254,6 @@ def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
 
 def _has_fields(kind: Any) -> bool:
     """True unless a dictionary in a column is always empty, which parquet files cannot hold."""
-    import pyarrow as pa
-
     fields = [kind.field(number) for number in range(kind.num_fields)]
     return not (pa.types.is_struct(kind) and not fields) and all(_has_fields(field.type) for field in fields)
 
@@ -289,40 +312,6 @@ TRACKERS: dict[str, Send] = {"wandb": _to_wandb, "trackio": _to_trackio, "swanla
 """Trackers that take tables."""
 
 
-def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: int | None = None) -> Any:
-    """A `rich.table.Table` of all rows, or `num` of them evenly spread, that is readable in 100 columns."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
-    num = len(rows) if num is None else min(num, len(rows))
-    shown = [rows[index * len(rows) // num] for index in range(num)]
-    steps = sorted({row["step"] for row in shown})
-    when = f", step {steps[0]}" if len(steps) == 1 else f", steps {steps[0]} to {steps[-1]}" if steps else ""
-    count = f"{len(shown)} of {len(rows)} completions" if len(shown) < len(rows) else f"{len(rows)} completions"
-    table = Table(title=count + when, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True, expand=True)
-    table.add_column("prompt", ratio=2, overflow="fold")
-    table.add_column("completion", ratio=3, overflow="fold")
-    separate = len(reward_names) <= 3  # more share one column, for which a console is wide enough
-    for name in reward_names if separate else ["rewards"]:
-        wide = 9 if separate else 22
-        header = escape(printable(name).removesuffix("_reward").replace("_", " "))  # wraps between its words
-        table.add_column(header, justify="right" if separate else "left", width=wide, overflow="fold")
-    table.add_column("advantage", justify="right", width=9)
-    for row in shown:
-        values = [_number(row.get(name)) for name in reward_names]
-        listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(reward_names, values, strict=True))
-        images = None if "<image>" in row["prompt"] else _counted(None, row.get("images"))
-        table.add_row(
-            Text((f"[{images}] " if images else "") + shorten(printable(row["prompt"]), PROMPT_CHARACTERS)),
-            _completion(row, Text(_ending(row), style="yellow")),
-            *(values if separate else [escape(listed)]),
-            Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
-        )
-    return table
-
-
 def _ending(row: Row) -> str:
     if row.get("finish") in (None, "stop"):
         return ""
@@ -332,10 +321,6 @@ def _ending(row: Row) -> str:
 
 
 def _completion(row: Row, ending: Any) -> Any:
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
     messages = json.loads(row.get("messages") or "[]")
     if not is_conversation(messages):
         return Text(shorten(printable(row["completion"]), COMPLETION_CHARACTERS)) + ending
@@ -347,8 +332,6 @@ def _completion(row: Row, ending: Any) -> Any:
 
 
 def _styled(entry: Entry) -> Any:
-    from rich.text import Text
-
     if entry.kind is not Kind.MESSAGE:
         return Text(dedent(entry.text), style=STYLES[entry.kind])
     who, colon, what = entry.text.partition(":")

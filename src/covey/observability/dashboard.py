@@ -22,8 +22,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from covey.observability.completions import decimal
-from covey.observability.evaluations import evaluation_sets, metrics_of, with_interval
-from covey.observability.metric_docs import is_taken
+from covey.observability.metric_docs import evaluation_sets, is_taken, metrics_of, with_interval
 from covey.observability.metrics import EVALUATE
 from covey.observability.plots import FAINT, PHASES, series
 
@@ -236,12 +235,12 @@ class ProgressDisplay(TrainerCallback):
         board.logs = {**board.logs, **taken, **phases}
         idle = f"phase/{EVALUATE}"
         self._trained += sum(taken[name] for name in taken if name.startswith("phase/") and name != idle)
-        if begins and math.isfinite(reward := self.board.logs.get("reward", math.nan)):
-            self.board.rewards.append(reward)
+        if begins and math.isfinite(reward := board.logs.get("reward", math.nan)):
+            board.rewards.append(reward)
         tokens = taken.get("num_tokens", 0)
         if tokens and (self._tokens is None or tokens != self._tokens[0]):
             if self._tokens is not None and self._trained > self._tokens[1]:
-                self.board.tokens_per_second = (tokens - self._tokens[0]) / (self._trained - self._tokens[1])
+                board.tokens_per_second = (tokens - self._tokens[0]) / (self._trained - self._tokens[1])
             self._tokens = (tokens, self._trained)
 
     def _place(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.observability.evaluations import all_sets, prefix
+from covey.observability.metric_docs import all_sets, prefix
 from covey.observability.metrics import ZERO_WHEN_EMPTY
 from covey.runtime.files import written_whole
 

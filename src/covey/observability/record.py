@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import torch
 from transformers import TrainerCallback
 
@@ -168,8 +169,6 @@ class Recorder(TrainerCallback):
         return write_table(path, columns)
 
     def _of_rollouts(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> dict[str, Any]:
-        import pyarrow as pa
-
         rollouts = scored.rollouts
         outcomes = [*_outcomes(rollouts, batch)]
         return {
@@ -206,7 +205,6 @@ class Recorder(TrainerCallback):
 
 def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
     """Columns with a value for each token, and those that say how tokens belong together."""
-    import pyarrow as pa
 
     def lists(values: list[list[Any] | None], kind: Any) -> Any:
         return pa.array(values, pa.list_(kind))

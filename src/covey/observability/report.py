@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.core.transcript import as_text, entries, excerpt, is_conversation, shorten
-from covey.observability.evaluations import all_sets, prefix
-from covey.observability.metric_docs import meaning, place
+from covey.observability.metric_docs import all_sets, meaning, place, prefix
 from covey.observability.metrics import Timeline
 from covey.observability.plots import as_svg, draw_panel, drawn_panels, series
 from covey.observability.timeline import draw_timeline
@@ -154,11 +153,13 @@ def _completion(completion: Any) -> str:
 
 
 def _metrics(log_history: list[dict[str, Any]]) -> str:
+    """A table of all metrics: of training before evaluations, each in the order of docs/metrics.md, one's own last."""
     names = {key for entry in log_history for key in entry} - {"step"}
-    sets = all_sets(log_history)
+    starts = [prefix(one) for one in all_sets(log_history)]
+    base = {name: name.removeprefix(next(filter(name.startswith, starts), "")) for name in names}
     rows, zeros = [], []
     explained: set[str] = set()
-    for name in sorted(names, key=lambda name: (*_theme(name, sets), name)):
+    for name in sorted(names, key=lambda name: (base[name] != name, place(base[name]), name)):
         if "reward/" in name and name.replace("reward/", "rewards/", 1) in names:
             continue  # the same value under its other spelling
         values = series(log_history, name)[1]
@@ -167,7 +168,7 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
         elif values:
             shown = (values[0], values[-1], min(values), max(values))
             numbers = "".join(f"<td>{_value(value)}</td>" for value in shown)
-            text = _meaning(name, sets)
+            text = meaning(base[name]) or ""
             again = name.startswith("phase/") and text in explained
             explained.add(text)
             rows.append(f"<tr><th>{_text(name)}</th>{numbers}<td>{_text('as above' if again else text)}</td></tr>")
@@ -179,17 +180,6 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
         f'<section><h2>Metrics</h2><div class="scroll"><table class="metrics named"><thead>{head}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>{rest}</section>\n"
     )
-
-
-def _theme(name: str, sets: list[str]) -> tuple[bool, int]:
-    """Place of a metric: training before evaluations, each in the order of docs/metrics.md, one's own last."""
-    start = next((prefix(one) for one in sets if name.startswith(prefix(one))), "")
-    return bool(start), place(name.removeprefix(start))
-
-
-def _meaning(name: str, sets: list[str]) -> str:
-    start = next((prefix(one) for one in sets if one and name.startswith(prefix(one))), "")
-    return meaning(name.removeprefix(start)) or ""
 
 
 def _settings(heading: str, values: Mapping[str, Any], is_open: str = "") -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -54,8 +55,6 @@ class UpdateLog:
 
     def write(self, step: int) -> Path | None:
         """Write the passes since the last call."""
-        import pyarrow as pa
-
         passes = sorted({one["origin"]: one for one in self._passes}.values(), key=lambda one: one["origin"])
         self._passes = []
         if not passes:

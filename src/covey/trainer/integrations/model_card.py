@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey import __version__
-from covey.observability.evaluations import all_sets, metrics_of, with_interval
+from covey.observability.metric_docs import all_sets, metrics_of, with_interval
 from covey.observability.record import versions
 
 TEMPLATE = Path(__file__).with_name("model_card.md")

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
-from covey.observability.evaluations import all_sets, metrics_of, with_interval
+from covey.observability.metric_docs import all_sets, metrics_of, with_interval
 from covey.observability.plots import drawn_panels, plot_curves
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline

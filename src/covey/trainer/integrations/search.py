@@ -209,7 +209,7 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def mean_reward(metrics: dict[str, float]) -> float:
-    from covey.observability.evaluations import evaluation_sets, prefix
+    from covey.observability.metric_docs import evaluation_sets, prefix
 
     names = (f"{prefix(name)}reward" for name in evaluation_sets(metrics))
     rewards = [metrics[name] for name in names if name in metrics]
