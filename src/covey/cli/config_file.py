@@ -135,9 +135,7 @@ def load_run(
     _refuse_unknown(values, config_class)
     with planning_for(world_size):
         args = config_class(**typed(values, config_class))
-    for name in _LISTS:
-        value = run.get(name) or []
-        run[name] = list(value) if isinstance(value, (list, tuple)) else [value]
+    run |= {name: _as_list(run.get(name) or []) for name in _LISTS}
     run |= {name: _as_mapping(name, run.get(name)) for name in _MAPPINGS}
     run["peft"] = run["peft"] and _with_lists(run["peft"])
     run["dataset_split"] = run.get("dataset_split") or "train"
@@ -305,9 +303,12 @@ def _read_script_flags(values: dict[str, Any]) -> None:
     if (subset := values.pop("dataset_config", None)) and values.get("dataset"):
         values["dataset"] += f":{subset}"
     if "reward_model_name_or_path" in values:
-        own = values.get("reward_funcs") or []
-        own = list(own) if isinstance(own, (list, tuple)) else [own]
+        own = _as_list(values.get("reward_funcs") or [])
         values["reward_funcs"] = [*own, values.pop("reward_model_name_or_path")]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _with_lists(peft: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
+
 from covey.cli.config_file import yaml_value
 from covey.core.transcript import with_system_message
 from covey.runtime.safe_text import printable
@@ -62,8 +64,6 @@ def is_function(spec: str) -> bool:
 
 def _call(spec: str) -> Any:
     """The dataset, or the splits, that a user's function returns."""
-    import datasets
-
     from covey.runtime.import_path import resolve
 
     function = resolve(spec, "dataset")
@@ -103,8 +103,6 @@ def is_local(spec: str) -> bool:
 
 
 def _load_local(path: Path) -> Any:
-    import datasets
-
     if not path.exists():
         raise FileNotFoundError(f"there is no data file or folder {str(path)!r}{_nearby(path)}")
     suffix = path.suffix.lower()
@@ -141,8 +139,6 @@ def _check_header(path: Path, sep: str = ",") -> None:
 
 
 def _load_hub(spec: str) -> Any:
-    import datasets
-
     name, _, config = spec.partition(":")
     if Path(name).expanduser().exists():
         raise ValueError(f"dataset {spec!r}: {name!r} is here, and {config!r} is no part of it; see `dataset_split`.")
@@ -160,8 +156,6 @@ def _load_hub(spec: str) -> Any:
 
 
 def _pick(loaded: Any, split: str | None, spec: str) -> Any:
-    import datasets
-
     splits = {"train": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
     if split is None:
         split = next((name for name in EVAL_SPLITS if name in splits), next(iter(splits)))

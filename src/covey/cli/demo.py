@@ -77,7 +77,18 @@ def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str
         "seconds_train": round(seconds_train, 1),
         "seconds_total": round(time.perf_counter() - start, 1),
     }
-    write_results(output_dir, trainer, before["samples"], after["samples"], summary)
+    trainer.report.write(
+        title="SmolLM2-135M-Instruct learns one-digit sums",
+        before=before["samples"][:SHOWN],
+        after=after["samples"][:SHOWN],
+        summary={
+            "accuracy before": _accuracy(summary, "before"),
+            "accuracy after": _accuracy(summary, "after"),
+            "measured on": f"{summary['n']} answers to {summary['prompts']} held-out sums",
+            "training": f"{summary['steps']} steps in {summary['seconds_train']:.0f} s",
+        },
+    )
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     rich.print(trainer.completions.table(8, unique_prompts=True))
     return summary
 
@@ -162,21 +173,6 @@ def clustered_interval(correct: list[bool], cluster: int, seed: int, resamples: 
     return [round(resampled[int(0.025 * resamples)], 4), round(resampled[int(0.975 * resamples)], 4)]
 
 
-def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list[Any], summary: dict[str, Any]) -> None:
-    trainer.report.write(
-        title="SmolLM2-135M-Instruct learns one-digit sums",
-        before=before[:SHOWN],
-        after=after[:SHOWN],
-        summary={
-            "accuracy before": _accuracy(summary, "before"),
-            "accuracy after": _accuracy(summary, "after"),
-            "measured on": f"{summary['n']} answers to {summary['prompts']} held-out sums",
-            "training": f"{summary['steps']} steps in {summary['seconds_train']:.0f} s",
-        },
-    )
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-
-
 def _accuracy(summary: dict[str, Any], when: str) -> str:
     low, high = summary[f"ci_{when}"]
     return f"{summary[f'accuracy_{when}']:.1%} ({low:.1%} to {high:.1%})"
@@ -186,9 +182,8 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
     import rich
     from rich.table import Table
 
-    table = Table(title=f"Held-out accuracy ({summary['prompts']} sums, {summary['n']} samples)")
-    table.add_column("")
-    table.add_column("accuracy (95% interval)")
+    title = f"Held-out accuracy ({summary['prompts']} sums, {summary['n']} samples)"
+    table = Table("", "accuracy (95% interval)", title=title)
     for when in ("before", "after"):
         table.add_row(when, _accuracy(summary, when))
     rich.print(table)

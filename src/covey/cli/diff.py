@@ -137,15 +137,14 @@ class Change:
     values: tuple[Any, Any]
 
     def __str__(self) -> str:
-        if self.part == "settings":
-            return f"{self.name}: {self.values[0]} and {self.values[1]}"
-        if self.part == "versions":
-            return f"version of {self.name}: {self.values[0]} and {self.values[1]}"
-        return {
+        names = {"settings": self.name, "versions": f"version of {self.name}"}
+        name = names.get(self.part, f"{self.part} {self.name}".rstrip())
+        without_values = {
             "rewards": f"code of the reward {self.name}",
             "dataset": f"dataset ({self.name})",
             "chat_template": "chat template",
-        }.get(self.part, f"{' '.join(filter(None, (self.part, self.name)))}: {self.values[0]} and {self.values[1]}")
+        }
+        return without_values.get(self.part, f"{name}: {self.values[0]} and {self.values[1]}")
 
 
 def changed(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
@@ -171,18 +170,19 @@ def acts(change: Change, stage: Stage) -> bool:
 def first_difference(first: Path, second: Path) -> FirstDifference | None:
     """The earliest generation's first stage at which two records differ; None if one only goes on longer."""
     ranks = len({path.stem.partition("_rank")[2] for path in first.glob("generation_*.parquet")})
-    for generation in sorted({number_of(path) for path in files(first)} & {number_of(path) for path in files(second)}):
+
+    def by_number(rank: int) -> list[dict[int, Path]]:
+        return [{number_of(path): path for path in files(folder, rank)} for folder in (first, second)]
+
+    of_ranks = [by_number(rank) for rank in range(ranks)]
+    for generation in sorted({number for here, there in of_ranks[:1] for number in here.keys() & there.keys()}):
         found = []
-        for rank in range(ranks):
-            here, there = (_of_generation(folder, generation, rank) for folder in (first, second))
-            found += [*_differences(read_rows(here), read_rows(there), generation)] if here and there else []
+        for here, there in of_ranks:
+            if generation in here and generation in there:
+                found += _differences(read_rows(here[generation]), read_rows(there[generation]), generation)
         if found:
             return min(found, key=lambda one: STAGES.index(one.stage))
     return None
-
-
-def _of_generation(folder: Path, generation: int, rank: int) -> Path | None:
-    return next((path for path in files(folder, rank) if number_of(path) == generation), None)
 
 
 def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator[FirstDifference]:
@@ -190,14 +190,14 @@ def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator
     one: Row
     two: Row
     for number, (one, two) in enumerate(zip_longest(here, there, fillvalue={})):
-        same = next(_unequal(one.get("token_ids"), two.get("token_ids")), None)
-        limit = same[0] if same is not None and same[0] is not None else None
+        same = _unequal(one.get("token_ids"), two.get("token_ids"))
+        limit = same[0] if same else None
         for stage in STAGES:
             for column in _columns(stage, one, two):
                 mine, other = one.get(column), two.get(column)
                 if column == "logprobs" and mine and other:  # of the tokens that both have
                     mine, other = mine[:limit], other[:limit]
-                if (found := next(_unequal(mine, other), None)) is not None:
+                if found := _unequal(mine, other):
                     yield FirstDifference(stage, column, (one or two)["step"], generation, number, *found)
                     break
 
@@ -207,15 +207,11 @@ def _columns(stage: Stage, one: Row, two: Row) -> Iterator[str]:
         yield from [c for c in dict.fromkeys([*one, *two]) if c.startswith(name)] if name == REWARD else [name]
 
 
-def _unequal(one: Any, two: Any) -> Iterator[tuple[int | None, tuple[Any, Any]]]:
-    """Index and values of the first unequal elements; index None for values that are no lists."""
-    if not (isinstance(one, list) and isinstance(two, list)):
-        if not _equal(one, two):
-            yield None, (one, two)
-        return
-    for index, pair in enumerate(zip_longest(one, two)):
-        if not _equal(*pair):
-            yield index, pair
+def _unequal(one: Any, two: Any) -> tuple[int | None, tuple[Any, Any]] | None:
+    """Index and values of the first unequal elements, if any; index None for values that are no lists."""
+    are_lists = isinstance(one, list) and isinstance(two, list)
+    pairs: Iterable[tuple[int | None, Any]] = enumerate(zip_longest(one, two)) if are_lists else [(None, (one, two))]
+    return next(((index, pair) for index, pair in pairs if not _equal(*pair)), None)
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -45,9 +45,7 @@ def environment() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes(cgroup: str = "/sys/fs/cgroup/memory.max") -> int:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def train(values: dict[str, Any], resume: bool = False) -> str:
     """Train the study of a file; returns its table."""
     from covey.cli.data import load_rows
-    from covey.cli.train import agent_of, environments, named, read_run, rewards
+    from covey.cli.train import parts_of, read_run, rewards
     from covey.study.plan import KEYS, halving_of, refuse_unknown, variants_of
     from covey.study.report import table
     from covey.study.study import Study
@@ -78,34 +78,23 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
             " are compared on one data set, given by name. Leave it out, or name one."
         )
     settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
-    parts = {
-        "tools": [named(tool, "tool") for tool in run.tools] or None,
-        "rollout_func": named(run.rollout_func, "rollout_func"),
-        "environment_factory": environments(run.environment_factory),
-        "agent": agent_of(run.agent),
-    }
+    own = {"method": run.method, "peft": run.peft, "system_prompt": run.system_prompt}
     study = Study(
         run.model,
-        {name: _typed(changes, run.method) for name, changes in variants_of(plan).items()},
         {
-            **typed(settings, config_of(run.method)),
-            "method": run.method,
-            "peft": run.peft,
-            "system_prompt": run.system_prompt,
+            name: typed(changes, config_of(changes.get("method", run.method)))
+            for name, changes in variants_of(plan).items()
         },
+        {**typed(settings, config_of(run.method)), **own},
         reward_funcs=rewards(run.reward_funcs) or None,
         train_dataset=load_rows(run.dataset, run.dataset_split, run.columns) if run.dataset else None,
         eval_dataset=load_rows(run.eval_dataset, None, run.columns) if run.eval_dataset else (),
         eval_steps=plan.get("eval_steps"),
         save_rounds=plan.get("save_rounds"),
         halving=halving_of(plan.get("halving")),
-        parts=parts,
+        parts=parts_of(run),
     )
     return table(study.train(resume))
-
-
-def _typed(changes: Mapping[str, Any], method: str) -> dict[str, Any]:
-    return typed(changes, config_of(changes.get("method", method)))
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:

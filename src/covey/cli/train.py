@@ -130,14 +130,21 @@ def build_trainer(run: RunConfig, training: bool = True, **further: Any) -> Any:
         "args": run.args,
         "train_dataset": load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset and training else None,
         "eval_dataset": load_evaluations(run.eval_dataset, *renamed),
-        "tools": [named(tool, "tool") for tool in run.tools] or None,
-        "rollout_func": named(run.rollout_func, "rollout_func"),
-        "environment_factory": environments(run.environment_factory),
-        "agent": agent_of(run.agent),
+        **parts_of(run),
         "peft_config": adapter(run.peft),
         "quantization_config": quantisation(run.quantization),
     }
     return trainer_class(**{**parts, **further})
+
+
+def parts_of(run: RunConfig) -> dict[str, Any]:
+    """Arguments of a trainer that say how rollouts are played."""
+    return {
+        "tools": [named(tool, "tool") for tool in run.tools] or None,
+        "rollout_func": named(run.rollout_func, "rollout_func"),
+        "environment_factory": environments(run.environment_factory),
+        "agent": agent_of(run.agent),
+    }
 
 
 def rewards(names: Sequence[Any]) -> list[Any]:

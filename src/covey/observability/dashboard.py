@@ -102,15 +102,12 @@ class Board:
 
 
 def readable(logs: dict[str, float]) -> Figures:
-    return [
-        (label, _without_empty_sign(decimal(logs[name], 3) if form == "{:.3f}" else form.format(logs[name])))
-        for name, (label, form) in FIGURES.items()
-        if isinstance(logs.get(name), int | float) and (math.isfinite(logs[name]) or name in ALWAYS_SHOWN)
-    ]
-
-
-def _without_empty_sign(text: str) -> str:
-    return text.lstrip("+-") if not text.strip("+-0.na") else text
+    figures = []
+    for name, (label, form) in FIGURES.items():
+        if isinstance(value := logs.get(name), int | float) and (math.isfinite(value) or name in ALWAYS_SHOWN):
+            text = decimal(value, 3) if form == "{:.3f}" else form.format(value)
+            figures.append((label, text if text.strip("+-0.na") else text.lstrip("+-")))  # no sign of a zero
+    return figures
 
 
 def _drawn(figures: Figures, title: str = "") -> Columns:

@@ -76,26 +76,19 @@ def _add_draws(ranges: dict[str, Any], found: dict[str, dict[str, Any]]) -> None
 
 
 def _named(choice: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and settings of a point."""
+    """Name and settings of a point, whose keys with a dot belong to a mapping."""
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in choice.items())
-    return "".join("_" if one.isspace() or one in "/\\|" else one for one in name), _nested(choice)
+    changes: dict[str, Any] = {}
+    for key, value in choice.items():
+        outer, dot, inner = key.partition(".")
+        changes[outer] = {**changes.get(outer, {}), inner: value} if dot else value
+    return "".join("_" if one.isspace() or one in "/\\|" else one for one in name), changes
 
 
 def refuse_unknown(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     if unknown := [name for name in given if name not in known]:
         hint = closest(unknown[0], known)
         raise ValueError(f"{where}: there is no {unknown[0]!r}; there are {', '.join(known)}.{hint}")
-
-
-def _nested(choice: Mapping[str, Any]) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
-    for key, value in choice.items():
-        outer, dot, inner = key.partition(".")
-        if dot:
-            changes[outer] = {**changes.get(outer, {}), inner: value}
-        else:
-            changes[key] = value
-    return changes
 
 
 def _draw(name: str, choices: Any, source: random.Random) -> Any:

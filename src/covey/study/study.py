@@ -58,12 +58,7 @@ SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has o
 ASKED = ("system_prompt", "chat_template_kwargs")  # a variant's own in evaluations too: how its policy is to be asked
 MAY_DIFFER = (
     *(one.name for one in fields(LoggingFields)),
-    "run_name",
-    "max_steps",
-    "num_train_epochs",
-    "logging_steps",
-    "report_to",
-    "disable_tqdm",
+    *("run_name", "max_steps", "num_train_epochs", "logging_steps", "report_to", "disable_tqdm"),
     "max_concurrent_completions",
 )
 INIT = {"init_kwargs": "model_init_kwargs", "trust_remote_code": "trust_remote_code"}
@@ -428,10 +423,8 @@ class Study:
         """Go back to the last common checkpoint; later ones of single variants are deleted."""
         state = commands.read_state(self.folder)
         self._check_same(state, resume)
-        self.round, self._requested = (
-            state["round"],
-            [*(Command(**one) for one in state["requested"]), *self._requested],
-        )
+        self.round = state["round"]
+        self._requested = [*(Command(**one) for one in state["requested"]), *self._requested]
         for name in state.get("taken", ()):  # carried out before the kill
             (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
         given, self.variants = self.variants, {name: Variant.of(one) for name, one in state["variants"].items()}

@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,7 @@ import pyarrow.parquet as pq
 
 from covey.cli.view.tables import Generation, Update
 from covey.core.transcript import as_text
-from covey.observability.record_files import (
-    FINDINGS,
-    FOLDER,
-    METRICS,
-    VOCABULARY,
-    number_of,
-    read_metrics,
-    read_run,
-)
+from covey.observability.record_files import FINDINGS, FOLDER, METRICS, VOCABULARY, number_of, read_metrics, read_run
 
 CACHED = 24  # tables of generations in memory
 QUIET = 600.0  # seconds without a new file after which a run without an end counts as stopped
@@ -64,19 +55,19 @@ class RecordedRun:
         findings = []
         with suppress(OSError, ValueError):
             findings = json.loads((self.record / FINDINGS).read_text())
-        return {"described": described, "metrics": _finite(self._lines()), "findings": findings}
+        lines = [{name: value for name, value in line.items() if _is_json(value)} for line in self._lines()]
+        return {"described": described, "metrics": lines, "findings": findings}
 
     def blocks(self, keys: list[str]) -> dict[str, Any]:
         """Summaries of the rollouts of generations, by key."""
         files, found = self._files(), {}
-        weights = read_run(self.folder).get("settings", {}).get("reward_weights")
-        numbers = _literal(weights) or []
+        weights = _literal(read_run(self.folder).get("settings", {}).get("reward_weights")) or []
         for key in keys:
             if (path := files.get(key)) is None:
                 continue
             version = self._version(key, path)
             if self._blocks.get(key, ("",))[0] != version:
-                self._blocks[key] = version, self._generation(key, path).block(numbers)
+                self._blocks[key] = version, self._generation(key, path).block(weights)
             found[key] = self._blocks[key][1]
         return found
 
@@ -119,7 +110,7 @@ class RecordedRun:
         if any(updates.get(path) != time for path, time in self._read.items()):  # a resumed run wrote others
             self._read, self._updates = {}, {}
         for path in sorted(updates.keys() - self._read.keys(), key=number_of):
-            for key, rows in _rows_of(path):
+            for key, rows in _rows_of(path).items():
                 self._updates.setdefault(key, []).append(Update(number_of(path), rows, path, updates[path]))
                 self._updates[key].sort(key=lambda update: update.step)
         self._read = updates
@@ -134,10 +125,8 @@ class RecordedRun:
     def _generation(self, key: str, path: Path) -> Generation:
         version = self._version(key, path)
         if self._generations.get(key, ("",))[0] != version:
-            self._generations[key] = (
-                version,
-                Generation(pq.read_table(path).combine_chunks(), self._updates.get(key, [])),
-            )
+            table = pq.read_table(path).combine_chunks()
+            self._generations[key] = version, Generation(table, self._updates.get(key, []))
         self._generations.move_to_end(key)
         while len(self._generations) > CACHED:
             self._generations.popitem(last=False)
@@ -155,13 +144,13 @@ class RecordedRun:
         return self._vocabulary
 
 
-def _rows_of(path: Path) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:
     """First token and row of the rollouts in a file of updates, by the generation and process that sampled them."""
     table = pq.read_table(path, columns=["generation", "rank", "first"])
     rows: dict[str, list[tuple[int, int]]] = {}
     for row, cell in enumerate(table.to_pylist()):
         rows.setdefault(f"{cell['generation']}.{cell['rank']}", []).append((cell["first"], row))
-    yield from rows.items()
+    return rows
 
 
 def _written(path: Path) -> int:
@@ -180,10 +169,5 @@ def _literal(text: Any) -> Any:
     return text
 
 
-def _finite(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without NaN and infinities, which JSON does not know."""
-
-    def known(value: Any) -> bool:
-        return not isinstance(value, float) or math.isfinite(value)
-
-    return [{name: value for name, value in line.items() if known(value)} for line in lines]
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -5,6 +5,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,18 @@ def script() -> str:
 def application(runs: list[RecordedRun]) -> web.Application:
     """The server's paths; what reads files runs in threads, one at a time."""
     lock = asyncio.Lock()
-
-    async def answer(read: Callable[..., Any], *args: Any) -> web.Response:
-        try:
-            async with lock:
-                value = await asyncio.to_thread(lambda: json.dumps(read(*args)))
-        except (LookupError, ValueError, OSError) as error:
-            return web.Response(status=404, text=str(error))
-        return web.json_response(text=value)
+    texts: dict[str, tuple[str, Callable[[], str]]] = {
+        "/": ("text/html", (PAGE / "index.html").read_text),
+        "/style.css": ("text/css", (PAGE / "style.css").read_text),
+        "/page.js": ("text/javascript", script),
+    }
+    values: dict[str, Callable[[web.Request], Any]] = {
+        "state": lambda request: {"runs": [run.state() for run in runs]},
+        "run/{run}": lambda request: run_of(request).described(),
+        "blocks/{run}": lambda request: run_of(request).blocks(request.query.get("keys", "").split(",")),
+        "rollout/{run}/{id}": lambda request: run_of(request).rollout(request.match_info["id"]),
+        "search/{run}": lambda request: run_of(request).search(request.query.get("q", "")),
+    }
 
     def run_of(request: web.Request) -> RecordedRun:
         number = request.match_info["run"]
@@ -53,29 +58,16 @@ def application(runs: list[RecordedRun]) -> web.Application:
             raise web.HTTPNotFound(text=f"there is no run {number}")
         return runs[int(number)]
 
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text=(PAGE / "index.html").read_text(), content_type="text/html")
+    async def send_text(kind: str, read: Callable[[], str], request: web.Request) -> web.Response:
+        return web.Response(text=read(), content_type=kind)
 
-    async def style(request: web.Request) -> web.Response:
-        return web.Response(text=(PAGE / "style.css").read_text(), content_type="text/css")
-
-    async def code(request: web.Request) -> web.Response:
-        return web.Response(text=script(), content_type="text/javascript")
-
-    async def state(request: web.Request) -> web.Response:
-        return await answer(lambda: {"runs": [run.state() for run in runs]})
-
-    async def described(request: web.Request) -> web.Response:
-        return await answer(run_of(request).described)
-
-    async def blocks(request: web.Request) -> web.Response:
-        return await answer(run_of(request).blocks, request.query.get("keys", "").split(","))
-
-    async def rollout(request: web.Request) -> web.Response:
-        return await answer(run_of(request).rollout, request.match_info["id"])
-
-    async def search(request: web.Request) -> web.Response:
-        return await answer(run_of(request).search, request.query.get("q", ""))
+    async def send_value(read: Callable[[web.Request], Any], request: web.Request) -> web.Response:
+        try:
+            async with lock:
+                value = await asyncio.to_thread(lambda: json.dumps(read(request)))
+        except (LookupError, ValueError, OSError) as error:
+            return web.Response(status=404, text=str(error))
+        return web.json_response(text=value)
 
     async def image(request: web.Request) -> web.StreamResponse:
         try:
@@ -85,14 +77,10 @@ def application(runs: list[RecordedRun]) -> web.Application:
         return web.Response(body=data, content_type="image/png")
 
     app = web.Application(middlewares=[guard])
-    app.router.add_get("/", page)
-    app.router.add_get("/style.css", style)
-    app.router.add_get("/page.js", code)
-    app.router.add_get("/api/state", state)
-    app.router.add_get("/api/run/{run}", described)
-    app.router.add_get("/api/blocks/{run}", blocks)
-    app.router.add_get("/api/rollout/{run}/{id}", rollout)
-    app.router.add_get("/api/search/{run}", search)
+    for path, text in texts.items():
+        app.router.add_get(path, partial(send_text, *text))
+    for path, value in values.items():
+        app.router.add_get(f"/api/{path}", partial(send_value, value))
     app.router.add_get("/api/image/{run}/{name}", image)
     return app
 

@@ -112,23 +112,24 @@ class Generation:
         """Columns [N] of all tokens; NaN where a value is not known."""
         lists, size = self.lists, self.lists.size
         found = {name: values for name in COLUMNS if (values := lists.flat(name)) is not None}
+
+        def in_updates(name: str) -> list[Array]:
+            return [values for one in self.updates if (values := one.spread(name, size)) is not None]
+
         raw = lists.flat("sampled")
         self.sampled = np.ones(size, bool) if raw is None else raw.astype(bool)
-        old = lists.flat("old_logprobs")
-        trained = [values for one in self.updates if (values := one.spread("logprobs", size)) is not None]
+        old, trained = lists.flat("old_logprobs"), in_updates("logprobs")
         if old is not None or trained:
             found["trainer"] = trained[0] if old is None else old
-        measured = [values for one in self.updates if (values := one.spread("entropies", size)) is not None]
-        if measured and "entropies" not in found:
+        if "entropies" not in found and (measured := in_updates("entropies")):
             found["entropies"] = measured[0]
         if old is not None and trained:
             found["current"] = _latest(trained)
-            ratios = [values for one in self.updates if (values := one.spread("log_ratios", size)) is not None]
+            ratios = in_updates("log_ratios")
             found["log_ratios"] = _latest(ratios) if ratios else found["current"] - old
             with np.errstate(over="ignore"):
                 found["ratio"] = np.exp(found["log_ratios"])
-            clipped = [values for one in self.updates if (values := one.spread("clipped", size)) is not None]
-            if clipped:
+            if clipped := in_updates("clipped"):
                 found["clipped"] = np.nan_to_num(np.stack(clipped)).mean(0)
         for name, one, other in (("gap", "trainer", "logprobs"), ("drift", "trainer", "ref_logprobs")):
             if one in found and other in found:
@@ -192,12 +193,9 @@ class Generation:
 
     def _prompts(self) -> list[str]:
         """The prompt's beginning, at the first rollout of each group."""
-        known: set[int] = set()
-        found = []
-        for row, group in enumerate(self.table["group"].to_pylist()):
-            found.append("" if group in known else as_text(self.prompt(row))[:EXCERPT])
-            known.add(group)
-        return found
+        groups = self.table["group"].to_pylist()
+        first = {group: row for row, group in reversed([*enumerate(groups)])}
+        return [as_text(self.prompt(row))[:EXCERPT] if first[group] == row else "" for row, group in enumerate(groups)]
 
     def prompt(self, row: int) -> Any:
         own = json.loads(self.table["prompt"][row].as_py())
@@ -205,20 +203,18 @@ class Generation:
 
     def rollout(self, row: int, key: str, vocabulary: list[bytes]) -> dict[str, Any]:
         """All that is known of a rollout."""
-        cell = {
-            name: self.table[name][row].as_py() for name in (*WHOLE, *self.names) if name in self.table.column_names
-        }
+        names = [name for name in (*WHOLE, *self.names) if name in self.table.column_names]
+        cell = {name: self.table[name][row].as_py() for name in names}
         data = {name: value for name, value in json.loads(cell.pop("data")).items() if name != "prompt"}
-        names = {REWARD + name: name for name in (one.removeprefix(REWARD) for one in self.names)}
         return {
-            **{name: value for name, value in cell.items() if name not in names},
+            **{name: value for name, value in cell.items() if name not in self.names},
             "id": f"{key}.{row}",
             "prompt": self.prompt(row),
             "completion": json.loads(cell["completion"]),
             "data": data,
             "columns": json.loads(cell["columns"]),
             "steps": json.loads(cell["steps"]),
-            "rewards": {name: cell[long] for long, name in names.items()},
+            "rewards": {name.removeprefix(REWARD): cell[name] for name in self.names},
             "tokens": self._tokens(row, vocabulary) if self.has_tokens else None,
         }
 
@@ -231,24 +227,18 @@ class Generation:
                 pieces[number] = piece.decode()
             except UnicodeDecodeError:
                 pieces[number] = list(piece)
-        part = self.tokens_of(row)
+        part, columns = self.tokens_of(row), []
+        for name, values in self.values.items():
+            title, meaning, scale = COLUMNS[name]
+            packed = _packed(values[part], "<f4")
+            columns.append({"name": name, "title": title, "meaning": meaning, "scale": scale, "values": packed})
         return {
             "ids": _packed(ids, "<i4"),
             "prompt_ids": _packed(prompt, "<i4"),
             "sampled": _packed(self.sampled[part], "u1"),
             "pieces": pieces,
             "updates": [update.step for update in self.updates],
-            "columns": [
-                {
-                    "name": name,
-                    "title": title,
-                    "meaning": meaning,
-                    "scale": scale,
-                    "values": _packed(self.values[name][part], "<f4"),
-                }
-                for name, (title, meaning, scale) in COLUMNS.items()
-                if name in self.values
-            ],
+            "columns": columns,
         }
 
 
