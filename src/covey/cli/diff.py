@@ -176,7 +176,7 @@ def first_difference(first: Path, second: Path) -> FirstDifference | None:
 
     of_ranks = [by_number(rank) for rank in range(ranks)]
     for generation in sorted({number for here, there in of_ranks[:1] for number in here.keys() & there.keys()}):
-        found = []
+        found: list[FirstDifference] = []
         for here, there in of_ranks:
             if generation in here and generation in there:
                 found += _differences(read_rows(here[generation]), read_rows(there[generation]), generation)

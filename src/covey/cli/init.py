@@ -31,7 +31,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def contents() -> dict[str, str]:
-    """The files as the page shows them."""
     page = shipped("docs/start.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     return {name: shown[name] for name in FILES}

@@ -37,10 +37,10 @@ def main(argv: Sequence[str]) -> int:
     if given.limit < 1:
         raise ValueError(f"--limit {given.limit} leaves no completions: give a number of at least 1.")
     rows = (_logged(given.run) if given.run else _lines(given.completions))[: given.limit]
-    given_both = (
+    usable = (
         isinstance(row, dict) and "prompt" in row and isinstance(row.get("completion"), str | list) for row in rows
     )
-    if not rows or not all(given_both):
+    if not rows or not all(usable):
         raise ValueError(f"{given.run or given.completions} must hold rows with `prompt` and `completion`.")
     with closing(_suite(resolve_reward(given.function), given.timeout)) as suite:
         table = examine(suite, rows)
@@ -117,9 +117,8 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
     try_hack("100,000 characters", ["so " * 33_333] * size)
     words = " ".join(sorted({word for text in texts for word in text.split()}))
     try_hack("every word at once", [words] * size, allowed=0.5)  # some references come last by chance
-    gained = sum(
-        b > a for a, b in zip(first, _score(suite, rows, [f"{text}\n" * 10 for text in texts])[0], strict=True)
-    )
+    longer = _score(suite, rows, [f"{text}\n" * 10 for text in texts])[0]
+    gained = sum(b > a for a, b in zip(first, longer, strict=True))
     table.append(("note" if gained else "ok", "ten times over", f"{gained} of {size} rewards are higher"))
     try_hack("odd characters", ["\0\t\ufeff{]\\\u202e\U0001f600" * 9] * size)
     for name in sorted({"solution", "answer", "ground_truth"} & rows[0].keys()):
@@ -130,10 +129,7 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
 def _score(
     suite: RewardSuite, rows: list[Row], texts: list[str] | None = None, quiet: bool = False
 ) -> tuple[list[float], int]:
-    """Rewards of the completions, or of `texts` in their place, and the number of those that failed or were late.
-
-    Unless `quiet`, the first failure is printed.
-    """
+    """Rewards of completions or `texts`, and how many failed or were late; the first is printed unless `quiet`."""
     rollouts = []
     for index, row in enumerate(rows):
         completion = row["completion"]

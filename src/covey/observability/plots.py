@@ -105,7 +105,6 @@ def drawn_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
 
 
 def draw_panel(log_history: list[dict[str, Any]], panel: Panel) -> Any:
-    """A figure of one panel."""
     figure = new_figure(3.8, 2.5)
     _draw_panel(figure.add_subplot(), log_history, panel)
     return figure

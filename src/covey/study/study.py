@@ -190,7 +190,11 @@ class Study:
         self.round += 1
         evaluated = self._evaluated()
         if not self._live() and (waiting := self._unfinished()):
-            self._begin_whole(max(waiting, key=lambda variant: variant.step))
+            variant = max(waiting, key=lambda variant: variant.step)
+            try:
+                self._make_trainer(variant)
+            except Exception as error:  # one that cannot begin ends alone
+                self._end(variant, error)
         if not self._cut:
             self._begin_cut()
         elif isinstance(self.halving, Halving):  # of evaluations in the step that ends with checkpoints
@@ -261,22 +265,18 @@ class Study:
         """Make a variant's trainer, which starts with its first turn; one of the whole model waits for the others."""
         if variant.changes.get("peft", self.common.get("peft")) is None:
             variant.status, variant.reason, variant.trainer, variant.turn = "waiting", "", None, None
-            return
+        else:
+            self._make_trainer(variant)
+
+    def _make_trainer(self, variant: Variant) -> None:
+        """Make a trainer of an adapter on the shared model, or of the whole model on a copy of it."""
         method, adapter, args = settings_of(self.common, variant.changes, self.folder / variant.name)
-        from peft import LoraConfig
+        if adapter is None:
+            model, peft_config = copy.deepcopy(self.base).requires_grad_(True), None
+        else:
+            from peft import LoraConfig
 
-        config = LoraConfig(**{"task_type": "CAUSAL_LM", **(adapter or {})})
-        self._make_trainer(variant, method, args, with_shared_weights(self.base), config)
-
-    def _begin_whole(self, variant: Variant) -> None:
-        """Begin a variant without an adapter, on its own copy of the model; one that cannot begin ends alone."""
-        method, _, args = settings_of(self.common, variant.changes, self.folder / variant.name)
-        try:
-            self._make_trainer(variant, method, args, copy.deepcopy(self.base).requires_grad_(True), None)
-        except Exception as error:
-            self._end(variant, error)
-
-    def _make_trainer(self, variant: Variant, method: str, args: Any, model: Any, peft_config: Any) -> None:
+            model, peft_config = with_shared_weights(self.base), LoraConfig(**{"task_type": "CAUSAL_LM", **adapter})
         outside = shared_state()
         if args.use_vllm and self.server is None:
             self._connect(args)

@@ -29,11 +29,9 @@ SOLUTIONS = ("solution", "answer", "target", "label")  # columns that hold a cor
 
 
 def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collector | None, RewardSuite] | None:
-    """Make what a trainer makes of its arguments, in its order, and check it; None where models would be loaded.
+    """Make what a trainer makes of its arguments, and check it as it does; None where models would be loaded.
 
     Without the model's config there is no collector: columns, rewards and evaluations are checked alone.
-
-    Whatever would keep the run from starting is raised, with the trainer's words.
     """
     args, played = run.args, (given["tools"], given["rollout_func"], given["environment_factory"])
     build.resolve_args(args, run.model, type(args))
@@ -90,10 +88,7 @@ def prompt_lines(codec: PromptCodec, dataset: Any, max_completion_length: int | 
 
 
 def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str, Any]) -> Iterator[str]:
-    """A table of the rewards of an empty completion and of the row's solution; `RewardError` if both fail.
-
-    Without a collector, and so a tokenizer, each byte of a text is a token.
-    """
+    """A table of the rewards of an empty completion and of the row's solution; `RewardError` if both fail."""
     if (collector and plays_functions(collector.spec)) or row.get("prompt") is None:
         return  # completions have arguments of the user's own, or prompts are an environment's
     column, tried = _solution_column(suite, row), []
@@ -102,7 +97,7 @@ def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str,
             codec = collector.codec
             ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
             shown, prompt = codec.decode(row["prompt"], ids), codec.read_row(row).ids
-        else:
+        else:  # no tokenizer: each byte is a token
             ids, prompt = list(text.encode()), [0]
             shown = text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         tried.append(Rollout(prompt, ids, [True] * len(ids), None, shown, FinishReason.STOP))

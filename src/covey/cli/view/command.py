@@ -68,22 +68,18 @@ def main(argv: Sequence[str]) -> int:
 
 def export(runs: list[RecordedRun], path: Path, steps: range | None, max_bytes: float) -> str:
     """Write the page with the data of the runs; returns the generations whose tokens did not fit, in words."""
-    data: dict[str, str] = {}
     states = [run.state() for run in runs]
-    data["state"] = _packed({"runs": states})
+    data = {"state": _packed({"runs": states})}
     for number, (run, state) in enumerate(zip(runs, states, strict=True)):
         data[f"run/{number}"] = _packed(run.described())
-        keys = [key for key, _ in state["blocks"]]
-        blocks = run.blocks(keys)
-        data[f"blocks/{number}"] = _packed(blocks)
-    left_out = 0
-    size = sum(map(len, data.values()))
+        data[f"blocks/{number}"] = _packed(run.blocks([key for key, _ in state["blocks"]]))
+    left_out, size = 0, sum(map(len, data.values()))
     for name, chunk in _generations(runs, states, steps):
         if size + len(chunk) > max_bytes:
             left_out += 1
-            continue
-        data[name] = chunk
-        size += len(chunk)
+        else:
+            data[name] = chunk
+            size += len(chunk)
     with written_whole(path) as new:
         new.write_text(_page(data))
     return f"{left_out} rollout batches (--steps A:B or --max_mb chooses others)" if left_out else ""
@@ -111,16 +107,12 @@ def _page(data: dict[str, str]) -> str:
         " form-action 'none'"
     )
     held = json.dumps(data).replace("<", "\\u003c")
+    viewport = '<meta name="viewport"'
+    scripts = f'<script type="application/json" id="data">{held}</script>\n<script type="module">{code}</script>'
     for old, new in (
-        (
-            '<meta name="viewport"',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta name="viewport"',
-        ),
+        (viewport, f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{viewport}'),
         ('<link rel="stylesheet" href="style.css">', f"<style>{style}</style>"),
-        (
-            '<script type="module" src="page.js"></script>',
-            f'<script type="application/json" id="data">{held}</script>\n<script type="module">{code}</script>',
-        ),
+        ('<script type="module" src="page.js"></script>', scripts),
     ):
         assert page.count(old) == 1, old
         page = page.replace(old, new)

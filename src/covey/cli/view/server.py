@@ -31,9 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def script() -> str:
-    """All modules as one."""
-    texts = [(PAGE / name).read_text() for name in SCRIPTS]
-    return "".join(MODULE_WORDS.sub("", text) for text in texts)
+    return "".join(MODULE_WORDS.sub("", (PAGE / name).read_text()) for name in SCRIPTS)
 
 
 def application(runs: list[RecordedRun]) -> web.Application:
