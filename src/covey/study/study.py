@@ -34,13 +34,14 @@ from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.runtime.safe_text import without_secrets
 from covey.study import commands
 from covey.study.commands import Command, check_known, check_name
-from covey.study.evaluation import LEARNING, CommonEvaluation
 from covey.study.interventions import carry_out, check_changes
 from covey.study.plan import Halving
 from covey.study.report import write_report
 from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
 from covey.study.variants import (
+    LEARNING,
     TRAINERS,
+    CommonEvaluation,
     FollowsStudy,
     Variant,
     VariantEngine,

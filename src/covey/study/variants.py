@@ -1,25 +1,33 @@
-"""Variants of a study: their settings, descent and state, as `study.json` holds them, and the trainer of each."""
+"""Variants of a study: settings, descent and state, as `study.json` holds them; the engine and evaluation of each."""
 
 import asyncio
 import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from covey.config.aliases import ALIASES
 from covey.config.engines import CORRECTION
 from covey.config.messages import closest
+from covey.config.objective import EntropyFields, KLFields, LossFields
+from covey.config.sampling import AgentFields, GenerationFields, PromptFields
+from covey.config.training import BatchFields
+from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
-from covey.core.records import Completion
+from covey.core.records import Completion, PromptSample
 from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
+from covey.rollout.agents import with_agent
+from covey.runtime.user_code import preserve_process_state
 from covey.study.commands import check_public
 from covey.study.turns import Turn
+from covey.trainer.build import build_collector, build_rewards, sampling_params
+from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
 
 if TYPE_CHECKING:
@@ -44,6 +52,11 @@ OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 3, "disable_tqdm": True}
 NOT_HERE |= {"model_init_kwargs": None}  # the study has loaded the model
+SHAPES = ("seed", *(one.name for kind in (GenerationFields, AgentFields) for one in fields(kind)))  # of rollouts
+LEARNING = {"per_device_train_batch_size", "gradient_accumulation_steps", "advantages", "pass_at_k"} | {
+    one.name for kind in (BatchFields, EntropyFields, KLFields, LossFields, PromptFields) for one in fields(kind)
+}  # settings that evaluations do not read, and that may fit those of the variants only
+PARTS = ("tools", "rollout_func", "environment_factory", "agent")
 
 
 @dataclass
@@ -74,7 +87,7 @@ class Variant:
         return self.turn is not None and not self.turn.ended
 
     def record(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Variant":
@@ -115,7 +128,7 @@ def settings_of(
     if adapter is not None:
         from peft import LoraConfig
 
-        known = [one.name for one in dataclasses.fields(LoraConfig)]
+        known = [one.name for one in fields(LoraConfig)]
         if unknown := [name for name in adapter if name not in known]:
             raise ValueError(f"`peft` has no field {unknown[0]!r}.{closest(unknown[0], known)} See peft.LoraConfig.")
         if not isinstance(rank := adapter.get("r", 8), int):
@@ -214,6 +227,57 @@ class VariantEngine:
 
 
 @dataclass(eq=False)
+class CommonEvaluation:
+    """Mean rewards by prompt of one variant, by the rewards and the settings of the study, whatever it trains with."""
+
+    args: Any  # config of the study, without the variant's changes
+    rows: Sequence[dict[str, Any]]
+    reward_funcs: Any
+    has_own_rewards: bool  # the variant is trained with others
+    phase: RolloutPhase | None = None  # made at the first evaluation
+
+    @torch.no_grad()
+    def __call__(self, trainer: Any) -> list[float]:
+        """The mean reward of each prompt, over as many completions as the study's groups have, with the same seeds."""
+        if self.phase is None:
+            with preserve_process_state():  # environments that are made for it may draw random numbers
+                self.phase = self._phase(trainer)
+        phase = self.phase
+        model, was_training, count = trainer.model, trainer.model.training, self.args.num_generations
+        samples = [PromptSample(row, number, sample) for number, row in enumerate(self.rows) for sample in range(count)]
+        model.eval()
+        try:
+            scored = phase.sample(("study", 0), samples)
+            totals = weighted_total(scored.rewards.double(), phase.rewards.weights.double())
+        finally:
+            model.train(was_training)
+            trainer.context.metrics.drain("eval")
+        return totals.view(len(self.rows), count).nanmean(dim=1).tolist()
+
+    def _phase(self, trainer: Any) -> RolloutPhase:
+        context, collector = replace(trainer.context, args=self.args), trainer.collector
+        tokenizer, rewards = collector.codec.tokenizer, trainer.rewards
+        if any(getattr(self.args, name) != getattr(trainer.args, name) for name in SHAPES):
+            tools, function, factory, agent = map(trainer.made_of.get, PARTS)
+            factory = with_agent(agent, factory, tools, function)
+            collector = build_collector(context, trainer.model, tokenizer, collector.engine, tools, function, factory)
+            collector.run = trainer.collector.run
+        if self.has_own_rewards:
+            rewards = build_rewards(context, collector, self.reward_funcs, None)
+        params = sampling_params(self.args, tokenizer)
+        return replace(trainer.rollouts, context=context, collector=collector, params=params, rewards=rewards)
+
+    def close(self, trainer: Any) -> None:
+        """End what the evaluation has started, in addition to the trainer's own."""
+        if self.phase is None:
+            return
+        if self.phase.rewards is not trainer.rewards:
+            self.phase.rewards.close()
+        if (spec := self.phase.collector.spec) is not None and spec is not trainer.collector.spec:
+            spec.close()
+
+
+@dataclass(eq=False)
 class FollowsStudy(TrainerCallback):
     """Evaluates, saves and stops at the end of a step, on the trainer's thread, and notes its progress.
 
@@ -221,7 +285,7 @@ class FollowsStudy(TrainerCallback):
     """
 
     variant: Variant
-    evaluate: Any  # `covey.study.evaluation.CommonEvaluation`, or None
+    evaluate: CommonEvaluation | None
     is_due: Callable[[int], bool]
     pauses: Callable[[], bool]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
-from covey.cli.explain.tryout import SOLUTIONS
+from covey.cli.explain.run import SOLUTIONS
 from covey.core.advantages import centred, nanstd
 from covey.core.records import FinishReason, Rollout
 from covey.observability.findings import Finding
