@@ -177,12 +177,13 @@ class CompletionLog:
         for row in shown:
             values = [_number(row.get(name)) for name in names]
             listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(names, values, strict=True))
+            colour = "green" if row["advantage"] > 0 else "red" if row["advantage"] < 0 else "dim"
             images = None if "<image>" in row["prompt"] else _counted(None, row.get("images"))
             table.add_row(
                 Text((f"[{images}] " if images else "") + shorten(printable(row["prompt"]), PROMPT_CHARACTERS)),
                 _completion(row, Text(_ending(row), style="yellow")),
                 *(values if separate else [escape(listed)]),
-                Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
+                Text(_number(row["advantage"], signed=True), style=colour),
             )
         return table
 
@@ -348,7 +349,3 @@ def decimal(value: float, digits: int) -> str:
     """A number with so many decimals, or as a power of ten where these would all be 0."""
     text = f"{value:.{digits}f}"
     return text if float(text) or not value else f"{value:.1e}"
-
-
-def _colour(advantage: float) -> str:
-    return "green" if advantage > 0 else "red" if advantage < 0 else "dim"

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from covey.observability.findings import Finding
 STREAK = 5  # logs in a row that must agree before something is said
 
 Log = dict[str, Any]
-Text = tuple[str, str]  # evidence and fix
 
 
 def advice(log_history: list[Log], args: Any, ended: bool = False) -> list[Finding]:
@@ -33,29 +32,24 @@ def advice(log_history: list[Log], args: Any, ended: bool = False) -> list[Findi
     return found
 
 
-def _no_advantage(logs: list[Log], args: Any) -> Text:
+def _no_advantage(logs: list[Log], args: Any) -> Iterator[str]:
     value = logs[0].get("reward")
     always = all(log.get("reward") == value and log.get("reward_std") == 0 for log in logs)
     which = f": every reward was {f'{value:g}' if isinstance(value, int | float) else value}" if always else ""
     if any(log["frac_reward_zero_std"] < 1 for log in logs):
-        return (
-            "rewards differ, but all advantages from them are 0, so nothing is learnt from rewards.",
-            "Look at what makes advantages of rewards: advantages, outcome_weight, reward_clip_range.",
-        )
-    return (
-        f"""all completions of a prompt got the same reward{which}. So rewards give no completion an advantage, and
-        nothing is learnt from them.""",
-        f"""The task may be too hard or too easy, or the reward may never fire: read the completions in
-        {args.output_dir}/completions/, or let `covey doctor {args.output_dir}` look for the cause.""",
-    )
+        yield "rewards differ, but all advantages from them are 0, so nothing is learnt from rewards."
+        yield "Look at what makes advantages of rewards: advantages, outcome_weight, reward_clip_range."
+        return
+    yield f"""all completions of a prompt got the same reward{which}. So rewards give no completion an advantage, and
+    nothing is learnt from them."""
+    yield f"""The task may be too hard or too easy, or the reward may never fire: read the completions in
+    {args.output_dir}/completions/, or let `covey doctor {args.output_dir}` look for the cause."""
 
 
-def _masked(logs: list[Log], args: Any) -> Text:
-    return (
-        f"""every completion was cut off at max_completion_length={args.max_completion_length}, and
-        mask_truncated_completions=True leaves those out of the loss: nothing is trained.""",
-        "Raise max_completion_length, or set mask_truncated_completions=False.",
-    )
+def _masked(logs: list[Log], args: Any) -> Iterator[str]:
+    yield f"""every completion was cut off at max_completion_length={args.max_completion_length}, and
+    mask_truncated_completions=True leaves those out of the loss: nothing is trained."""
+    yield "Raise max_completion_length, or set mask_truncated_completions=False."
 
 
 def _most_are_masked(log: Log, args: Any) -> bool:
@@ -63,58 +57,48 @@ def _most_are_masked(log: Log, args: Any) -> bool:
     return outside > 0.5 and args.resolved_mismatch_mode.endswith("mask")
 
 
-def _masked_by_mismatch(logs: list[Log], args: Any) -> Text:
+def _masked_by_mismatch(logs: list[Log], args: Any) -> Iterator[str]:
     level = args.resolved_mismatch_mode.partition("_")[0]
     fix = "Look for the cause of so large a difference"
     if level == "sequence":
         fix = """Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio
         multiplies that of all its tokens"""
-    return (
-        f"""more than half of the {level}s were dropped, because engine and trainer find them too differently
-        probable (sampling/importance_sampling_ratio/outside).""",
-        f"{fix}; sampling/sampling_logp_difference/mean says how far apart they are per token.",
-    )
+    yield f"""more than half of the {level}s were dropped, because engine and trainer find them too differently
+    probable (sampling/importance_sampling_ratio/outside)."""
+    yield f"{fix}; sampling/sampling_logp_difference/mean says how far apart they are per token."
 
 
-def _no_calls(logs: list[Log], args: Any) -> Text:
-    return (
-        "no rollout called a tool, so the model learns nothing about them.",
-        f"""Let the prompts say what the tools are for and show a call, or begin with a model that calls them now and
-        then. If calls stand in the completions ({args.output_dir}/completions/) as text, they are written in another
-        notation than they are read in: set tool_parser ({_parser(args)}).""",
-    )
+def _no_calls(logs: list[Log], args: Any) -> Iterator[str]:
+    yield "no rollout called a tool, so the model learns nothing about them."
+    yield f"""Let the prompts say what the tools are for and show a call, or begin with a model that calls them now and
+    then. If calls stand in the completions ({args.output_dir}/completions/) as text, they are written in another
+    notation than they are read in: set tool_parser ({_parser(args)})."""
 
 
-def _malformed(logs: list[Log], args: Any) -> Text:
-    return (
-        "more than half of the tool calls could not be read (tools/failures/malformed).",
-        f"""The completions in {args.output_dir}/completions/ show what was written and why it could not be read. If
-        it is another notation, set tool_parser ({_parser(args)}); if the model does not know the notation, let the
-        prompts show a call.""",
-    )
+def _malformed(logs: list[Log], args: Any) -> Iterator[str]:
+    yield "more than half of the tool calls could not be read (tools/failures/malformed)."
+    yield f"""The completions in {args.output_dir}/completions/ show what was written and why it could not be read. If
+    it is another notation, set tool_parser ({_parser(args)}); if the model does not know the notation, let the
+    prompts show a call."""
 
 
 def _parser(args: Any) -> str:
     return f"now {args.tool_parser!r}" if args.tool_parser else "now chosen by the chat template"
 
 
-def _failing_tools(logs: list[Log], args: Any) -> Text:
+def _failing_tools(logs: list[Log], args: Any) -> Iterator[str]:
     slow, raised = (sum(log.get(f"tools/failures/{kind}", 0) for log in logs) for kind in ("timeout", "exception"))
     what = f"took longer than tool_timeout={args.tool_timeout:g} s" if slow > raised else "raised an exception"
-    return (
-        f"more than half of the tool calls failed although they could be read: most of those {what} (tools/failures).",
-        f"""That may be the tools' doing rather than the model's: read the errors in {args.output_dir}/completions/,
-        and make such a call yourself.""",
-    )
+    yield f"more than half of the tool calls failed although they could be read: most of those {what} (tools/failures)."
+    yield f"""That may be the tools' doing rather than the model's: read the errors in {args.output_dir}/completions/,
+    and make such a call yourself."""
 
 
-def _budget(logs: list[Log], args: Any) -> Text:
-    return (
-        f"""more than half of the rollouts ended with a call that was not executed, because
-        max_tool_calling_iterations={args.max_tool_calling_iterations} was used up (rollouts/tool_budget): they have no
-        answer to reward.""",
-        "Raise it, or let the prompts say how many calls there are.",
-    )
+def _budget(logs: list[Log], args: Any) -> Iterator[str]:
+    yield f"""more than half of the rollouts ended with a call that was not executed, because
+    max_tool_calling_iterations={args.max_tool_calling_iterations} was used up (rollouts/tool_budget): they have no
+    answer to reward."""
+    yield "Raise it, or let the prompts say how many calls there are."
 
 
 def _tools_are_slow(log: Log, args: Any) -> bool:
@@ -124,18 +108,16 @@ def _tools_are_slow(log: Log, args: Any) -> bool:
     return waits and sampling > 0.5 * sum(seconds.values())
 
 
-def _slow_tools(logs: list[Log], args: Any) -> Text:
+def _slow_tools(logs: list[Log], args: Any) -> Iterator[str]:
     share = sum(log["tools/seconds"] for log in logs) / sum(log["rollouts/seconds"] for log in logs)
-    return (
-        f"""rollouts spent {share:.0%} of their time waiting for tools (tools/seconds of rollouts/seconds), and
-        sampling is most of a step.""",
-        f"""Have more rollouts under way at a time (a larger generation_batch_size, or max_staleness=1 to train
-        meanwhile), or make the tools faster: async ones, a cache, a smaller tool_timeout (now {args.tool_timeout:g}
-        s).""",
-    )
+    yield f"""rollouts spent {share:.0%} of their time waiting for tools (tools/seconds of rollouts/seconds), and
+    sampling is most of a step."""
+    yield f"""Have more rollouts under way at a time (a larger generation_batch_size, or max_staleness=1 to train
+    meanwhile), or make the tools faster: async ones, a cache, a smaller tool_timeout (now {args.tool_timeout:g}
+    s)."""
 
 
-FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], Text]]] = {
+FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], Iterator[str]]]] = {
     "signal-sparse": (lambda log, args: log.get("frac_advantage_zero") == 1, _no_advantage),
     "completions-cut": (
         lambda log, args: bool(args.mask_truncated_completions) and log.get("completions/clipped_ratio") == 1,

@@ -68,15 +68,13 @@ class Recorder(TrainerCallback):
     max_bytes: float = 20 * GIGABYTE  # of this process's files; beyond it nothing more is written
     tokens: bool = True  # keep the columns of tokens, which a replay needs
     tokenizer: Any = None  # its vocabulary is written with the tokens
-    updates: UpdateLog | None = field(default=None, init=False)
     _pending: list[tuple[int, int, ScoredRollouts, TrainBatch]] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
     _config: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        if self.tokens:
-            self.updates = UpdateLog(self.folder, self.rank, self.processes)
+        self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
 
     def add(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> None:
         """Take a generation that training begins with."""
@@ -308,8 +306,7 @@ def _memory() -> int:
     """Bytes that the process holds: on the GPU at most so far, without one in memory now."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    rss: int = psutil.Process().memory_info().rss
-    return rss
+    return int(psutil.Process().memory_info().rss)
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -63,9 +63,8 @@ def comparison(
         others = variants[best].evaluations.get(last[name]) or rewards[best]
         pairs = [a - b for a, b in zip(own, others, strict=True) if a == a and b == b]
         if name != best and len(pairs) > 1:
-            differences[name] = Difference(
-                statistics.fmean(pairs), *interval_of_mean(pairs, _student(share, len(pairs) - 1))
-            )
+            interval = interval_of_mean(pairs, _student(share, len(pairs) - 1))
+            differences[name] = Difference(statistics.fmean(pairs), *interval)
     return best, differences
 
 

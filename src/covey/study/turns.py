@@ -30,22 +30,20 @@ class Turn:
         self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._outcome: Any = None
         self._thread = threading.Thread(target=self._run, name=f"covey-{name}", daemon=True)
-        self._started = False
 
     @property
     def ended(self) -> bool:
-        return self._started and self.pending is None
+        return self._thread.ident is not None and self.pending is None
 
     def go_on(self, outcome: Any = None) -> None:
         """Run the work, with what it waited for (a value, or an error to raise), until it pauses again or ends."""
         outside = shared_state()
         set_shared_state(self._shared)
         self._outcome, self.pending = outcome, None
-        if self._started:
-            self._resumed.release()
-        else:
-            self._started = True
+        if self._thread.ident is None:
             self._thread.start()
+        else:
+            self._resumed.release()
         self._paused.acquire()
         self._shared = shared_state()
         set_shared_state(outside)

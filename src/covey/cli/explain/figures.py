@@ -49,26 +49,22 @@ def fit(run: ExplainedRun) -> Iterator[Finding]:
     whole = int(MACHINES[machine].memory) if machine else run.gpu or psutil.virtual_memory().total
     if needed.peak < 0.9 * whole:
         return
-    args, fixed = run.args, needed
+    fix = "Take a smaller model, train an adapter (peft), or shard the run over more GPUs."
     tried: dict[str, Any] = {}
-    for changes in _smaller(args):
+    for changes in _smaller(run.args):
         tried |= changes
-        found = replace(run, args=args.with_changes(**tried)).memory
-        assert found is not None
-        fixed = found
+        shown = ", ".join(f"{name}={value}" for name, value in tried.items())
+        fixed = replace(run, args=run.args.with_changes(**tried)).memory or needed
         if fixed.peak < 0.7 * whole:
+            fix = f"Set {shown}."
             break
-    if fixed.peak >= 0.7 * whole:
-        fix = "Take a smaller model, train an adapter (peft), or shard the run over more GPUs."
-    else:
-        fix = f"Set {', '.join(f'{name}={value}' for name, value in tried.items())}."
     yield Finding(
         "memory",
         "error",
         f"the run needs about {readable(needed.peak)} (training {readable(needed.training)}, sampling"
         f" {readable(needed.sampling)}), and there are {readable(whole)}.",
         fix,
-        f"With {', '.join(f'{name}={value}' for name, value in tried.items())} the estimate is {readable(fixed.peak)}.",
+        f"With {shown} the estimate is {readable(fixed.peak)}.",
     )
 
 

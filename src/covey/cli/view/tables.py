@@ -136,7 +136,10 @@ class Generation:
                 found[name] = found[one] - found[other]
         turns = self.table["turn_ends"].to_pylist()
         if any(len(ends) > 1 for ends in turns):
-            found["turn"] = np.concatenate([_turns(*pair) for pair in zip(turns, self.lengths.tolist(), strict=True)])
+            pairs = zip(turns, self.lengths, strict=True)
+            found["turn"] = np.concatenate(
+                [np.searchsorted(ends, np.arange(n)).astype(np.float32) + 1 for ends, n in pairs]
+            )
         for name in set(found) - {"advantages", "weights", "entropy_weights", "versions"}:
             found[name] = np.where(self.sampled, found[name], np.nan)
         return {name: found[name] for name in COLUMNS if name in found}
@@ -255,11 +258,6 @@ def _latest(columns: list[Array]) -> Array:
     for column in columns[1:]:
         latest = np.where(np.isnan(column), latest, column)
     return latest
-
-
-def _turns(ends: list[int], tokens: int) -> Array:
-    turns: Array = np.searchsorted(ends, np.arange(tokens)).astype(np.float32) + 1
-    return turns
 
 
 def _totals(rewards: list[list[float | None]], weights: list[float]) -> list[float | None]:
