@@ -74,13 +74,9 @@ class Update:
     path: Path
     written: int  # when the file was written, which names its content
 
-    @property
-    def lists(self) -> Lists:
-        return _lists_of(self.path, self.written)
-
     def spread(self, name: str, size: int) -> Array | None:
         """Values [size] of all tokens of the generation, NaN where one was not trained on."""
-        lists = self.lists
+        lists = _lists_of(self.path, self.written)
         if (values := lists.flat(name)) is None:
             return None
         whole = np.full(size, np.nan, np.float32)
