@@ -14,8 +14,7 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, signal
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, SignalFilter, kept_groups
-from covey.data.prompt_stream import PromptStream
+from covey.data.dynamic_sampling import PromptChooser, PromptStream, ScoredRollouts, SignalFilter, kept_groups
 from covey.data.sampler import MicroStep, rank_share, train_loader
 from covey.rollout.collector import PromptSample
 from tests.support import runs, tiny

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from covey.data.difficulty import PromptHistory
+from covey.data.dynamic_sampling import PromptHistory
 
 
 def history(rewards_by_prompt, floor=0.1):

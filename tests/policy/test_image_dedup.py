@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from covey.core.batch import collate
+from covey.policy.adapters import image_encoder
 from covey.policy.image_dedup import deduplicated_images
-from covey.policy.vlm_parts import image_encoder
 from tests.support import tiny_vision
 from tests.trainer.vision.test_vision_training import FAMILIES, rollouts, scores
 

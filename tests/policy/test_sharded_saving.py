@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from covey.core.engine import TensorSpec
-from covey.policy.saving import plan_files, save_sharded
+from covey.policy.weights import plan_files, save_sharded
 from tests.support import tiny
 
 peft = pytest.importorskip("peft")

@@ -11,8 +11,8 @@ from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
+from covey.policy.adapters import freeze_parts, part_names
 from covey.policy.scoring import TokenScorer
-from covey.policy.vlm_parts import freeze_parts, part_names
 from covey.rollout.vision import Vision
 from covey.sizing.memory import Images, Precision, encoder_bytes, estimate, layer_bytes
 from covey.sizing.model_spec import count_parameters

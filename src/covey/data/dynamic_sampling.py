@@ -7,6 +7,7 @@ completions of this process.
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -17,11 +18,150 @@ from covey.algorithms.credit import spread_of_rewards
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import PromptSample, ScoredRollouts, Scores
 from covey.core.stats import Mean, Stat
-from covey.data.difficulty import PromptHistory
-from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
+from covey.rollout.prompts import sample_seed
 
+NEWEST = 0.5  # weight of the newest group in a prompt's running means; high, because the policy changes between groups
 Place = tuple[int, int]  # (round of sampling, place in that round) of a group or of a completion
+
+
+class PromptHistory:
+    """Running means of the total reward of every prompt, and the chance of sampling it.
+
+    For prompt x, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), beginning with the first group
+    seen. For rewards of 0 and 1, the variance v = q - m² is p (1 - p): largest for prompts of intermediate difficulty.
+
+        chance(x) = floor + (1 - floor) · v(x) / largest v of any prompt
+
+    Prompts not seen yet have chance 1, and all have while no prompt's rewards have differed. Where steps are rewarded,
+    R is the reward of the outcome, and the variance of step rewards within a group is added to the mean of R².
+    """
+
+    def __init__(self, rows: int, floor: float):
+        self.floor = floor
+        self.means = torch.full((rows,), torch.nan, dtype=torch.float64)
+        """[rows] running mean reward, the pass rate for rewards of 0 and 1; NaN for prompts not seen yet."""
+        self._squares = torch.full((rows,), torch.nan, dtype=torch.float64)
+        self._largest = 0.0
+
+    def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
+        """Add the groups of `prompts`, by row number; NaN are missing rewards, and groups of NaN alone are skipped."""
+        if variances_P is None:
+            variances_P = torch.full((len(rewards_PG),), torch.nan)
+        for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):
+            scored = rewards[~rewards.isnan()]
+            if not len(scored):
+                if of_steps.isnan():
+                    continue
+                scored = torch.zeros(1, dtype=torch.float64)
+            square = scored.square().mean() + of_steps.nan_to_num(0.0)
+            newest = NEWEST if self.seen(row) else 1.0
+            for running, value in ((self.means, scored.mean()), (self._squares, square)):
+                running[row] = newest * value + ((1 - newest) * running[row] if newest < 1 else 0.0)
+        self._largest = self._variances().nan_to_num(0.0).max().item()
+
+    def seen(self, row: int) -> bool:
+        return not bool(self.means[row].isnan())
+
+    def chance(self, row: int) -> float:
+        return self._chances(self._variances(row)).item()
+
+    def stats(self) -> dict[str, Stat]:
+        variances = self._variances()
+        chances = self._chances(variances[~variances.isnan()])
+        return {
+            "difficulty/seen_fraction": Mean(len(chances), len(variances)),
+            "difficulty/chance": Mean(chances.sum().item(), len(chances)),
+            "difficulty/settled_fraction": Mean((chances <= self.floor + 1e-9).sum().item(), len(chances)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": self.means.clone(), "squares": self._squares.clone(), "largest": self._largest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.means, self._squares = state["means"].clone(), state["squares"].clone()
+        self._largest = state["largest"]
+
+    def _variances(self, rows: Any = slice(None)) -> Tensor:
+        return (self._squares[rows] - self.means[rows].square()).clamp(min=0.0)
+
+    def _chances(self, variances: Tensor) -> Tensor:
+        if not self._largest > 0:
+            return torch.ones_like(variances)
+        return (self.floor + (1 - self.floor) * variances / self._largest).nan_to_num(1.0)
+
+
+@dataclass(eq=False)
+class PromptStream:
+    """Epochs over a dataset, each in an order of its own.
+
+    An epoch includes each row with its `chance` (thinning), so no row comes twice in an epoch, rows come in proportion
+    to their chances in the long run, and with chances of 1 every epoch includes every row once.
+
+    Example:
+        >>> stream = PromptStream(4, seed=0, name="refill", shuffle=False)
+        >>> stream.take(2, avoid={0, 1}), stream.take(3)  # avoided rows are deferred, not lost
+        ([2, 3], [0, 1, 2])
+    """
+
+    rows: int
+    seed: int  # of the orders, together with the number of the epoch
+    name: str  # streams of the same seed and other names are independent
+    _: KW_ONLY
+    shuffle: bool  # a random order in each epoch, else the dataset's own
+    chance: Callable[[int], float] | None = None  # row number -> its chance, above 0 and at most 1; None: every row
+
+    def __post_init__(self) -> None:
+        self._epoch = self._position = 0
+        self._deferred: list[int] = []
+        self._order, self._thresholds = self._shuffled()
+
+    def take(self, count: int, avoid: AbstractSet[int] = frozenset()) -> list[int]:
+        """The next rows, all different; those to `avoid` are deferred, unless too few others are left."""
+        assert count <= self.rows, "a dataset fills at least one generation"
+        if self.rows - len(avoid) < count:
+            avoid = frozenset()
+        taken = [row for row in self._deferred if row not in avoid][:count]
+        self._deferred = [row for row in self._deferred if row not in taken]
+        while len(taken) < count:
+            row = self._next()
+            if row not in avoid and row not in taken:
+                taken.append(row)
+            elif row not in self._deferred and row not in taken:
+                self._deferred.append(row)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows, "pass": self._epoch, "place": self._position, "put_off": list(self._deferred)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`; ValueError if the dataset has another number of rows."""
+        if state["rows"] != self.rows:
+            raise ValueError(
+                f"the checkpoint was made with a training dataset of {state['rows']} rows and this one has"
+                f" {self.rows}: what it knows about prompts is kept by row number and would mean others. Resume with"
+                " the same dataset, or begin a new run from the checkpoint's weights."
+            )
+        self._epoch, self._position = state["pass"], state["place"]
+        self._deferred = list(state["put_off"])
+        self._order, self._thresholds = self._shuffled()
+
+    def _next(self) -> int:
+        while True:
+            if self._position == self.rows:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order, self._thresholds = self._shuffled()
+            row, threshold = self._order[self._position], self._thresholds[self._position]
+            self._position += 1
+            if self.chance is None or threshold < self.chance(row):
+                return row
+
+    def _shuffled(self) -> tuple[list[int], list[float]]:
+        """Order of this epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.name, self._epoch))
+        thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64)
+        order = torch.randperm(self.rows, generator=generator) if self.shuffle else torch.arange(self.rows)
+        return order.tolist(), thresholds.tolist()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from covey.core.model import patched_forward
+from covey.policy.adapters import image_encoder
 from covey.policy.loading import has_dropout
-from covey.policy.vlm_parts import image_encoder
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of a number, to compare pixels by their bits."""

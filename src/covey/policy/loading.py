@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from covey.core.model import placeholder_ids, sdpa_suits
-from covey.policy.adapters import base_model, check_adapters, with_adapter
+from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
 from covey.policy.quantization import (
     check_installed,
     keep_gradients,
@@ -19,7 +19,6 @@ from covey.policy.quantization import (
     warn_about_unquantized,
 )
 from covey.policy.sharded_tensors import full_shape
-from covey.policy.vlm_parts import freeze_parts
 from covey.runtime.safe_text import without_secrets
 
 OWN_VOCABULARY = 0.5

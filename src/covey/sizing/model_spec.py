@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from covey.policy.adapters import exclude_parts, freeze_parts, part_names
 from covey.policy.loading import auto_class_of, sees_images
-from covey.policy.vlm_parts import exclude_parts, freeze_parts, part_names
 
 PACKED_ROWS = (512, 128)
 """MKL's packed copy of a weight [n, k] takes (n rounded up to a multiple of the first + the second) * k numbers, as

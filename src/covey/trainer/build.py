@@ -23,9 +23,7 @@ from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
-from covey.data.difficulty import PromptHistory
-from covey.data.dynamic_sampling import PromptChooser, SignalFilter
-from covey.data.prompt_stream import PromptStream
+from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream, SignalFilter
 from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay

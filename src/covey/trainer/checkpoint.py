@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from covey.policy.adapters import has_adapter
 from covey.policy.replicas import Reference, Sample, frozen_sample
-from covey.policy.saving import load_renamed, save_sharded, saves_other_names
+from covey.policy.weights import load_renamed, save_sharded, saves_other_names
 from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
 from covey.trainer import resuming

@@ -9,8 +9,8 @@ from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from covey.core.batch import collate
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
+from covey.policy.adapters import part_names
 from covey.policy.scoring import TokenScorer
-from covey.policy.vlm_parts import part_names
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Vision, tokenizer_of
 from covey.trainer.build import blank_row
