@@ -13,8 +13,7 @@ import yaml
 
 from covey.config.algebra import planning_for
 from covey.config.aliases import ALIASES, Alias, check_estimator, hint
-from covey.config.base import OnlineConfig
-from covey.config.parsing import unique
+from covey.config.base import OnlineConfig, unique
 from covey.runtime.files import read_text
 
 RUN_KEYS = {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from covey.config.messages import warn
 
 Init = TypeVar("Init", bound=Callable[..., None])
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +26,13 @@ def _removed(advice: str) -> Alias:
     return Alias(None, advice)
 
 
+def _by_name(rows: Mapping[str, T]) -> dict[str, T]:
+    """Rows of a table, whose keys are one or several names with spaces between them."""
+    return {name: value for names, value in rows.items() for name in names.split()}
+
+
 _REWARD_FACTORIES = "it belongs to a reward function: put {} into reward_funcs"
-_STOP = _removed("completions stop at the end-of-sequence ids of the model's generation config")
+_GONE = _removed("transformers 5 has no such option")
 _OVERLONG = _REWARD_FACTORIES.format("covey.rewards.get_soft_overlong_punishment(soft_max_length, soft_cache_length)")
 _COSINE = _REWARD_FACTORIES.format("covey.rewards.get_cosine_scaled_reward(max_len=...)")
 _REPETITION = _REWARD_FACTORIES.format("covey.rewards.get_repetition_penalty_reward(ngram_size=..., max_penalty=...)")
@@ -63,7 +69,9 @@ ALIASES: dict[str, Alias] = {
         "log-probabilities are computed in micro-batches by tokens, which max_tokens_per_micro_batch bounds"
     ),
     "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
-    **dict.fromkeys(("stop_token", "stop_token_id"), _STOP),
+    "stop_token stop_token_id": _removed(
+        "completions stop at the end-of-sequence ids of the model's generation config"
+    ),
     # transformers 4
     "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
     "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
@@ -80,14 +88,8 @@ ALIASES: dict[str, Alias] = {
     "group_by_length": _removed("prompts come in the sampler's order, and nothing is padded to a common length"),
     "include_tokens_per_second": _removed("timings are always logged"),
     "use_mps_device": _removed("the device is detected"),
-    **dict.fromkeys(
-        ("fp16_backend", "fp16_opt_level", "half_precision_backend", "include_inputs_for_metrics", "jit_mode_eval"),
-        _removed("transformers 5 has no such option"),
-    ),
-    **dict.fromkeys(
-        ("mp_parameters", "past_index", "ray_scope", "tpu_num_cores", "use_ipex", "use_legacy_prediction_loop"),
-        _removed("transformers 5 has no such option"),
-    ),
+    "fp16_backend fp16_opt_level half_precision_backend include_inputs_for_metrics jit_mode_eval": _GONE,
+    "mp_parameters past_index ray_scope tpu_num_cores use_ipex use_legacy_prediction_loop": _GONE,
     # ms-swift
     "async_generate": Alias(
         "max_staleness", "True means 1, False means 0", lambda on, _: int(str(on).lower() in ("true", "1", "yes"))
@@ -99,14 +101,10 @@ ALIASES: dict[str, Alias] = {
         "0 means False, 1 and 2 mean True; for level 2 set vllm_sleep_level=2 too",
         lambda level, _: bool(int(level)),
     ),
-    **dict.fromkeys(("soft_max_length", "soft_cache_length"), _removed(_OVERLONG)),
-    **{
-        f"cosine_{bound}_len_value_{kind}": _removed(_COSINE)
-        for bound in ("min", "max")
-        for kind in ("wrong", "correct")
-    },
-    "cosine_max_len": _removed(_COSINE),
-    **dict.fromkeys(("repetition_n_grams", "repetition_max_penalty"), _removed(_REPETITION)),
+    "soft_max_length soft_cache_length": _removed(_OVERLONG),
+    "cosine_min_len_value_wrong cosine_min_len_value_correct": _removed(_COSINE),
+    "cosine_max_len_value_wrong cosine_max_len_value_correct cosine_max_len": _removed(_COSINE),
+    "repetition_n_grams repetition_max_penalty": _removed(_REPETITION),
     "split_dataset_ratio": _removed("the dataset is never split: evaluation runs only with an eval_dataset of its own"),
     "use_wandb": Alias("report_to", "True means 'wandb'", lambda on, _: "wandb" if on in (True, "true", 1) else "none"),
     "batch_size": Alias("per_device_train_batch_size", "it counts completions"),
@@ -120,6 +118,7 @@ ALIASES: dict[str, Alias] = {
     "rollout_importance_sampling_mode": Alias("vllm_importance_sampling_mode"),
     "rollout_importance_sampling_threshold": Alias("vllm_importance_sampling_clip_max"),
 }
+ALIASES = _by_name(ALIASES)
 
 
 _PEFT = "it belongs to the adapter: `peft: {{{0}: ...}}` in a run file, `peft_config=LoraConfig({0}=...)` in a script"
@@ -132,33 +131,19 @@ _ADAPTER = (
     "otherwise all weights are"
 )
 
-TRAINER_ARGUMENTS: tuple[str, ...] = (
-    "reward_funcs",
-    "reward_processing_classes",
-    "tools",
-    "environment_factory",
-    "rollout_func",
-)
-TRAINER_ARGUMENTS += ("train_dataset", "eval_dataset", "processing_class", "callbacks", "peft_config", "optimizers")
+_ARGUMENT = "it is an argument of the trainer"
 
 HINTS: dict[str, str] = {
     "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
     "eos token",
     "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
-    **dict.fromkeys(("torch_dtype", "dtype"), "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`"),
-    **dict.fromkeys(
-        ("attn_implementation", "attn_impl"),
-        "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
-    ),
-    **dict.fromkeys(
-        ("model_id", "model_name_or_path"), "it is an argument of the trainer: `model`, also in a run file"
-    ),
-    **dict.fromkeys(
-        ("dataset_id", "dataset_name"), "it is `dataset` in a run file, and `train_dataset` of the trainer"
-    ),
+    "torch_dtype dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
+    "attn_implementation attn_impl": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
+    "model_id model_name_or_path": "it is an argument of the trainer: `model`, also in a run file",
+    "dataset_id dataset_name": "it is `dataset` in a run file, and `train_dataset` of the trainer",
     "dataset_config": "write it after the id: `dataset: openai/gsm8k:main`",
     "dataset_test_split": "give the evaluation's rows as `eval_dataset`",
-    **dict.fromkeys(("dataset_streaming", "streaming"), "a dataset loaded with `streaming=True` is streamed"),
+    "dataset_streaming streaming": "a dataset loaded with `streaming=True` is streamed",
     "val_dataset": "it is `eval_dataset`, of the trainer and in a run file",
     "collate_fn": "prompts are not collated: transform rows with `dataset.map`, or on reading with `set_transform`",
     "no_apply_chat_template": "prompts that are text are never templated, messages always",
@@ -166,45 +151,41 @@ HINTS: dict[str, str] = {
     "metrics_to_gather": "log with the arguments `log_metric` and `log_extra` of a reward function",
     "accelerate_config": "it is a flag: `covey grpo --accelerate_config fsdp2`",
     "use_fsdp": "`accelerate launch --use_fsdp`, or `covey grpo --accelerate_config fsdp2`",
-    **dict.fromkeys(TRAINER_ARGUMENTS, "it is an argument of the trainer"),
+    "reward_funcs reward_processing_classes tools environment_factory rollout_func": _ARGUMENT,
+    "train_dataset eval_dataset processing_class callbacks peft_config optimizers": _ARGUMENT,
     **{name: f"`generation_kwargs: {{{name}: ...}}`" for name in ("stop", "stop_strings", "stop_token_ids")},
-    **dict.fromkeys(("max_new_tokens", "max_tokens"), "it is `max_completion_length`, of all turns together"),
-    **dict.fromkeys(("group_size", "num_return_sequences", "rollout_n", "n"), "it is `num_generations`"),
-    **dict.fromkeys(("lr", "actor_learning_rate"), "it is `learning_rate`"),
-    **dict.fromkeys(("clip_ratio", "clip_range", "clip_eps", "eps_clip"), "it is `epsilon`"),
-    **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "it is `epsilon_high`"),
-    **dict.fromkeys(("kl_loss_coef", "kl_beta", "init_kl_coef"), "it is `beta`"),
+    "max_new_tokens max_tokens": "it is `max_completion_length`, of all turns together",
+    "group_size num_return_sequences rollout_n n": "it is `num_generations`",
+    "lr actor_learning_rate": "it is `learning_rate`",
+    "clip_ratio clip_range clip_eps eps_clip": "it is `epsilon`",
+    "clip_ratio_high eps_clip_high": "it is `epsilon_high`",
+    "kl_loss_coef kl_beta init_kl_coef": "it is `beta`",
     "adv_estimator": "it is `method` in a run file, or `advantages`",
-    **dict.fromkeys(("max_response_length", "max_seq_length"), "`max_completion_length` limits what is sampled"),
-    **dict.fromkeys(("train_batch_size", "mini_batch_size"), "it is `per_device_train_batch_size`, of completions"),
+    "max_response_length max_seq_length": "`max_completion_length` limits what is sampled",
+    "train_batch_size mini_batch_size": "it is `per_device_train_batch_size`, of completions",
     "eval_batch_size": "it is `per_device_eval_batch_size`, of completions",
     "steps": "it is `max_steps`",
     "warmup": "it is `warmup_steps`",
-    **dict.fromkeys(("gamma", "lam", "vf_coef", "cliprange_value"), "there is no value function"),
-    **dict.fromkeys(
-        ("reward_model", "reward_model_path", "reward_model_name_or_path"),
-        "put the model's id or folder into `reward_funcs`",
-    ),
+    "gamma lam vf_coef cliprange_value": "there is no value function",
+    "reward_model reward_model_path reward_model_name_or_path": "put the model's id or folder into `reward_funcs`",
     "reward_model_plugin": "put a function, as path/to/file.py:name, into `reward_funcs`",
-    **dict.fromkeys(("ref_model", "ref_policy"), "the reference is made from `model` where `beta` is not 0"),
-    **dict.fromkeys(("sft_model_path", "policy_path"), "it is `model`"),
+    "ref_model ref_policy": "the reference is made from `model` where `beta` is not 0",
+    "sft_model_path policy_path": "it is `model`",
     "system": "it is `system_prompt` in a run file",
-    **dict.fromkeys(("quant_method", "quant_bits"), "`quantization: {load_in_4bit: true}` in a run file"),
-    **dict.fromkeys(("num_processes", "num_machines"), "it goes with `covey grpo --accelerate_config fsdp2`"),
+    "quant_method quant_bits": "`quantization: {load_in_4bit: true}` in a run file",
+    "num_processes num_machines": "it goes with `covey grpo --accelerate_config fsdp2`",
     "push_to_hub_organization": "write it before the name: `hub_model_id: organization/name`",
     "adafactor": "`optim: adafactor`",
     **{f"vllm_{name}": f"`vllm_engine_kwargs: {{{name}: ...}}`" for name in ("enforce_eager", "limit_mm_per_prompt")},
-    **dict.fromkeys(("multi_turn_scheduler", "external_plugins"), "give the trainer a `rollout_func` or environments"),
+    "multi_turn_scheduler external_plugins": "give the trainer a `rollout_func` or environments",
     "completion_length_limit_scope": "`max_completion_length` is of all turns, `max_turn_length` of each",
     "model_revision": "it belongs to the model: `model_init_kwargs: {revision: main}`",
     "chat_template_path": "set `processing_class.chat_template` of the trainer",
     "gradient_checkpointing_use_reentrant": "`gradient_checkpointing_kwargs: {use_reentrant: false}`",
     "vllm_enable_prefix_caching": "`vllm_engine_kwargs: {enable_prefix_caching: true}`",
     "wandb_project": "it is the environment variable WANDB_PROJECT",
-    **dict.fromkeys(
-        ("use_async_engine", "vllm_use_async_engine"),
-        "vLLM's server is asynchronous anyway; `max_staleness: 1` samples while training",
-    ),
+    "use_async_engine vllm_use_async_engine": "vLLM's server is asynchronous anyway; `max_staleness: 1` samples while"
+    " training",
     "vllm_device": "vLLM is in the trainer's process (`vllm_mode: colocate`) or a server (`covey vllm-serve`), whose"
     " devices CUDA_VISIBLE_DEVICES chooses",
     "vllm_dtype": "`vllm_engine_kwargs: {dtype: bfloat16}`, or `covey vllm-serve --dtype bfloat16`",
@@ -213,13 +194,13 @@ HINTS: dict[str, str] = {
     **{name: _QUANTISED.format(name) for name in ("load_in_4bit", "load_in_8bit")},
     **{f"bnb_4bit_{name}": _QUANTISED.format(f"bnb_4bit_{name}") for name in ("quant_type", "quant_storage")},
     "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant"),
-    **dict.fromkeys(("train_type", "sft_type", "tuner_type"), _ADAPTER),
-    "use_peft": _ADAPTER,
-    **dict.fromkeys(("lora_rank", "lora_r"), _PEFT.format("r")),
+    "train_type sft_type tuner_type use_peft": _ADAPTER,
+    "lora_rank lora_r": _PEFT.format("r"),
     **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     **{f"lora_{name}": _PEFT.format(name) for name in ("task_type", "modules_to_save", "target_parameters")},
-    **dict.fromkeys(("target_modules", "lora_target_modules"), _PEFT.format("target_modules")),
+    "target_modules lora_target_modules": _PEFT.format("target_modules"),
 }
+HINTS = _by_name(HINTS)
 """Names that are refused, because dropping them would change the training, with advice."""
 
 
@@ -282,14 +263,13 @@ def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
     if estimator is None:
         return
     check_estimator(estimator)
-    if estimator == cls.method:
-        warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
-    else:
+    if estimator != cls.method:
         name = estimator.upper()
         raise ValueError(
             f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
             f"{name}Config and {name}Trainer (in a run file: `method: {estimator}`)."
         )
+    warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
 
 
 def check_estimator(name: Any) -> None:
@@ -304,17 +284,17 @@ def check_estimator(name: Any) -> None:
 RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
 """Arguments of earlier RLOO trainers, and their names here."""
 
-_REFERENCE = "there is none: the reference is made from `model` where `beta` is not 0"
 REFUSED = {
     "tokenizer": "it is called 'processing_class'",
-    **dict.fromkeys(("reward_func", "reward_function", "rewards"), "it is called 'reward_funcs'"),
+    "reward_func reward_function rewards": "it is called 'reward_funcs'",
     "dataset": "it is called 'train_dataset'",
-    **dict.fromkeys(("ref_policy", "ref_model"), _REFERENCE),
+    "ref_policy ref_model": "there is none: the reference is made from `model` where `beta` is not 0",
     "data_collator": "there is none: prompts are not collated; leave it out",
     "compute_metrics": "there is none: log values from a reward function with its argument `log_metric`",
     "value_model": "there is none: the other completions of a prompt are the baseline",
     "formatting_func": "there is none: give the dataset a column 'prompt'",
 }
+REFUSED = _by_name(REFUSED)
 """Arguments of other trainers, and what to use instead."""
 
 
@@ -322,21 +302,22 @@ _ROLLOUTS = "give the trainer a `rollout_func`, tools, environments or an `engin
 _LOSS = "register a loss (`covey.algorithms.register_loss`), which sees log-probs, ratios and entropies"
 HOOKS = {
     "_generate_and_score_completions": f"{_ROLLOUTS}; or reward functions, or `register_advantages`",
-    **dict.fromkeys(("_generate", "_generate_single_turn", "_tool_call_loop"), _ROLLOUTS),
+    "_generate _generate_single_turn _tool_call_loop": _ROLLOUTS,
     "_calculate_rewards": "give reward functions",
     "_prepare_inputs": "change rewards, or advantages by `register_advantages`; a batch is no dictionary",
-    **dict.fromkeys(("_compute_loss", "compute_liger_loss", "_get_high_entropy_mask", "get_high_entropy_mask"), _LOSS),
-    **dict.fromkeys(("_get_per_token_logps_and_entropies", "_get_per_token_logps", "_get_last_hidden_state"), _LOSS),
-    **dict.fromkeys(("get_off_policy_mask", "get_gamma_weights"), _LOSS),
-    **dict.fromkeys(("_tokenize_prompts", "_get_tool_suffix_ids"), _ROLLOUTS),
+    "_compute_loss compute_liger_loss _get_high_entropy_mask get_high_entropy_mask": _LOSS,
+    "_get_per_token_logps_and_entropies _get_per_token_logps _get_last_hidden_state": _LOSS,
+    "get_off_policy_mask get_gamma_weights": _LOSS,
+    "_tokenize_prompts _get_tool_suffix_ids": _ROLLOUTS,
     "_log_metric": "a reward function gets `log_metric`",
     "_log_completion_extra": "a reward function gets `log_extra`",
     "_get_train_sampler": "order the rows yourself with `shuffle_dataset=False`, or see `prompt_sampler`",
     "_get_eval_sampler": "order the rows of `eval_dataset` yourself",
-    **dict.fromkeys(("_get_dataloader", "_prepare_input"), "transform rows with `dataset.map` or `set_transform`"),
+    "_get_dataloader _prepare_input": "transform rows with `dataset.map` or `set_transform`",
     "create_optimizer_and_scheduler": "override `create_optimizer` or `create_scheduler`, or give `optimizers`",
     "prediction_step": "evaluations sample and score as training does: see `covey.EvalSuite`",
 }
+HOOKS = _by_name(HOOKS)
 """Methods of TRL's trainers, and of transformers', that scripts override and that are never called, with advice."""
 
 _COLUMNS = ("_set_signature_columns_if_needed", "_remove_unused_columns", "_get_collator_with_removed_columns")

@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import json
 import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 from transformers import TrainingArguments
@@ -13,6 +16,7 @@ from covey.algorithms.registered import register_loss_of_file
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
+from covey.config.fields import DICT_FIELDS, FILE_FIELDS, SAMPLING_FIELDS
 from covey.config.hardware import (
     announce_meeting,
     by_deepspeed,
@@ -21,14 +25,6 @@ from covey.config.hardware import (
     meet_on_cpu,
     multiplies_bf16,
     require_deepspeed,
-)
-from covey.config.parsing import (
-    DICT_FIELDS,
-    FILE_FIELDS,
-    as_dict,
-    as_memory_share,
-    as_urls,
-    set_fields_from_generation_kwargs,
 )
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import is_secret, without_secrets
@@ -109,7 +105,6 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         rules.check_fields(self)  # before transformers, whose errors seldom name a field
         self._settle_names()
         self._settle_hardware()
-        self._settle_best_metric()
         super().__post_init__()
         self._settle_direction()
         rules.check_batch_settings(self)
@@ -224,11 +219,14 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
 
     def _settle_names(self) -> None:
-        """Use the names of transformers >= 5.20, which warns about the old ones, which scripts still use."""
+        # Names of transformers >= 5.20, which warns about the old ones, which scripts still use.
         for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             new = old.replace("gradient", "activation")
             if getattr(self, new, False) is None:
                 setattr(self, new, getattr(self, old))
+        decides = self.load_best_model_at_end or self.save_strategy == "best"
+        if (decides or self.lr_scheduler_type in BY_METRIC) and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # the loss is not a measure of quality
 
     def _settle_hardware(self) -> None:
         if self.deepspeed:
@@ -246,12 +244,6 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
             if self.bf16 and not has_accelerator():
                 self.use_cpu = True  # TrainingArguments wants bfloat16 on a CPU to be asked for by this name
-
-    def _settle_best_metric(self) -> None:
-        """Default `metric_for_best_model` to the reward: the loss is not a measure of quality."""
-        decides = self.load_best_model_at_end or self.save_strategy == "best"
-        if (decides or self.lr_scheduler_type in BY_METRIC) and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"
 
     def _settle_direction(self) -> None:
         """Let a scheduler that reads a metric wait for it to rise or to fall, by `greater_is_better`."""
@@ -277,3 +269,103 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         algebra = self.algebra()
         self.steps_per_generation = algebra.steps_per_generation
         self.generation_batch_size = algebra.generation_batch_size
+
+
+# ---- values as users write them (JSON text, numbers, lists), in the form that the code reads -------------------------
+
+
+def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> dict[str, Any] | None:
+    """The value of field `name`, which accepts a dict or JSON text, and what the message names as `others`."""
+    if isinstance(value, str):
+        text = value
+        try:
+            value = json.loads(text, object_pairs_hook=unique)
+        except ValueError as error:
+            shown = "..." if any(map(is_secret, re.findall(r"[\w-]+", text))) else repr(text)
+            raise ValueError(
+                f"{name}={shown} is not JSON ({error}); write it like '{{\"key\": 1}}'{others}."
+            ) from error
+    if value is None or isinstance(value, dict):
+        return value
+    shown = repr(without_secrets(value))
+    raise ValueError(f"{name}={shown} must be a dict, or JSON text of one, but is a {type(value).__name__}.")
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError for a name that is there twice, of which Python would take the last."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"`{twice}` is there twice. Leave one out.")
+    return dict(pairs)
+
+
+def as_urls(name: str, value: str | list[str] | None) -> str | None:
+    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them."""
+    if not value:
+        return None
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(
+            f"{name}={value!r} must be the URL of a server, or a list of such, as in http://127.0.0.1:8000."
+        )
+    urls = value.split(",") if isinstance(value, str) else list(value)
+    urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
+    for url in urls:
+        if "@" in url or without_secrets(url) != url:  # not shown
+            raise ValueError(
+                f"{name} names a server with a user or password in its URL, which would show in every message. Write"
+                " http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key."
+            )
+        if not re.fullmatch(r"https?://[^/\s]+", url):
+            raise ValueError(
+                f"{name}={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"
+                " path, as in http://127.0.0.1:8000."
+            )
+    if twice := next((url for url in urls if urls.count(url) > 1), None):
+        raise ValueError(f"{name} names {twice} twice: list each server once.")
+    return ",".join(urls)
+
+
+def as_memory_share(value: float | str | None) -> float | str:
+    """`vllm_gpu_memory_utilization` as a number or "auto"."""
+    if value in (None, "auto"):
+        return "auto"
+    with suppress(TypeError, ValueError):
+        if 0 < float(value) <= 1:
+            return float(value)
+    raise ValueError(
+        f"vllm_gpu_memory_utilization={value!r} is out of range: it must be above 0 and at most 1, or 'auto', which"
+        " works it out (`covey explain` shows how)."
+    )
+
+
+def as_range(value: object) -> tuple[float, float] | None:
+    """`reward_clip_range` as two numbers, from a pair or from text like "-1,1" or "[-1, 1]"."""
+    if value is None:
+        return None
+    if isinstance(value, tuple) and all(isinstance(part, str) and len(part) == 1 for part in value):
+        value = "".join(value)  # argparse makes a tuple of characters of such text
+    parts = value.strip("()[] ").split(",") if isinstance(value, str) else value
+    try:
+        low, high = (float(part) for part in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward_clip_range={value!r} is not a pair of numbers; give the smallest and the largest reward, as in "
+            "(-1.0, 1.0)."
+        ) from error
+    if not low < high:
+        raise ValueError(
+            f"reward_clip_range=({low:g}, {high:g}): the first number must be smaller than the second, or every "
+            "reward becomes the same."
+        )
+    return low, high
+
+
+def set_fields_from_generation_kwargs(args: Any) -> None:
+    """Move keys that are fields into these; ValueError where a field was given another value."""
+    given = dict(args.generation_kwargs or {})
+    for key in SAMPLING_FIELDS.keys() & given:
+        name, value = SAMPLING_FIELDS[key], given.pop(key)
+        if (current := getattr(args, name)) not in (value, type(args).__dataclass_fields__[name].default):
+            raise ValueError(f"generation_kwargs[{key!r}]={value!r} and {name}={current!r} differ: leave one out.")
+        setattr(args, name, value)
+        args.generation_kwargs = given

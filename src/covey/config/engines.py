@@ -2,14 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from covey.config.fields import describe_fields, limited
+from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import by_deepspeed, by_fsdp
 from covey.config.messages import ignored, is_set, warn
-
-if TYPE_CHECKING:
-    from covey.config.base import OnlineConfig
 
 SECONDS: dict[str, Any] = {"gt": 0, "le": 10**9, "advice": "It is in seconds."}
 REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}
@@ -193,13 +190,13 @@ ENGINE_KEYS = {
 """Keys that `vllm_engine_kwargs` may not hold, and why."""
 
 
-def one_engine_samples(args: "OnlineConfig") -> None:
+def one_engine_samples(args: Args) -> None:
     named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(f'{name}=True' for name in named)}: one engine samples. Leave the other out.")
 
 
-def engine_options_need_their_engine(args: "OnlineConfig") -> None:
+def engine_options_need_their_engine(args: Args) -> None:
     names = [field.name for field in dataclasses.fields(args)]
     if not args.use_vllm:
         read = {*CORRECTION, *(SHARED_WITH_SGLANG if args.use_sglang else ())}
@@ -218,7 +215,7 @@ def engine_options_need_their_engine(args: "OnlineConfig") -> None:
     ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
 
 
-def vllm_settings_are_read(args: "OnlineConfig") -> None:
+def vllm_settings_are_read(args: Args) -> None:
     """Settings of a mode of vLLM need that mode, and those of its sleep need it to sleep."""
     if not args.use_vllm:
         return
@@ -236,14 +233,14 @@ def vllm_settings_are_read(args: "OnlineConfig") -> None:
         ignored(args, OFFLOAD, "vllm_enable_sleep_mode is False, so vLLM holds its memory already and nothing is moved")
 
 
-def engine_kwargs_repeat_no_field(args: "OnlineConfig") -> None:
+def engine_kwargs_repeat_no_field(args: Args) -> None:
     assert not isinstance(args.vllm_engine_kwargs, str), "parsed at construction"
     for key in args.vllm_engine_kwargs or {}:
         if key in ENGINE_KEYS:
             raise ValueError(f"vllm_engine_kwargs may not hold {key!r}: {ENGINE_KEYS[key]}.")
 
 
-def sglang_settings_are_read(args: "OnlineConfig") -> None:
+def sglang_settings_are_read(args: Args) -> None:
     if not args.use_sglang:
         return
     if args.sglang_base_url:
@@ -253,7 +250,7 @@ def sglang_settings_are_read(args: "OnlineConfig") -> None:
     ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set sglang_concurrency")
 
 
-def correction_is_read(args: "OnlineConfig") -> None:
+def correction_is_read(args: Args) -> None:
     """The built-in engine is corrected only when asked for, and options of the correction need the correction."""
     if args.samples_elsewhere:
         ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
@@ -266,7 +263,7 @@ def correction_is_read(args: "OnlineConfig") -> None:
         ignored(args, names, "vllm_importance_sampling_correction is False")
 
 
-def correction_bounds_enclose_one(args: "OnlineConfig") -> None:
+def correction_bounds_enclose_one(args: Args) -> None:
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
         raise ValueError(
@@ -276,7 +273,7 @@ def correction_bounds_enclose_one(args: "OnlineConfig") -> None:
         )
 
 
-def vespo_is_corrected_by_token(args: "OnlineConfig") -> None:
+def vespo_is_corrected_by_token(args: Args) -> None:
     """vespo multiplies the ratios of a sequence's tokens itself."""
     mode, used = args.vllm_importance_sampling_mode, args.resolved_mismatch_mode
     if args.corrects_mismatch and mode != used and is_set(args, "vllm_importance_sampling_mode"):

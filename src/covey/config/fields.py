@@ -8,12 +8,17 @@ import sys
 from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate.utils import DynamoBackend
 from transformers.training_args import trainer_log_levels
 
 from covey.config.messages import closest
+
+if TYPE_CHECKING:
+    from covey.config.base import OnlineConfig
+
+Args: TypeAlias = "OnlineConfig"  # argument of a rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +52,9 @@ class Limits:
         return f"{lower}, and finite" if self.finite else lower
 
 
-BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 LIMITS = {  # by the name of the field; transformers declares these
-    **dict.fromkeys(BATCH_SIZES, Limits(ge=1)),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), Limits(ge=1)),
+    "gradient_accumulation_steps": Limits(ge=1),
     **dict.fromkeys(("seed", "data_seed"), Limits(ge=0, le=2**32 - 1, advice="Seeds are 32-bit numbers.")),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Limits(ge=0, le=1 - 1e-9, advice="0.9 and 0.999 are usual.")),
     "adam_epsilon": Limits(ge=0, finite=True, advice="1e-8 is usual."),
@@ -71,6 +76,21 @@ LIMITS = {  # by the name of the field; transformers declares these
     "ddp_timeout": Limits(gt=0, le=10**9, advice="It is in seconds; 1800 is the default."),
 }
 HELP: dict[str, str] = {}  # by the name of the field
+
+DICT_FIELDS = (
+    "model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "transformers_continuous_batching_config",
+    "vllm_engine_kwargs",
+    "sglang_server_args",
+)  # those that accept JSON
+FILE_FIELDS = ("accelerator_config", "deepspeed", "fsdp_config")  # those that accept the path of a JSON file, too
+SAMPLING_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+}
+"""Keys of `generation_kwargs` that set a field."""
 
 
 def limited(default: Any, **limits: Any) -> Any:

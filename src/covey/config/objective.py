@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
 
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
-from covey.config.fields import Limits, describe_fields, limited
+from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored, warn
 from covey.core.credit import COMPARED_WITH
 from covey.core.losses import KL_ESTIMATORS, RATIO_LEVELS
-
-if TYPE_CHECKING:
-    from covey.config.base import OnlineConfig
 
 
 @dataclass
@@ -154,7 +150,7 @@ OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})  # average token l
 LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
 
 
-def loss_type_is_known(args: "OnlineConfig") -> None:
+def loss_type_is_known(args: Args) -> None:
     advice = (
         "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
     )
@@ -167,7 +163,7 @@ def loss_type_is_known(args: "OnlineConfig") -> None:
         )
 
 
-def advantages_are_known(args: "OnlineConfig") -> None:
+def advantages_are_known(args: Args) -> None:
     if args.advantages != "pass_at_k":
         ignored(args, ["pass_at_k"], f"advantages is {args.advantages!r}")
     if args.advantages is None:
@@ -191,7 +187,7 @@ def advantages_are_known(args: "OnlineConfig") -> None:
         raise ValueError(f"pass_at_k={args.pass_at_k} must be at most num_generations={args.num_generations}.")
 
 
-def clipping_leaves_a_range(args: "OnlineConfig") -> None:
+def clipping_leaves_a_range(args: Args) -> None:
     """1 - epsilon and 1 + epsilon_high enclose 1, and delta lies beyond them."""
     if args.loss_type == "gmpo":  # clips between exp(-epsilon) and exp(epsilon_high)
         Limits(ge=0, advice="0.4 is usual for gmpo.").check("epsilon", args.epsilon)
@@ -204,7 +200,7 @@ def clipping_leaves_a_range(args: "OnlineConfig") -> None:
         )
 
 
-def cispo_has_its_cap(args: "OnlineConfig") -> None:
+def cispo_has_its_cap(args: Args) -> None:
     """cispo reads epsilon_high as the largest ratio itself."""
     if args.loss_type != "cispo":
         return
@@ -220,7 +216,7 @@ def cispo_has_its_cap(args: "OnlineConfig") -> None:
         )
 
 
-def loss_options_are_read(args: "OnlineConfig") -> None:
+def loss_options_are_read(args: Args) -> None:
     """Options of a loss are read by the chosen one; on-policy, every ratio is 1 and no bound acts."""
     row = LOSS_TYPES[args.loss_type]
     if row.reads is not None:
@@ -248,7 +244,7 @@ def loss_options_are_read(args: "OnlineConfig") -> None:
         ignored(args, ["off_policy_mask_threshold"], "this run is on-policy, so no completion is stale")
 
 
-def reference_sync_needs_a_reference(args: "OnlineConfig") -> None:
+def reference_sync_needs_a_reference(args: Args) -> None:
     if args.sync_ref_model and args.beta == 0:
         raise ValueError(
             "sync_ref_model=True needs a reference model, and beta=0 loads none. Set beta above 0 (0.04, say) or "
@@ -258,7 +254,7 @@ def reference_sync_needs_a_reference(args: "OnlineConfig") -> None:
         ignored(args, ["ref_model_mixup_alpha", "ref_model_sync_steps"], "sync_ref_model is False")
 
 
-def kl_options_are_read(args: "OnlineConfig") -> None:
+def kl_options_are_read(args: Args) -> None:
     """Options of the KL term need a KL term in the loss; in RLOO's reward only k1, summed, is the penalty."""
     if args.method == "rloo" and args.kl_estimator != "k1":
         raise ValueError(
@@ -278,7 +274,7 @@ def kl_options_are_read(args: "OnlineConfig") -> None:
             raise ValueError("kl_in_reward=True cannot be with multi_objective_aggregation='normalize_then_sum'.")
 
 
-def entropy_controller_has_room(args: "OnlineConfig") -> None:
+def entropy_controller_has_room(args: Args) -> None:
     low, high = args.entropy_coef_min, args.entropy_coef_max
     if low > high:
         raise ValueError(f"entropy_coef_min={low} must not be above entropy_coef_max={high}.")
@@ -298,7 +294,7 @@ def entropy_controller_has_room(args: "OnlineConfig") -> None:
         )
 
 
-def rewards_carry_weight(args: "OnlineConfig") -> None:
+def rewards_carry_weight(args: Args) -> None:
     weights = args.reward_weights
     if weights is None:
         return
@@ -310,7 +306,7 @@ def rewards_carry_weight(args: "OnlineConfig") -> None:
         )
 
 
-def steps_or_outcomes_carry_weight(args: "OnlineConfig") -> None:
+def steps_or_outcomes_carry_weight(args: Args) -> None:
     if args.process_weight == args.outcome_weight == 0:
         raise ValueError(
             "process_weight=0 and outcome_weight=0 leave no advantage to learn from: set one of them above 0."
@@ -322,7 +318,7 @@ def steps_or_outcomes_carry_weight(args: "OnlineConfig") -> None:
         )
 
 
-def scaling_is_read(args: "OnlineConfig") -> None:
+def scaling_is_read(args: Args) -> None:
     if args.method == "rloo":
         names = ["scale_rewards", "multi_objective_aggregation"]
         ignored(args, names, "RLOO's baseline is the mean of the other completions; see normalize_advantages")

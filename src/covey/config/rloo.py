@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.config.base import OnlineConfig
+from covey.config.base import OnlineConfig, as_range
 from covey.config.fields import describe_fields
-from covey.config.parsing import as_range
 
 
 @dataclass(repr=False)  # the inherited one hides the servers' keys

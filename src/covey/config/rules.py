@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from enum import Enum
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -20,13 +20,10 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from covey.config import engines, objective, sampling, training
-from covey.config.fields import LIMITS, Limits
+from covey.config.fields import LIMITS, Args, Limits
 from covey.runtime.safe_text import is_secret, without_secrets
 
-if TYPE_CHECKING:
-    from covey.config.base import OnlineConfig
-
-RULES: "tuple[Callable[[OnlineConfig], None], ...]" = tuple(
+RULES: tuple[Callable[[Args], None], ...] = tuple(
     rule
     for theme in (training, sampling, objective, engines)
     for name, rule in vars(theme).items()
@@ -46,12 +43,17 @@ BACKENDS = Limits(choices=("nccl", "gloo", "mpi", "ucc", "xccl", "ccl", "hccl", 
 DESCRIBED = {bool: "True or False", float: "a number", int: "a whole number", str: "text", dict: "a dict"}
 
 
-def check_fields(args: "OnlineConfig") -> None:
+def check_fields(args: Args) -> None:
     if not isinstance(args.output_dir, str | os.PathLike | None):
         raise ValueError(f"output_dir={args.output_dir!r} must be text: the name of a folder.")
     own = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("covey."))  # not a script's subclass
     hints = get_type_hints(own)
-    _check_within(args)
+    given = args.optim_args
+    if given and isinstance(given, str) and not all("=" in part for part in given.split(",")):
+        raise ValueError(f"optim_args={given!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
+    for name in ("optim_args", "lr_scheduler_kwargs"):  # few optimizers and schedulers look at what they are given
+        if re.search(r"\b(nan|inf)\b", str(getattr(args, name)), re.IGNORECASE):
+            raise ValueError(f"{name}={getattr(args, name)!r} holds NaN or infinity: give a finite number.")
     for field in dataclasses.fields(own):
         name, value = field.name, getattr(args, field.name, None)
         one_of = get_origin(hints[name]) in (Union, UnionType)
@@ -109,17 +111,7 @@ def _described(kind: Any) -> str:
     return DESCRIBED.get(get_origin(kind) or kind, f"a {getattr(kind, '__name__', kind)}")
 
 
-def _check_within(args: "OnlineConfig") -> None:
-    """Refuse NaN and infinity in the arguments of optimizers and schedulers, which few of them look at."""
-    given = args.optim_args
-    if given and isinstance(given, str) and not all("=" in part for part in given.split(",")):
-        raise ValueError(f"optim_args={args.optim_args!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
-    for name in ("optim_args", "lr_scheduler_kwargs"):
-        if re.search(r"\b(nan|inf)\b", str(getattr(args, name)), re.IGNORECASE):
-            raise ValueError(f"{name}={getattr(args, name)!r} holds NaN or infinity: give a finite number.")
-
-
-def check_batch_settings(args: "OnlineConfig") -> None:
+def check_batch_settings(args: Args) -> None:
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs are visible to one process. Start one process per GPU "

@@ -1,13 +1,9 @@
 """Fields and rules about sampling: the distribution, reuse, async rollouts, tools and the choice of prompts."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from covey.config.fields import Limits, describe_fields, limited
+from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored, warn
-
-if TYPE_CHECKING:
-    from covey.config.base import OnlineConfig
 
 
 @dataclass
@@ -133,14 +129,14 @@ SAMPLING_KEYS = {
 """Keys that `generation_kwargs` may not hold, and the field to use instead."""
 
 
-def generation_kwargs_repeat_no_field(args: "OnlineConfig") -> None:
+def generation_kwargs_repeat_no_field(args: Args) -> None:
     assert not isinstance(args.generation_kwargs, str), "parsed at construction"
     for key, value in (args.generation_kwargs or {}).items():
         if key in SAMPLING_KEYS and (key, value) != ("do_sample", True):
             raise ValueError(f"generation_kwargs may not hold {key!r}: set the field `{SAMPLING_KEYS[key]}` instead.")
 
 
-def sampling_masks_can_be_kept(args: "OnlineConfig") -> None:
+def sampling_masks_can_be_kept(args: Args) -> None:
     if not args.keep_sampling_mask:
         return
     if args.use_vllm or args.use_sglang:
@@ -158,14 +154,14 @@ def sampling_masks_can_be_kept(args: "OnlineConfig") -> None:
         ignored(args, ["keep_sampling_mask"], "top_p, top_k, min_p and repetition_penalty change nothing")
 
 
-def prompt_options_are_read(args: "OnlineConfig") -> None:
+def prompt_options_are_read(args: Args) -> None:
     if not args.dynamic_sample:
         ignored(args, ["max_resample_times"], "dynamic_sample is False")
     if args.prompt_sampler != "difficulty":
         ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
 
 
-def dataloader_workers_can_read_ahead(args: "OnlineConfig") -> None:
+def dataloader_workers_can_read_ahead(args: Args) -> None:
     """Dataloader workers need to know which prompts come next (for streams: `covey.data.sampler.train_loader`)."""
     if args.prompt_sampler == "difficulty":
         because = "with prompt_sampler='difficulty' the prompts of a rollout batch are chosen, and read, when it begins"
@@ -175,7 +171,7 @@ def dataloader_workers_can_read_ahead(args: "OnlineConfig") -> None:
         ignored(args, ["dataloader_num_workers"], because)
 
 
-def reuse_is_possible(args: "OnlineConfig") -> None:
+def reuse_is_possible(args: Args) -> None:
     kind = args.speculative_reuse
     if kind is None:
         return
@@ -193,7 +189,7 @@ def reuse_is_possible(args: "OnlineConfig") -> None:
         )
 
 
-def reuse_has_an_effect(args: "OnlineConfig") -> None:
+def reuse_has_an_effect(args: Args) -> None:
     if args.speculative_reuse is None:
         ignored(args, ["speculative_max_tokens"], "speculative_reuse is not set")
     if args.speculative_reuse != "lenient":
@@ -204,7 +200,7 @@ def reuse_has_an_effect(args: "OnlineConfig") -> None:
         ignored(args, ["speculative_reuse"], because)
 
 
-def async_rollouts_have_an_engine(args: "OnlineConfig") -> None:
+def async_rollouts_have_an_engine(args: Args) -> None:
     """The trainer checks the engine itself."""
     if not args.max_staleness:
         return
@@ -226,7 +222,7 @@ def async_rollouts_have_an_engine(args: "OnlineConfig") -> None:
         )
 
 
-def stale_samples_are_corrected(args: "OnlineConfig") -> None:
+def stale_samples_are_corrected(args: Args) -> None:
     if not args.max_staleness:
         return
     if not args.vllm_importance_sampling_correction:
@@ -241,7 +237,7 @@ def stale_samples_are_corrected(args: "OnlineConfig") -> None:
         )
 
 
-def tool_parser_is_known(args: "OnlineConfig") -> None:
+def tool_parser_is_known(args: Args) -> None:
     if args.tool_parser is None:
         return
     from covey.rollout.tools.parsers import TOOL_PARSERS

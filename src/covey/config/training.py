@@ -2,14 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from covey.config.fields import describe_fields, limited
+from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import has_accelerator
 from covey.config.messages import ignored, warn
-
-if TYPE_CHECKING:
-    from covey.config.base import OnlineConfig
 
 
 @dataclass
@@ -129,7 +126,7 @@ describe_fields(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def something_is_trained(args: "OnlineConfig") -> None:
+def something_is_trained(args: Args) -> None:
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         raise ValueError(
             f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}: nothing would be trained. Set"
@@ -137,7 +134,7 @@ def something_is_trained(args: "OnlineConfig") -> None:
         )
 
 
-def one_update_has_many_micro_batches(args: "OnlineConfig") -> None:
+def one_update_has_many_micro_batches(args: Args) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
         raise ValueError(
@@ -147,7 +144,7 @@ def one_update_has_many_micro_batches(args: "OnlineConfig") -> None:
         )
 
 
-def optimizers_and_schedules_read_their_options(args: "OnlineConfig") -> None:
+def optimizers_and_schedules_read_their_options(args: Args) -> None:
     optimizer, schedule = (str(getattr(name, "value", name)) for name in (args.optim, args.lr_scheduler_type))
     if optimizer in ("adamw_torch", "adamw_torch_fused"):
         ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
@@ -157,7 +154,7 @@ def optimizers_and_schedules_read_their_options(args: "OnlineConfig") -> None:
         ignored(args, ["lr_scheduler_kwargs"], "the schedule 'constant' has no settings")
 
 
-def embeddings_are_without_noise(args: "OnlineConfig") -> None:
+def embeddings_are_without_noise(args: Args) -> None:
     if args.neftune_noise_alpha is not None:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha!r} adds noise to the embeddings, for supervised training."
@@ -165,7 +162,7 @@ def embeddings_are_without_noise(args: "OnlineConfig") -> None:
         )
 
 
-def liger_is_off(args: "OnlineConfig") -> None:
+def liger_is_off(args: Args) -> None:
     if args.use_liger_kernel:
         raise ValueError(
             "use_liger_kernel=True is not supported: its fused loss has no place here. The LM head is already computed "
@@ -173,7 +170,7 @@ def liger_is_off(args: "OnlineConfig") -> None:
         )
 
 
-def updates_divide_rollout_batches(args: "OnlineConfig") -> None:
+def updates_divide_rollout_batches(args: Args) -> None:
     """An update lies between two passes over a rollout batch, and none mixes two rollout batches."""
     algebra = args.algebra()
     if args.num_iterations > 1 and algebra.on_policy:
@@ -191,19 +188,19 @@ def updates_divide_rollout_batches(args: "OnlineConfig") -> None:
         )
 
 
-def padding_is_a_number(args: "OnlineConfig") -> None:
+def padding_is_a_number(args: Args) -> None:
     value = args.pad_to_multiple_of
     if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
         raise ValueError(f"pad_to_multiple_of={value!r} must be 'auto', None or a whole number, 1 or more.")
     ignored(args, ["pad_to_multiple_of"], "sequences are padded to the longest of them and no further")
 
 
-def printing_needs_log_completions(args: "OnlineConfig") -> None:
+def printing_needs_log_completions(args: Args) -> None:
     if not args.log_completions:
         ignored(args, ["num_completions_to_print", "log_unique_prompts"], "log_completions is False")
 
 
-def supervised_options_are_off(args: "OnlineConfig") -> None:
+def supervised_options_are_off(args: Args) -> None:
     names = ("label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name")
     ignored(args, names, "it belongs to supervised training")
     ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
