@@ -31,7 +31,7 @@ def disagreement(shape, compute, curve, entropy, device):
     from covey.policy.lm_head import triton_tiles
 
     triton_tiles.BLOCK = 64  # several blocks a row
-    return triton_tiles.disagreement(shape, compute, curve, entropy, torch.device(device))
+    return triton_tiles.disagreement(triton_tiles.Case(shape, compute, curve, entropy, torch.device(device)))
 
 
 @anywhere
@@ -75,13 +75,19 @@ def test_triton_head_equals_the_torch_head(entropy, frozen, settings, compute, m
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+def case(shape):
+    from covey.policy.lm_head.triton_tiles import Case
+
+    return Case(shape, torch.float32, Curve(), False, torch.device("cpu"))
+
+
 @anywhere
 def test_kernels_that_differ_are_not_used(monkeypatch):
     from covey.policy.lm_head import triton_tiles
 
     monkeypatch.setattr(triton_tiles, "TOLERANCE", -1.0)
     with pytest.warns(UserWarning, match="differ from torch's operations by"):
-        kind = triton_tiles.fastest_tiles((2, 8), torch.float32, Curve(), False, torch.device("cpu"))
+        kind = triton_tiles.fastest_tiles(case((2, 8)))
     assert kind is triton_tiles.TorchTiles
 
 
@@ -94,7 +100,7 @@ def test_kernels_that_fail_are_not_used(monkeypatch):
 
     monkeypatch.setattr(triton_tiles, "disagreement", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
-        kind = triton_tiles.fastest_tiles((2, 9), torch.float32, Curve(), False, torch.device("cpu"))
+        kind = triton_tiles.fastest_tiles(case((2, 9)))
     assert kind is triton_tiles.TorchTiles
 
 
@@ -106,6 +112,6 @@ def test_kernels_that_fail_are_not_used(monkeypatch):
 def test_kernels_on_a_gpu(compute, entropy, curve):
     from covey.policy.lm_head import triton_tiles
 
-    shape, device = (1024, 32768), torch.device("cuda")
-    assert triton_tiles.disagreement(shape, compute, curve, entropy, device) < 1e-3
-    assert triton_tiles.fastest_tiles(shape, compute, curve, entropy, device) is triton_tiles.TritonTiles
+    large = triton_tiles.Case((1024, 32768), compute, curve, entropy, torch.device("cuda"))
+    assert triton_tiles.disagreement(large) < 1e-3
+    assert triton_tiles.fastest_tiles(large) is triton_tiles.TritonTiles

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -55,18 +56,22 @@ def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: S
 
     ValueError for an end that is no token of its completion, or an infinite reward.
     """
-    assert len(steps) == len(lengths), "one list of steps per completion"
     found: list[tuple[int, int, int, float]] = []
     for row, (pairs, length) in enumerate(zip(steps, lengths, strict=True)):
         number, last = -1, -1
-        for end, reward in sorted(((_end(pair[0], row, length), pair[1]) for pair in pairs), key=lambda pair: pair[0]):
-            number, last = number + (end != last), end
+        for end, reward in sorted(pairs, key=itemgetter(0)):
+            if not 0 <= end < length:
+                raise ValueError(
+                    f"a step of completion {row} ends at token {end}, but the completion has {length} tokens: an end"
+                    f" counts from 0 at the completion's first token and is smaller than {length}."
+                )
+            number, last = number + (end != last), int(end)
             value = math.nan if reward is None else float(reward)
             if math.isinf(value):
                 raise ValueError(
                     f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
                 )
-            found.append((row, end, number, value))
+            found.append((row, last, number, value))
     columns = zip(zip(*found, strict=True) if found else [()] * 4, [torch.int64] * 3 + [torch.float64], strict=True)
     return Steps(*(torch.tensor(column, dtype=dtype) for column, dtype in columns))
 
@@ -251,12 +256,3 @@ def _centre(values: Tensor, cells: Tensor, count: int) -> Tensor:
     low = infinite.scatter_reduce(0, cells, torch.where(known, values, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, cells, torch.where(known, values, -torch.inf), "amax")
     return torch.where((low == high)[cells] & known, 0.0, values - mean[cells])
-
-
-def _end(end: int, row: int, length: int) -> int:
-    if not 0 <= end < length:
-        raise ValueError(
-            f"a step of completion {row} ends at token {end}, but the completion has {length} tokens: an end counts"
-            f" from 0 at the completion's first token and is smaller than {length}."
-        )
-    return int(end)

@@ -121,11 +121,8 @@ def image_inputs(model: Any, ids: Tensor, rows: Sequence[Sequence[Media]], fille
     def real(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return (ids, *args[1:]) if args and args[0].shape == ids.shape else None
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(real)
-    try:
+    with model.get_input_embeddings().register_forward_pre_hook(real):
         yield {"input_ids": ids.masked_fill(strays, filler), **shown}
-    finally:
-        hook.remove()
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

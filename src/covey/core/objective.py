@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.losses import (
-    KLEstimator,
-    RatioLevel,
-    Surrogate,
-    SurrogateInputs,
-    SurrogateStats,
-    k3,
-    token_level,
-)
+from covey.core.losses import KLEstimator, RatioLevel, Surrogate, SurrogateInputs, SurrogateStats, k3, token_level
 from covey.core.mismatch import MismatchCorrection, off_policy_keep
 from covey.core.stats import Mean, Stat
 

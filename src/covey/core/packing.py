@@ -124,13 +124,8 @@ class _Costs:
             return sum(map(itemgetter(0), chosen)) * max(map(itemgetter(2), chosen), default=0)
         if self.layout == "packed":
             return sum(map(itemgetter(1), chosen))
-        tokens, counted = 0, set()
-        for row in rows:
-            tokens += self.lengths[row] + self.rows[row][3]
-            if self.groups[row] not in counted:
-                tokens += self.prompts[row]
-                counted.add(self.groups[row])
-        return tokens
+        prompts = {self.groups[row]: self.prompts[row] for row in rows}
+        return sum(self.lengths[row] + self.rows[row][3] for row in rows) + sum(prompts.values())
 
     def units(self, limit: int) -> list[Unit]:
         """Groups, cut where they exceed `limit` into as few and as equal parts as meet it, if rollouts allow."""

@@ -85,8 +85,7 @@ def shared_prefix(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
         members[group].append(rollout)
     forest = _Forest(batch, completions)
     for prompt, rollouts in zip(prompts, members, strict=True):
-        root = forest.add((prompt,), -1, rollouts)
-        forest.grow(rollouts, 0, root)
+        forest.grow(rollouts, 0, forest.add((prompt,), -1, rollouts))
     return _one_row(batch, forest.segments, forest.paths)
 
 
@@ -115,7 +114,9 @@ class _Forest:
         for cluster in self._clusters(rollouts, done):
             first = self.spans[cluster[0]][0]
             # Clusters are sorted, so all members have in common what the first and the last have.
-            shared = _common_length(self.tokens[cluster[0]], self.tokens[cluster[-1]])
+            least, most = self.tokens[cluster[0]], self.tokens[cluster[-1]]
+            differ = (index for index, (a, b) in enumerate(zip(least, most, strict=False)) if a != b)
+            shared = next(differ, len(least)) if len(cluster) > 1 else len(least)
             if shared > done:
                 branch = self.add(((first + done, first + shared),), parent, cluster)
                 if len(cluster) > 1:
@@ -135,12 +136,6 @@ class _Forest:
             else:
                 clusters.append([rollout])
         return clusters
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of first tokens that are equal: `[1, 2, 3], [1, 2, 4, 5] -> 2`."""
-    shorter = min(len(a), len(b))
-    return next((index for index in range(shorter) if a[index] != b[index]), shorter) if a is not b else shorter
 
 
 def _one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequence[int]]) -> ModelInputs:
@@ -219,8 +214,7 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
     reasons = []
     expected, noise = _padded_scores(model, score, device)
     for layout in [name for name in LAYOUTS if name != "padded"]:
-        reason = _objection(layout, model, score, expected, noise)
-        if reason is None:
+        if (reason := _objection(layout, model, score, expected, noise)) is None:
             return layout
         reasons.append(reason)
     model.set_attn_implementation(chosen)

@@ -66,12 +66,8 @@ def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
         captured.extend(logits for logits in getattr(output, "router_logits", None) or () if logits is not None)
 
     decoder = decoder_of(model)
-    handles = [decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep)]
-    try:
+    with decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep):
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_router_logits(model: Any, router_logits: list[Tensor]) -> None:

@@ -151,9 +151,8 @@ class TokenScorer:
             chunk_size=self.chunk_size,
             support=None if whole else SampledSupport.of(batch, scored, self.repetition_penalty),
         )
-        router: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if top_k is not None:
-            router = captured_router_logits(inner)
+        router: AbstractContextManager[list[Tensor]]
+        router = nullcontext([]) if top_k is None else captured_router_logits(inner)
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
         with router as router_logits, shown as images, dedup:
@@ -180,17 +179,14 @@ class TokenScorer:
     @torch.no_grad()
     def _try_layouts(self, inner: Any, device: torch.device) -> str:
         """Check the head and choose a layout on a few synthetic rollouts."""
-        few = synthetic_rollouts(inner.config, device)
+        few = LAYOUTS["padded"](synthetic_rollouts(inner.config, device), self.pad_token_id).kwargs
+
+        def score(layout: str, batch: TrainBatch) -> Tensor:
+            return self._score(inner, batch, layout, entropy=False)[0].logprobs
+
         with inference_mode_of(inner):
-            _check_head(
-                inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head, self.inside_head_call
-            )
-            return choose_layout(
-                self._wanted,
-                inner,
-                lambda layout, batch: self._score(inner, batch, layout, entropy=False)[0].logprobs,
-                device,
-            )
+            _check_head(inner, few, self.float32_head, self.inside_head_call)
+            return choose_layout(self._wanted, inner, score, device)
 
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
@@ -245,11 +241,8 @@ def capture_decoder_output(model: Any) -> Iterator[list[Tensor]]:
     def keep(module: Any, args: Any, output: Any) -> None:
         captured.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    handle = decoder_of(model).register_forward_hook(keep)
-    try:
+    with decoder_of(model).register_forward_hook(keep):
         yield captured
-    finally:
-        handle.remove()
 
 
 # ---- fused layers ----------------------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ def _gathered(stored: _Part, names: dict[str, str]) -> _Part:
         state = stored.make(dtype)  # merged ones are whole, and were merged without casts
         return {name: full_tensor(state[key], dtype) for key, name in names.items()}
 
-    return _Part({name: _meta(stored.like[key]) for key, name in names.items()}, make)
+    like = ((name, stored.like[key]) for key, name in names.items())
+    return _Part({name: torch.empty(full_shape(t), dtype=t.dtype, device="meta") for name, t in like}, make)
 
 
 def _modules(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple[str, _Part]]:
@@ -163,21 +164,14 @@ def _twin(module: nn.Module) -> Any:
     if is_quantized_layer(module):
         return dequantized_layer(module)
     twin: nn.Module = object.__new__(original_class(module))  # FSDP2's class cannot be copied
-    vars(twin).update(vars(module))
-    for name, value in list(vars(twin).items()):
-        if isinstance(value, (list, dict)):
-            _set(twin, name, copy.copy(value))
+    own = {name: copy.copy(value) if isinstance(value, (list, dict)) else value for name, value in vars(module).items()}
     # A tensor that two modules share is copied twice here: each copy is merged at most once.
-    parameters = {
+    own["_parameters"] = {
         k: p if p is None else nn.Parameter(full_tensor(p).clone(), False) for k, p in module._parameters.items()
     }
-    _set(twin, "_parameters", parameters)
-    _set(twin, "_modules", {k: m if m is None else _twin(m) for k, m in module._modules.items()})
+    own["_modules"] = {k: m if m is None else _twin(m) for k, m in module._modules.items()}
+    vars(twin).update(own)
     return twin
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    object.__setattr__(module, name, value)
 
 
 def _as_in_checkpoint(base: Any, parts: list[_Part]) -> list[_Part]:
@@ -306,10 +300,6 @@ def checkpoint_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
 
 
 # ---- a sharded policy, or its adapters, as a folder for `from_pretrained`, one module at a time ----------------------

@@ -79,10 +79,10 @@ def without_kernels(bench):
     """Asks for the LM head's kernels on a device that has none."""
     pytest.importorskip("triton")
     from covey.policy.lm_head.torch_tiles import Curve
-    from covey.policy.lm_head.triton_tiles import fastest_tiles
+    from covey.policy.lm_head.triton_tiles import Case, fastest_tiles
 
     fastest_tiles.cache_clear()
-    return fastest_tiles((2, 7), torch.float32, Curve(), False, torch.device("cpu"))
+    return fastest_tiles(Case((2, 7), torch.float32, Curve(), False, torch.device("cpu")))
 
 
 def with_engine(settings=None, **engine):

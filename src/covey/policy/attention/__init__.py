@@ -130,5 +130,3 @@ def _layer_type(module: nn.Module) -> str | None:
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
-
-__all__ = ["PACKED_ATTENTION", "TokenTree", "packed_attention"]

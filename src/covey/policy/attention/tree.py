@@ -14,6 +14,7 @@ flows through a log-sum-exp. See also `flex.py` (CUDA).
 Shapes: H key heads, R query heads for each of them, Q queries, K keys, D features (values may have another number, D').
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter, sub
@@ -102,18 +103,13 @@ class TokenTree:
             else:
                 own += self._banded(segment, segment, window)
             reach = self.reaches[segment]
-            if reach == stop:
-                continue
-            if window is None:
+            children = range(segment + 1, bisect_left(self.starts, reach))
+            ends = (self.offsets[c] + self.stops[c] - self.starts[c] for c in children)
+            if children and (window is None or max(ends) - self.offsets[segment] <= window):
                 ancestors.append(Part(slice(stop, reach), slice(start, stop)))
-                continue
-            children = [other for other in range(segment + 1, len(self.parents)) if self.starts[other] < reach]
-            longest = max(self.offsets[c] + self.stops[c] - self.starts[c] for c in children) - self.offsets[segment]
-            if longest <= window:
-                ancestors.append(Part(slice(stop, reach), slice(start, stop)))
-                continue
-            for child in children:
-                ancestors += self._banded(child, segment, window)
+            elif window is not None:
+                for child in children:
+                    ancestors += self._banded(child, segment, window)
         self.cache[key] = Parts(own, ancestors)
         return self.cache[key]
 
@@ -319,11 +315,8 @@ class _Merged(torch.autograd.Function):
         # Squares on the diagonal cover everything once, so they may be written rather than added.
         squares = all(map(attrgetter("causal"), own))
         new = torch.empty if squares else torch.zeros
-        d_q, d_k, d_v = totals = (  # sums over rectangles are taken in float32 at least
-            new(q.shape, dtype=lse.dtype, device=q.device),
-            new(k.shape, dtype=lse.dtype, device=k.device),
-            new(v.shape, dtype=lse.dtype, device=v.device),
-        )
+        # Sums over rectangles are taken in float32 at least.
+        d_q, d_k, d_v = totals = [new(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
         with torch.autocast(query.device.type, enabled=False):
             for index, part in enumerate([*own, *ancestors]):
                 at, of = part.queries, part.keys

@@ -22,7 +22,6 @@ from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, Targe
 TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Bytes of a tile's logits in float32: on CPUs, tiles that fit into the cache are fastest; GPUs need large products."""
 
-
 KEPT_BYTES = {"cpu": 256 * 2**20}
 """Most bytes of all tiles' exponentials that the forward pass keeps for the backward pass, so that the head is
 multiplied by three times and not four."""
@@ -218,9 +217,9 @@ def _arithmetic_for(plan: Plan, device: torch.device) -> type[TorchTiles]:
     """Triton kernels on CUDA, where they are available, right and fast; else torch, as under sampling masks."""
     if device.type != "cuda" or plan.wide != torch.float32 or plan.support or find_spec("triton") is None:
         return TorchTiles
-    from covey.policy.lm_head.triton_tiles import fastest_tiles
+    from covey.policy.lm_head.triton_tiles import Case, fastest_tiles
 
-    return fastest_tiles(plan.usual, plan.compute, plan.curve, plan.entropy, device)
+    return fastest_tiles(Case(plan.usual, plan.compute, plan.curve, plan.entropy, device))
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor, *, start: bool = False) -> None:

@@ -146,13 +146,10 @@ class Case(NamedTuple):
 
 
 @functools.cache
-def fastest_tiles(
-    shape: tuple[int, int], compute: torch.dtype, curve: Curve, entropy: bool, device: torch.device
-) -> type[TorchTiles]:
-    """TritonTiles if it agrees with torch on this device and is not slower, else TorchTiles; see `Case`."""
-    case = Case(shape, compute, curve, entropy, device)
+def fastest_tiles(case: Case) -> type[TorchTiles]:
+    """TritonTiles if it agrees with torch on this device and is not slower, else TorchTiles."""
     try:
-        gap = disagreement(*case)
+        gap = disagreement(case)
         if gap <= TOLERANCE:
             ours, torchs = _seconds(TritonTiles, case), _seconds(TorchTiles, case)
             return TritonTiles if ours <= MOST_TIME * torchs else TorchTiles
@@ -167,15 +164,12 @@ def fastest_tiles(
     return TorchTiles
 
 
-def disagreement(
-    shape: tuple[int, int], compute: torch.dtype, curve: Curve, entropy: bool, device: torch.device
-) -> float:
+def disagreement(case: Case) -> float:
     """Largest difference between the two, over max(1, size), on two random tiles of a row's vocabulary."""
-    case = Case(shape, compute, curve, entropy, device)
     outcomes = [_trial(kind, case) for kind in (TorchTiles, TritonTiles)]
     gaps = [((a - b).abs() / a.abs().clamp_min(1.0)).max() for a, b in zip(*outcomes, strict=True)]
     # Gradients in half precision may be rounded to either side.
-    return (torch.stack(gaps).max() - (0 if compute == torch.float32 else torch.finfo(compute).eps)).item()
+    return (torch.stack(gaps).max() - (0 if case.compute == torch.float32 else torch.finfo(case.compute).eps)).item()
 
 
 def _trial(kind: type[TorchTiles], case: Case) -> list[Tensor]:
