@@ -13,13 +13,7 @@ from torch import Tensor
 from covey.core.media import Media
 from covey.core.records import Rollout
 
-TOKEN_FIELDS = (
-    "token_ids",
-    "sampled",
-    "jumps",
-    "kept_counts",
-    "chosen",
-    "origin",
+LOSS_FIELDS = (  # numbers of each token that the loss reads
     "advantages",
     "weights",
     "entropy_weights",
@@ -28,6 +22,7 @@ TOKEN_FIELDS = (
     "engine_logprobs",
     "mismatch_weights",
 )
+TOKEN_FIELDS = ("token_ids", "sampled", "jumps", "kept_counts", "chosen", "origin", *LOSS_FIELDS)
 
 UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0, "jumps": 0, "origin": -1}
 """Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it."""
@@ -130,8 +125,7 @@ class TrainBatch:
 
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
-        names = TOKEN_FIELDS[TOKEN_FIELDS.index("advantages") :]
-        return replace(self, **self._each(names, lambda values: torch.where(self.sampled, values, 0.0)))
+        return replace(self, **self._each(LOSS_FIELDS, lambda values: torch.where(self.sampled, values, 0.0)))
 
     def idle(self) -> "TrainBatch":
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""

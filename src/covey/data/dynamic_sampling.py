@@ -170,9 +170,9 @@ class SamplingRound:
 
     prompts: list[int]  # [P] row numbers
     scores: Scores
-    lengths: list[int]  # [N] sampled tokens
-    truncated: list[bool]  # [N]
-    prompt_lengths: list[int]  # [N]
+    lengths: Sequence[int]  # [N] sampled tokens
+    truncated: Sequence[bool]  # [N]
+    prompt_lengths: Sequence[int]  # [N]
     has_signal: list[bool]  # [P] groups with a gradient
 
     @property
@@ -273,14 +273,8 @@ class PromptChooser:
         group = self.algebra.num_generations
         if self.history is not None:
             self.history.update(prompts[::group], *spread_of_rewards(scores, self.signal_filter.weights, group))
-        return SamplingRound(
-            prompts=list(prompts[::group]),
-            scores=scores,
-            lengths=list(lengths),
-            truncated=list(truncated),
-            prompt_lengths=list(prompt_lengths),
-            has_signal=self.signal_filter.has_signal(scores, group, lengths, truncated),
-        )
+        signal = self.signal_filter.has_signal(scores, group, lengths, truncated)
+        return SamplingRound(list(prompts[::group]), scores, lengths, truncated, prompt_lengths, signal)
 
     def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
         """This process's equal share of the selected groups, fetched from other processes where needed."""

@@ -54,15 +54,12 @@ class GenerationSampler:
     def slots(self, generation: int) -> list[Slot]:
         epoch, place = divmod(generation, self.generations)
         if self._order[0] != epoch:
-            self._order = epoch, self._shuffled(epoch)
+            random = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.rows, generator=random) if self.shuffle else torch.arange(self.rows)
+            self._order = epoch, order
         count = self.algebra.prompts_per_generation
         prompts = self._order[1][place * count : (place + 1) * count].tolist()
         return rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
-
-    def _shuffled(self, epoch: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self.rows)
-        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch))
 
 
 def check_enough(rows: int, algebra: BatchAlgebra) -> None:

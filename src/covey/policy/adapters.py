@@ -88,13 +88,9 @@ def _check_kind(config: Any, name: str) -> None:
 
 def unwrapped(model: Any) -> Any:
     """The model inside DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
 
 
 def base_model(model: Any) -> Any:

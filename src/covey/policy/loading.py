@@ -45,22 +45,23 @@ def load_policy(
         ValueError: contradictory arguments, or a model that cannot be a policy.
         OSError, ImportError: the model cannot be found, or a package is missing.
     """
+    init_kwargs = init_kwargs or {}
     if isinstance(model, (str, os.PathLike)):
-        quantization_config = quantization_config_of(quantization_config, init_kwargs or {})
+        quantization_config = quantization_config_of(quantization_config, init_kwargs)
         if quantization_config is not None and peft_config is None:
             raise ValueError(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
                 " to train an adapter on top of them, or drop `quantization_config`."
             )
         name, trust = os.fspath(model), trust_remote_code
-        model = _from_pretrained(name, init_kwargs or {}, trust, quantization_config, check_quantization)
+        model = _from_pretrained(name, init_kwargs, trust, quantization_config, check_quantization)
     elif init_kwargs or quantization_config is not None:
         raise ValueError(
             "`model_init_kwargs` and `quantization_config` say how to load a model, but a loaded model was given"
             f" ({type(model).__name__}). Pass the model's id or folder, or drop them."
         )
     _check_generates(model)
-    if "attn_implementation" not in (init_kwargs or {}):
+    if "attn_implementation" not in init_kwargs:
         keep_soft_caps(base_model(model))
     if (method := quantization_method(base_model(model))) is not None:
         check_quantization(getattr(base_model(model).config, "quantization_config", None) or {"quant_method": method})
@@ -296,9 +297,8 @@ def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
         return auto_class.from_pretrained(name, **location)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ValueError(
-            f"no {what} could be loaded from {name!r}, where the model is from. Save it there"
-            f" ({what}.save_pretrained) or pass `processing_class={what}`. transformers says:"
-            f" {_first_line(error)}"
+            f"no {what} could be loaded from {name!r}, where the model is from. Save it there ({what}.save_pretrained)"
+            f" or pass `processing_class={what}`. transformers says: {_first_line(error)}"
         ) from error
 
 

@@ -175,9 +175,8 @@ def preserve_process_state() -> Iterator[None]:
                     _RESTORE[name](before[name])
                 change = "" if isinstance(value, dict | list) else f" from {before[name]} to {value}"
                 warnings.warn(
-                    f"{name} was changed{change} while rollouts were sampled and rewarded, and"
-                    " was changed back. Let tools, environments and rewards leave it as it is: it belongs to the whole"
-                    " process.",
+                    f"{name} was changed{change} while rollouts were sampled and rewarded, and was changed back. Let"
+                    " tools, environments and rewards leave it as it is: it belongs to the whole process.",
                     ProcessStateWarning,
                     stacklevel=3,
                 )
@@ -220,15 +219,11 @@ def _fill_streams(were_open: list[int]) -> None:
                 os.close(opened)
 
 
-def _set_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
 _RESTORE: dict[str, Callable[[Any], Any]] = {
     "the working directory": os.chdir,
     "the handling of SIGINT and SIGTERM": _set_stop_handlers,
     "the set of open standard streams": _fill_streams,
-    "torch's default device": _set_device,
+    "torch's default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     "torch's default dtype": torch.set_default_dtype,
     "torch's number of threads": torch.set_num_threads,
     "torch's gradient mode": torch.set_grad_enabled,

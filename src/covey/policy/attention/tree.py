@@ -137,11 +137,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class FlashCPU:
+class FlashCPU(NamedTuple):
     """Torch's flash attention on the CPU; key heads are shared by a stride of zero, never copied."""
 
-    def __init__(self, scale: float):
-        self.scale = scale
+    scale: float
 
     def forward(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax over the part's keys alone, [H, R, Q, D'], and its log-sum-exp [H, R, Q]."""

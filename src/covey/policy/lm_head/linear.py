@@ -121,15 +121,10 @@ class _Tiles:
         self.kept = list(kept)  # of each tile, the exponentials and the logits that they are relative to
         self.hidden, self.weight, self.bias, self.targets, self.plan = hidden, weight, bias, targets, plan
         self.inputs = hidden.to(plan.compute)
-        size = plan.tokens * plan.words
-        self.buffer = torch.empty(size, dtype=plan.compute, device=hidden.device)
-        self.arithmetic = _arithmetic_for(plan, hidden.device)(
-            plan.curve,
-            minus_inf=bias is not None or plan.support is not None,
-            size=size,
-            wide=plan.wide,
-            device=hidden.device,
-        )
+        size, device = plan.tokens * plan.words, hidden.device
+        self.buffer = torch.empty(size, dtype=plan.compute, device=device)
+        kind, minus_inf = _arithmetic_for(plan, device), bias is not None or plan.support is not None
+        self.arithmetic = kind(plan.curve, minus_inf=minus_inf, size=size, wide=plan.wide, device=device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Iterator[Tile]]]:
         """Slices of the weight [v, H] with their tiles."""
