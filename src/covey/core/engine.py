@@ -181,7 +181,6 @@ class EngineTraits:
 
 
 def traits_of(engine: Any) -> EngineTraits:
-    """The engine's `traits`, or the defaults if it has none."""
     return getattr(engine, "traits", EngineTraits())
 
 

@@ -32,7 +32,6 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def name_of(model: Any) -> str:
-    """Class name of a model, without an adapter's wrapper."""
     return type(without_adapter(model)).__name__
 
 

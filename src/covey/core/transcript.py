@@ -11,9 +11,7 @@ FAILED = "Error: "  # prefix of a tool message that reports a failed call
 LEAST = 60  # minimum characters of an entry in an excerpt; below it, entries are omitted
 
 
-class Kind(StrEnum):
-    """Kind of an entry of a conversation."""
-
+class Kind(StrEnum):  # of an entry
     MESSAGE = "message"
     CALL = "call"
     RESULT = "result"
@@ -25,7 +23,7 @@ class Kind(StrEnum):
 class Entry:
     """A message, tool call or result, as one or more lines of text."""
 
-    kind: Kind  # kind of the entry
+    kind: Kind
     text: str  # with the role, or the name of the tool
     role: str = ""  # role of the message
 
@@ -53,7 +51,6 @@ def as_text(value: Any) -> str:
 
 
 def is_messages(value: Any) -> bool:
-    """True for a list of messages, possibly empty."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
@@ -92,7 +89,6 @@ def content_text(content: Any) -> str:
 
 
 def is_failure(message: dict[str, Any]) -> bool:
-    """True for a tool message that reports a failed call."""
     return message.get("role") == "tool" and content_text(message.get("content")).startswith(FAILED)
 
 

@@ -1,6 +1,5 @@
 """Checkpoints are read as data: nothing in their files runs code."""
 
-import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 OF_SHARDS = {  # names that are loaded from a `.metadata` file; none: its own classes
@@ -46,16 +46,10 @@ def loading_data_alone(checkpoint: str | None) -> Iterator[None]:
     for path in Path(checkpoint).rglob("*.metadata") if checkpoint is not None else ():
         with path.open("rb") as file:  # which torch reads with `pickle.load`
             _DataOfShards(file).load()
-    before = os.environ.get(WEIGHTS_ONLY)
-    os.environ[WEIGHTS_ONLY] = "1"
     there = OF_DEEPSPEED if "deepspeed" in sys.modules else ()
-    try:
-        with torch.serialization.safe_globals([getattr(import_module(module), name) for module, name in there]):
-            yield
-    finally:
-        os.environ.pop(WEIGHTS_ONLY)
-        if before is not None:
-            os.environ[WEIGHTS_ONLY] = before
+    allowed = [getattr(import_module(module), name) for module, name in there]
+    with patch_environment(**{WEIGHTS_ONLY: "1"}), torch.serialization.safe_globals(allowed):
+        yield
 
 
 @contextmanager

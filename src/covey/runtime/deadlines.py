@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
@@ -59,11 +59,8 @@ def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
         raise CallTimeout
     if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
         return _call_interruptibly(function, seconds)
-    worker = WorkerThread("covey-reward", torch_settings())
-    try:
+    with closing(WorkerThread("covey-reward", torch_settings())) as worker:
         return worker.call(function, seconds)
-    finally:
-        worker.close()
 
 
 # ---- from coroutines -------------------------------------------------------------------------------------------------

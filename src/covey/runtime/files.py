@@ -118,9 +118,8 @@ def flush(path: Path) -> None:
 def naming_disk_errors(what: str, folder: str, advice: str) -> Iterator[None]:
     """Raise an `OSError` that names folder and reason where an error is due to a disk that takes no more.
 
-    `{remedy}` in the advice becomes what to do about the reason.
-
-    Libraries report that in many ways, so a mebibyte is written after any error that does not name it.
+    `{remedy}` in the advice becomes what to do about the reason. Libraries report that in many ways, so a mebibyte is
+    written after any error that does not name it.
     """
     try:
         yield
@@ -219,7 +218,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _is_at(number: int, path: Path) -> bool:
-    """True if an open file is that at `path`."""
     return path.exists() and os.path.samestat(os.fstat(number), path.stat())
 
 

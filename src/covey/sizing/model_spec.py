@@ -31,8 +31,6 @@ class SavedActivations(NamedTuple):
 
 
 class VisionEncoderSpec(NamedTuple):
-    """Encoder of images."""
-
     layers: int  # blocks
     channels: int  # numbers per patch that attention and MLP of a block save; 0 where no gradient enters the encoder
     hidden: int  # channels between blocks
@@ -53,8 +51,6 @@ class QuantisedWeights(NamedTuple):
 
 
 class ModelSpec(NamedTuple):
-    """Counts of a model."""
-
     parameters: int
     trainable: int  # those that are updated
     packed: int  # numbers of MKL's packed copies of its linear layers

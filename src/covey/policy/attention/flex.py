@@ -55,7 +55,6 @@ def flex_tree_attention(
 
 
 def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> BlockMask:
-    """Block mask of the tree, cached by window and device."""
     name = ("block mask", window, device)
     if name not in tree.cache:
         partial, full = blocks_of(tree, window)

@@ -74,11 +74,9 @@ def score_hidden(
 ) -> TokenScores:
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
 
-    Distributions are the softmax at the temperature, or what sampling left of it (`support`).
-
-    Sums are taken in float32 or wider. Half-precision products are rounded once, as in the model itself, so a log-prob
-    is good to 2^-8 (bfloat16) or 2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError
-    if the head has only a shard of its weight.
+    Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
+    wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
+    2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for a shard of a head.
     """
     if hasattr(getattr(head.module, "weight", None), "full_tensor"):
         raise ValueError(
