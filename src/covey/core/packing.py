@@ -124,8 +124,8 @@ class _Costs:
             return sum(map(itemgetter(0), chosen)) * max(map(itemgetter(2), chosen), default=0)
         if self.layout == "packed":
             return sum(map(itemgetter(1), chosen))
-        prompts = {self.groups[row]: self.prompts[row] for row in rows}
-        return sum(self.lengths[row] + self.rows[row][3] for row in rows) + sum(prompts.values())
+        prompts = dict(zip(map(self.groups.__getitem__, rows), map(self.prompts.__getitem__, rows), strict=True))
+        return sum(prompts.values()) + sum(map(self.lengths.__getitem__, rows)) + sum(map(itemgetter(3), chosen))
 
     def units(self, limit: int) -> list[Unit]:
         """Groups, cut where they exceed `limit` into as few and as equal parts as meet it, if rollouts allow."""

@@ -16,6 +16,7 @@ Shapes: H key heads, R query heads for each of them, Q queries, K keys, D featur
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter, sub
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class TokenTree:
                 own += self._banded(segment, segment, window)
             reach = self.reaches[segment]
             children = range(segment + 1, bisect_left(self.starts, reach))
-            ends = (self.offsets[c] + self.stops[c] - self.starts[c] for c in children)
+            ends = () if window is None else (self.offsets[c] + self.stops[c] - self.starts[c] for c in children)
             if children and (window is None or max(ends) - self.offsets[segment] <= window):
                 ancestors.append(Part(slice(stop, reach), slice(start, stop)))
             elif window is not None:
@@ -313,9 +314,8 @@ class _Merged(torch.autograd.Function):
         own, ancestors = ctx.parts
         # Squares on the diagonal cover everything once, so they may be written rather than added.
         squares = all(map(attrgetter("causal"), own))
-        new = torch.empty if squares else torch.zeros
-        # Sums over rectangles are taken in float32 at least.
-        d_q, d_k, d_v = totals = [new(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
+        new = partial(torch.empty if squares else torch.zeros, dtype=lse.dtype, device=lse.device)
+        d_q, d_k, d_v = totals = new(q.shape), new(k.shape), new(v.shape)  # sums in float32 at least
         with torch.autocast(query.device.type, enabled=False):
             for index, part in enumerate([*own, *ancestors]):
                 at, of = part.queries, part.keys
