@@ -1,13 +1,13 @@
 """Processes that sample from one model run it equally often, whatever each has to do."""
 
 import threading
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.inference_contexts import Lockstep
+from covey.engines.native.inference_contexts import lockstep
 from covey.engines.native.recurrent_engine import RecurrentEngine
 from tests.engines.native.test_native_engine import PROMPTS, sample, tokens
 from tests.support import tiny
@@ -46,7 +46,7 @@ def in_threads(works):
             passes[rank] += 1
 
         model.register_forward_hook(count)
-        found[rank] = works[rank](model, Lockstep(lambda: model, votes.of(rank), CPU))
+        found[rank] = works[rank](model, partial(lockstep, lambda: model, votes.of(rank), CPU))
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(len(works))]
     for thread in threads:
@@ -58,7 +58,7 @@ def in_threads(works):
 
 def running(number):
     def work(model, in_step):
-        with torch.no_grad(), in_step.together():
+        with torch.no_grad(), in_step():
             for _ in range(number):
                 model(torch.zeros(1, 3, dtype=torch.long))
 
@@ -73,13 +73,8 @@ def test_every_process_runs_as_many_passes_as_the_busiest(numbers):
 
 def sampling(kind, prompts):
     def work(model, in_step):
-        @contextmanager
-        def context():
-            with in_step.together():
-                yield
-
         more = {"pad_token_id": 0, "whole_calls": True} if kind is NativeEngine else {}
-        engine = kind(lambda: model, eos_token_ids={1}, max_sequences=4, forward_context=context, device=CPU, **more)
+        engine = kind(lambda: model, eos_token_ids={1}, max_sequences=4, forward_context=in_step, device=CPU, **more)
         return sample(engine, prompts)
 
     return work
@@ -98,7 +93,7 @@ def test_lockstep_changes_no_sample(kind):
 
 def test_failing_process_does_not_wait_for_the_others():
     model = tiny.model()
-    in_step = Lockstep(lambda: model, lambda busy: pytest.fail("asked the others"), CPU)
-    with pytest.raises(RuntimeError, match="of its own"), in_step.together():
+    in_step = lockstep(lambda: model, lambda busy: pytest.fail("asked the others"), CPU)
+    with pytest.raises(RuntimeError, match="of its own"), in_step:
         raise RuntimeError("of its own")
     assert not model._forward_pre_hooks

@@ -8,6 +8,7 @@ is checked against an ordinary run of the same step, the first one against a run
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,21 +37,19 @@ class CaptureError(RuntimeError):
             error = error.__cause__ or error.__context__
 
 
+@dataclass(eq=False)
 class GraphStep:
     """Decoding step of every sequence of a cache, by replaying a captured one.
 
     It lives as long as the engine, because what could not be fused is not tried again; each cache has its own captures.
     """
 
-    def __init__(
-        self, forward: Callable[[SharedPrefixCache, Tensor, Tensor, Any], Tensor], config: Any, capture: Capture
-    ):
-        self._forward = forward
-        self._config = config
-        self._capture = capture
-        self._fuses = True  # with fused kernels; until a capture with them was wrong
-        self._proven = False  # a capture was right
-        self.cache: SharedPrefixCache | None = None
+    forward: Callable[[SharedPrefixCache, Tensor, Tensor, Any], Tensor]
+    config: Any
+    capture: Capture
+    cache: SharedPrefixCache | None = None
+    _fuses: bool = True  # with fused kernels; until a capture with them was wrong
+    _proven: bool = False  # a capture was right
 
     def begin(self, cache: SharedPrefixCache | None) -> None:
         """Decode the sequences of this cache; None: of none, and free what the last capture holds."""
@@ -92,7 +91,7 @@ class GraphStep:
             try:
                 ordinary = self._run(cache)[:size].clone()  # compiles kernels and sets libraries up before a capture
                 expected = ordinary if expected is None else expected
-                self._replay, self._logits = self._capture(partial(self._run, cache))
+                self._replay, self._logits = self.capture(partial(self._run, cache))
                 difference = (self._replayed(size) - expected).abs().max().item()
             except RuntimeError as error:
                 if not fused or CaptureError(error).out_of_memory:
@@ -119,8 +118,8 @@ class GraphStep:
         )
 
     def _run(self, cache: SharedPrefixCache) -> Tensor:
-        masks = cache.masks(self._positions, self._config)
-        return self._forward(cache, self._tokens[:, None], self._positions[:, None], masks)
+        masks = cache.masks(self._positions, self.config)
+        return self.forward(cache, self._tokens[:, None], self._positions[:, None], masks)
 
 
 def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:

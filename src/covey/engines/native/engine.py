@@ -56,7 +56,7 @@ class NativeEngine(PolicyEngine):
         self._admitted: list[SequenceState] = []
         self._running: list[SequenceState] = []
         self._batch: Batch | None = None
-        self._cache: SharedPrefixCache | PerSequenceCache | None = None
+        self._cache: SharedPrefixCache | None = None
         self._prefixes = PrefixStore()
         self._shares_prefixes: bool | None = None  # None: not tried yet
         self._use_graphs: bool | None = False if self.whole_calls else None  # None: on CUDA
@@ -247,7 +247,7 @@ class NativeEngine(PolicyEngine):
         called(**inputs, **{cache_argument(called): cache}, **({"logits_to_keep": 1} if self.whole_calls else {}))
         return cache
 
-    def _new_cache(self) -> SharedPrefixCache | PerSequenceCache:
+    def _new_cache(self) -> SharedPrefixCache:
         """Cache whose sequences share their prompts if this model's attention can read it, which is tried once."""
         model = self._model()
         dtype = compute_dtype(model)
@@ -309,7 +309,7 @@ class NativeEngine(PolicyEngine):
         if self._batch.has_ended():
             self._settle()
 
-    def _forward(self, cache: SharedPrefixCache | PerSequenceCache, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed every sequence of the cache its newest token; logits [S, V]."""
         if self._graph_step is not None and self._graph_step.cache is cache:
             try:
@@ -331,13 +331,10 @@ class NativeEngine(PolicyEngine):
             stacklevel=2,
         )
 
-    def _run(
-        self, cache: SharedPrefixCache | PerSequenceCache, tokens: Tensor, positions: Tensor, masks: Any
-    ) -> Tensor:
+    def _run(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
         """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
-        model = self._model()
-        shared = isinstance(cache, SharedPrefixCache)
-        fused = isinstance(cache, SharedPrefixCache) and cache.fused and self.input_device.type == "cuda"
+        model, shared = self._model(), cache.shares_prompts
+        fused = cache.fused and self.input_device.type == "cuda"
         with (
             attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext(),
             fused_operations(model, compute_dtype(model)) if fused else nullcontext(),

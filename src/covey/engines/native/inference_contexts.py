@@ -29,9 +29,7 @@ def sampling_attention(model: Any) -> str:
     unless the model has soft-capping or sinks (Gemma 2, gpt-oss).
     """
     current = model.config._attn_implementation
-    if current in ("sdpa", "eager"):
-        return current
-    return "sdpa" if sdpa_suits(model) else "eager"
+    return current if current in ("sdpa", "eager") else "sdpa" if sdpa_suits(model) else "eager"
 
 
 @contextmanager
@@ -60,12 +58,10 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
         if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
             numbers = 0
             for module in model.modules():
-                if type(module) is not nn.Linear or "forward" in vars(module):
-                    continue
-                weight = module.weight
-                if weight.dim() != 2 or type(weight) is not nn.Parameter:  # ZeRO-3 leaves other shapes
-                    continue
-                if weight.device.type == "cpu" and weight.dtype == torch.float32:
+                plain = type(module) is nn.Linear and "forward" not in vars(module)
+                weight: Any = module.weight if plain else None
+                whole = type(weight) is nn.Parameter and weight.dim() == 2  # ZeRO-3 leaves other shapes
+                if whole and weight.device.type == "cpu" and weight.dtype == torch.float32:
                     patched.append(module)
                     numbers += weight.numel()
             onednn = numbers >= WORTH_MEASURING and onednn_is_faster()
@@ -212,32 +208,24 @@ class PolicyEngine:
             yield
 
 
-class Lockstep:
-    """Equal numbers of forward passes in all processes that share one sharded model.
+@contextmanager
+def lockstep(policy: Callable[[], Any], any_busy: Callable[[bool], bool], device: torch.device) -> Iterator[None]:
+    """Context with equal numbers of forward passes in all processes that share one sharded model.
 
     A forward pass over sharded weights is collective, but processes sample completions of different lengths: before
     each pass a process announces it (`any_busy`, collective: from "this process has a pass to run" to "any has"), and a
     process that is done runs idle passes while any other is not. `FullCopy` is faster where a full copy fits.
     """
+    model = policy()
 
-    def __init__(self, model: Callable[[], Any], any_busy: Callable[[bool], bool], device: torch.device):
-        self._model = model
-        self._any_busy = any_busy
-        self._device = device
+    def announce(*inputs: Any) -> None:
+        any_busy(True)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Run the model any number of times; the context exits when all processes are done with theirs."""
-        model = self._model()
-
-        def announce(*inputs: Any) -> None:
-            self._any_busy(True)
-
-        handle = model.register_forward_pre_hook(announce, prepend=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-        one_token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        while self._any_busy(False):
-            model(input_ids=one_token, use_cache=False)
+    handle = model.register_forward_pre_hook(announce, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    one_token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    while any_busy(False):
+        model(input_ids=one_token, use_cache=False)

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from covey.core.model import cache_argument, compute_dtype, decoder_of
@@ -145,10 +145,8 @@ def verify_drafts(
     drafts = [sequence.draft for sequence in sequences]
     hidden, computed = continue_prompts(model, prefilled, prompts, owners, drafts)
     lengths = [len(draft) for draft in drafts]
-    device = hidden.device
-    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device).repeat_interleave(
-        torch.tensor(lengths, device=device)
-    )
+    device, counts = hidden.device, torch.tensor(lengths, device=hidden.device)
+    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device).repeat_interleave(counts)
     steps = torch.cat([torch.arange(length, device=device) for length in lengths])
     tokens = torch.tensor([token for draft in drafts for token in draft], device=device)
     params = sequences[0].request.params
@@ -211,15 +209,9 @@ class PrefixStore:
         stored = [self.layers.pop(prompt) for prompt in prompts]
         self.layers.update(zip(prompts, stored, strict=True))
         for number, layer in enumerate(zip(*stored, strict=True)):
-            keys, values = zip(*layer, strict=True)
-            cache.update(_padded(keys, width), _padded(values, width), number)
+            keys, values = (
+                torch.stack([nn.functional.pad(x, (0, 0, 0, width - x.shape[1])) for x in tensors])
+                for tensors in zip(*layer, strict=True)  # [kv_heads, tokens, D] of each prompt
+            )
+            cache.update(keys, values, number)
         return cache
-
-
-def _padded(tensors: tuple[Tensor, ...], width: int) -> Tensor:
-    """Tensors [kv_heads, tokens, D] -> [prompts, kv_heads, width, D], zeros on the right."""
-    first = tensors[0]
-    stacked = first.new_zeros(len(tensors), first.shape[0], width, first.shape[2])
-    for index, tensor in enumerate(tensors):
-        stacked[index, :, : tensor.shape[1]] = tensor
-    return stacked

@@ -50,23 +50,12 @@ def sample_tokens(
     under `params.keep_mask`; then `masks` receives the `kept_ids` of each row.
     """
     rows = len(logits) if logits.is_cuda else max(1, CPU_CHUNK // logits.shape[-1])
-    if len(logits) <= rows:
-        return _sample_chunk(logits, seeds, steps, params, adjusted, masks)
-    chunks = [
-        _sample_chunk(logits[i], seeds[i], steps[i], params, None if adjusted is None else adjusted[i], masks)
-        for i in (slice(start, start + rows) for start in range(0, len(logits), rows))
-    ]
-    return concatenate(chunks)
-
-
-def _sample_chunk(
-    logits: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-    params: SamplingParams,
-    adjusted: Tensor | None,
-    masks: list[list[int]] | None,
-) -> SampledTokens:
+    if len(logits) > rows:
+        chunks = [
+            sample_tokens(logits[i], seeds[i], steps[i], params, None if adjusted is None else adjusted[i], masks)
+            for i in (slice(start, start + rows) for start in range(0, len(logits), rows))
+        ]
+        return concatenate(chunks)
     filters = (params.truncates or adjusted is not None) and not params.keep_mask
     logits = logits.float()
     reported = logits if params.temperature in (0.0, 1.0) else logits / params.temperature
@@ -168,9 +157,6 @@ def exponential_race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tens
     return block[:, 0] * BLOCK + (arrival[:, count:] / inside).argmax(-1)
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------------
-
-
 def uniforms(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
     """Uniform random numbers [R, count] in (0, 1), float64: a hash of seed, step and index, without state.
 
@@ -198,9 +184,6 @@ def _mix(x: Tensor) -> Tensor:
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift: int64's own repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-# ---- sequences ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -265,27 +248,20 @@ class SequenceState:
         if self.done.done():
             return
         if not math.isfinite(sum(self.logprobs)):
-            self.done.set_exception(
-                FloatingPointError(
-                    "the model's logits are NaN or infinite, so nothing can be sampled from it. Its weights have"
-                    " diverged or its activations overflow: use bf16=True or float32 instead of float16, and begin"
-                    " from an earlier checkpoint with a lower learning rate."
-                )
+            message = (
+                "the model's logits are NaN or infinite, so nothing can be sampled from it. Its weights have diverged"
+                " or its activations overflow: use bf16=True or float32 instead of float16, and begin from an earlier"
+                " checkpoint with a lower learning rate."
             )
-        else:
-            masks = self.masks if self.request.params.keep_mask else None
-            completion = Completion(
-                self.token_ids, self.logprobs, self.finish, self.entropies, self.reused, sampling_mask=masks
-            )
-            self.done.set_result(completion)
+            self.done.set_exception(FloatingPointError(message))
+            return
+        masks = self.masks if self.request.params.keep_mask else None
+        results = self.token_ids, self.logprobs, self.finish, self.entropies, self.reused
+        self.done.set_result(Completion(*results, sampling_mask=masks))
 
     def _length_to_end(self, before: list[int], tokens: list[int]) -> int:
         """Number of tokens up to the one that ends the sequence, by itself or by completing a text; 0 without one."""
-        end = 0
-        for index, token in enumerate(tokens):
-            if token in self.end_ids:
-                end = index + 1
-                break
+        end = next((count for count, token in enumerate(tokens, 1) if token in self.end_ids), 0)
         return (self.settings.stop and self.settings.length_to_stop(before, tokens[: end or None])) or end
 
 
@@ -323,12 +299,7 @@ class Batch:
     end, which `SequenceState.append` cuts off.
     """
 
-    def __init__(
-        self,
-        sequences: Sequence[SequenceState],
-        device: torch.device,
-        check_interval: int | None = None,
-    ):
+    def __init__(self, sequences: Sequence[SequenceState], device: torch.device, check_interval: int | None = None):
         self.sequences = sequences
         self.check_interval = check_interval or (1 if device.type == "cpu" else 8)
         self.history: list[SampledTokens] = []
@@ -337,7 +308,7 @@ class Batch:
         self._stops = False
         end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
         columns = []
-        by_settings: list[tuple[SamplingParams, list[int]]] = []
+        self._by_settings: list[tuple[SamplingParams, list[int]]] = []
         for index, sequence in enumerate(sequences):
             prompt, sampled = sequence.request.prompt_ids, sequence.token_ids
             length = len(prompt) + len(sampled)
@@ -345,18 +316,17 @@ class Batch:
             end_ids.update(sequence.end_ids)
             columns.append(((sampled or prompt)[-1], length - 1, len(sampled), sequence.seed, sequence.budget))
             params = replace(sequence.request.params, max_tokens=0)  # budgets may differ
-            for known, indices in by_settings:
+            for known, indices in self._by_settings:
                 if known == params:
                     indices.append(index)
                     break
             else:
-                by_settings.append((params, [index]))
+                self._by_settings.append((params, [index]))
         table = torch.tensor(columns, device=device).T.contiguous()
         self.last, self.positions, self.steps, self._seeds, self._budgets = table
         self._last_position = self.positions - self.steps + self._budgets - 1
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64, device=device)
         self._ended = torch.zeros(len(sequences), dtype=torch.bool, device=device)
-        self._by_settings = by_settings
 
     def sample(self, logits: Tensor) -> None:
         """Sample one token for every sequence from logits [S, V], each with its own settings."""

@@ -83,6 +83,16 @@ class SlotMap:
         for name in ("table", "order", "lengths", "starts"):
             getattr(self, name).copy_(getattr(other, name))
 
+    def to_slots(self, x: Tensor) -> Tensor:
+        """[S, kv_heads, q, n] -> [kv_heads, groups, slots * q, n], q query heads per key/value head."""
+        x = (x if self.aligned else x.index_select(0, self.table)).transpose(0, 1)
+        return x.reshape(x.shape[0], -1, self.slots * x.shape[2], x.shape[3])
+
+    def from_slots(self, x: Tensor) -> Tensor:
+        """Inverse of `to_slots`: [kv_heads, groups, slots * q, n] -> [S, kv_heads, q, n]."""
+        x = x.view(x.shape[0], x.shape[1] * self.slots, -1, x.shape[3]).transpose(0, 1)
+        return x if self.aligned else x.index_select(0, self.order)
+
 
 class SharedPrefixCache(Cache):
     """Keys and values of groups of sequences being decoded, stored in attention's `dtype`.
@@ -91,6 +101,8 @@ class SharedPrefixCache(Cache):
     sampled tokens `[sequences, kv_heads, columns, head_dim]`, so that products read both without copies. `softcap` is
     False if the model's own attention ignores soft-capping, as transformers' SDPA does.
     """
+
+    shares_prompts = True  # `attend` reads it; otherwise the model's own attention, given what `update` returns
 
     def __init__(self, dtype: torch.dtype, softcap: bool = True):
         super().__init__(layers=[])
@@ -102,8 +114,7 @@ class SharedPrefixCache(Cache):
         self._owners: list[int] = []
         self._starts: list[int] = []
         self._column = 0  # of the next token of every sequence
-        self.capacity = 0
-        self.sequence_capacity = 0
+        self.capacity = self.sequence_capacity = 0
         self.least_capacity = 0  # tokens that there is room for from the beginning on
         self.attended = 0  # layers that have read the cache in the current step
         self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
@@ -137,9 +148,7 @@ class SharedPrefixCache(Cache):
         lengths = lengths or [0] * len(groups)
         longest, size = max(lengths), len(self._owners)
         shift = max(0, longest - self._column)
-        needed = self._column + shift + 1
-        tokens = self.capacity if needed <= self.capacity else max(needed, 2 * self.capacity)
-        self._rebuild(tokens, max(self.sequence_capacity, size + len(groups)), shift)
+        self._reserve(self._column + shift + 1, size + len(groups), shift)
         self._owners += groups
         self._starts += [self._column - length for length in lengths]
         self._slot_map = None
@@ -179,6 +188,11 @@ class SharedPrefixCache(Cache):
     @property
     def _first_column(self) -> int:
         return min(self._starts, default=self._column)
+
+    def _reserve(self, tokens: int, size: int, shift: int = 0) -> None:
+        """Reserve capacity for `size` sequences of `tokens`; doubling bounds the cost of copying."""
+        tokens = self.capacity if tokens <= self.capacity else max(tokens, 2 * self.capacity)
+        self._rebuild(tokens, max(self.sequence_capacity, size), shift)
 
     def _rebuild(self, tokens: int, size: int, shift: int) -> None:
         """Set capacities of at least these, with the contents `shift` columns further right."""
@@ -323,19 +337,19 @@ class SharedPrefixCache(Cache):
         kv_heads = keys.shape[1]
         query = query.reshape(size, kv_heads, heads // kv_heads, dim)
         assert self._slot_map is not None, "a step has begun"
-        width = self._slot_map.width
+        slot_map, width = self._slot_map, self._slot_map.width
         if width and not softcap and sinks is None and self._fuses(query, keys, values):
             from covey.engines.native.decode_kernel import decode_attention
 
             assert self._fixed_column is not None, "steps have fixed shapes"
             prompt, own = self._prompts[layer], (keys, values)
-            out = decode_attention(query.to(self._dtype), prompt, own, self._slot_map, self._fixed_column)
+            out = decode_attention(query.to(self._dtype), prompt, own, slot_map, self._fixed_column)
             return out.reshape(size, 1, heads, -1)
         scores = query @ keys.transpose(2, 3)
         if width:
             prompt_keys, prompt_values = self._prompts[layer]
-            of_prompt = self._to_slots(query) @ prompt_keys[:, :, :width].transpose(2, 3)
-            scores = torch.cat([self._from_slots(of_prompt), scores], dim=-1)
+            of_prompt = slot_map.to_slots(query) @ prompt_keys[:, :, :width].transpose(2, 3)
+            scores = torch.cat([slot_map.from_slots(of_prompt), scores], dim=-1)
         if softcap and self._softcap:
             scores = torch.tanh(scores / softcap) * softcap
         if not self._everything_visible:
@@ -349,7 +363,7 @@ class SharedPrefixCache(Cache):
         weights = weights.to(values.dtype)
         out = weights[..., width:] @ values
         if width:
-            out += self._from_slots(self._to_slots(weights[..., :width]) @ prompt_values[:, :, :width])
+            out += slot_map.from_slots(slot_map.to_slots(weights[..., :width]) @ prompt_values[:, :, :width])
         return out.reshape(size, 1, heads, -1)
 
     def _fuses(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -360,20 +374,6 @@ class SharedPrefixCache(Cache):
         from covey.engines.native.decode_kernel import decode_kernel_works
 
         return decode_kernel_works(*query.shape[1:], self._dtype, query.device)
-
-    def _to_slots(self, x: Tensor) -> Tensor:
-        """[S, kv_heads, q, n] -> [kv_heads, groups, slots * q, n], q query heads per key/value head."""
-        assert self._slot_map is not None, "a step has begun"
-        if not self._slot_map.aligned:
-            x = x.index_select(0, self._slot_map.table)
-        x = x.transpose(0, 1)
-        return x.reshape(x.shape[0], -1, self._slot_map.slots * x.shape[2], x.shape[3])
-
-    def _from_slots(self, x: Tensor) -> Tensor:
-        """Inverse of `_to_slots`: [kv_heads, groups, slots * q, n] -> [S, kv_heads, q, n]."""
-        assert self._slot_map is not None, "a step has begun"
-        x = x.view(x.shape[0], x.shape[1] * self._slot_map.slots, -1, x.shape[3]).transpose(0, 1)
-        return x if self._slot_map.aligned else x.index_select(0, self._slot_map.order)
 
 
 def _stacked(old: Tensor | None, new: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:

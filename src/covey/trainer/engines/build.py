@@ -11,7 +11,7 @@ from covey.config.base import OnlineConfig
 from covey.core.engine import RolloutEngine, SampleRequest
 from covey.core.records import Completion
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.inference_contexts import Lockstep
+from covey.engines.native.inference_contexts import lockstep
 from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
 from covey.policy.loading import end_token_ids
 from covey.policy.replicas import FullCopy
@@ -57,11 +57,9 @@ def build_engine(
     in_step = sharded and not args.ds3_gather_for_generation
     _check_reuse(args, model, vision, in_step)
     if in_step:
-        steps = Lockstep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
-        common |= {
-            "forward_context": partial(_nested, accelerator.autocast, steps.together),
-            "device": accelerator.device,
-        }
+        device, any_busy = accelerator.device, lambda busy: any(collectives.gather(busy, "sample in step"))
+        steps = partial(lockstep, policy, any_busy, device)
+        common |= {"forward_context": partial(_nested, accelerator.autocast, steps), "device": device}
     elif sharded:  # a full copy is sampled from
         gathered = FullCopy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
         common["forward_context"] = partial(_nested, gathered.weights, accelerator.autocast)
