@@ -140,7 +140,7 @@ def test_a_cancelled_caller_costs_nobody_else(engine):
 
     [completion] = asyncio.run(go())
     assert completion.token_ids == expected.token_ids
-    assert not engine._vllm.has_unfinished_requests()
+    assert not engine.vllm.has_unfinished_requests()
 
 
 def test_leaving_early_leaves_nothing_behind(engine):
@@ -152,7 +152,7 @@ def test_leaving_early_leaves_nothing_behind(engine):
             await task
 
     asyncio.run(go())
-    assert not engine._vllm.has_unfinished_requests()
+    assert not engine.vllm.has_unfinished_requests()
     assert sample(engine, request(PROMPT, [1], 4))
 
 

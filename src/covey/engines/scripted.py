@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
@@ -23,19 +24,9 @@ class ServedRequest:
     ended: float | None = None  # None while it is in progress
 
 
+@dataclass(eq=False)
 class ScriptedEngine:
     """Samples from a script. A request keeps the weights of its arrival, whatever is loaded meanwhile.
-
-    Args:
-        script: gives the tokens of a completion; those longer than the request's `max_tokens` are truncated.
-        seconds: duration of a request: a number, or a function of its index among all requests (0, 1, ...).
-        lanes: most requests processed at once, while others wait in order, as on a device that they fully use; None:
-            no limit.
-        logprobs: (prompt ids, completion ids) -> log-probs to report; None: none.
-
-    Attributes:
-        served: every request so far, in the order of arrival.
-        version: of the weights; None before the first update.
 
     Example:
         >>> from covey.core.engine import SamplingParams
@@ -45,29 +36,26 @@ class ScriptedEngine:
         [[6, 1], [6, 2]]
     """
 
-    traits = EngineTraits(updates_in_flight=True)
+    traits: ClassVar[EngineTraits] = EngineTraits(updates_in_flight=True)
 
-    def __init__(
-        self,
-        script: Script,
-        *,
-        seconds: float | Callable[[int], float] = 0.0,
-        lanes: int | None = None,
-        logprobs: Callable[[Sequence[int], list[int]], list[float]] | None = None,
-    ):
-        self.script = script
-        self.served: list[ServedRequest] = []
-        self.version: int | None = None
-        self._seconds, self._lanes, self._logprobs = seconds, lanes, logprobs
-        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+    script: Script  # completions longer than the request's `max_tokens` are truncated
+    _: KW_ONLY
+    seconds: float | Callable[[int], float] = 0.0  # of a request, or a function of its index among all (0, 1, ...)
+    lanes: int | None = None  # most requests at once, others wait in order, as on a device in full use; None: no limit
+    logprobs: Callable[[Sequence[int], list[int]], list[float]] | None = None  # of prompt ids and completion ids
+    served: list[ServedRequest] = field(default_factory=list, init=False)  # every request, in the order of arrival
+    version: int | None = field(default=None, init=False)  # of the weights; None before the first update
+    _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Return the scripted completions after the scripted time."""
         number = len(self.served)
         served = ServedRequest(request, self.version or 0, time.monotonic())
         self.served.append(served)
-        seconds = self._seconds(number) if callable(self._seconds) else self._seconds
-        lanes = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._lanes or 2**31))
+        seconds = self.seconds(number) if callable(self.seconds) else self.seconds
+        lanes = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.lanes or 2**31))
         async with lanes:
             await asyncio.sleep(seconds)
         served.ended = time.monotonic()
@@ -87,5 +75,5 @@ class ScriptedEngine:
         ids = self.script(request.prompt_ids, seed)
         finish = FinishReason.LENGTH if len(ids) > request.params.max_tokens else FinishReason.STOP
         ids = ids[: request.params.max_tokens]
-        logprobs = None if self._logprobs is None else self._logprobs(request.prompt_ids, ids)
+        logprobs = None if self.logprobs is None else self.logprobs(request.prompt_ids, ids)
         return Completion(ids, logprobs, finish, versions=[version] * len(ids))

@@ -189,7 +189,7 @@ def test_weights_wait_for_answers_of_an_engine_that_needs_it():
         open_when_sent.append([served.ended is None for served in run.engine.served])
         send(version)
 
-    run.engine._seconds = 0.01
+    run.engine.seconds = 0.01
     run.ahead.send_weights = watching
     run.go()
     assert len(open_when_sent) > 1 and not any(any(flags) for flags in open_when_sent)
@@ -250,7 +250,7 @@ def test_a_background_failure_surfaces_with_its_generation():
             raise ConnectionError("the server is gone")
         return 0.0
 
-    run.engine._seconds = fails_from_there
+    run.engine.seconds = fails_from_there
     run.ahead.launch(0, 0)
     run.ahead.settle()
     assert run.ahead.take(0, 0).generation == 0

@@ -16,19 +16,20 @@ from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
 
 class PerSequenceCache(SharedPrefixCache):
-    """Keys and values of the sequences being decoded, `[sequences, heads, capacity, head_dim]` per layer."""
+    """Keys and values of the sequences being decoded, `[sequences, heads, capacity, head_dim]` per layer.
+
+    Handles of groups are valid until the next are added.
+    """
 
     shares_prompts = False
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
-        """Take right-padded prompts (None: all are empty) of these lengths; handles are valid until the next call."""
         self._prefilled, self._lengths = prefilled, lengths
         return list(range(len(lengths)))
 
     def add_sequences(
         self, groups: list[int], own: KeysAndValues | None = None, lengths: list[int] | None = None
     ) -> None:
-        """Start sequences as copies of the prompts of `groups`; see `SharedPrefixCache.add_sequences`."""
         lengths, size = lengths or [0] * len(groups), len(self._owners)
         prompts = [] if self._prefilled is None else keys_and_values(self._prefilled)
         width = prompts[0][0].shape[2] if prompts else 0

@@ -7,7 +7,9 @@ No model is patched: the attention function is registered with transformers and 
 argument `prefix_cache` of the model's forward pass.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,27 +54,19 @@ class SlotMap:
 
         Owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
         """
-        members: list[list[int]] = [[] for _ in prompt_lengths]
-        for sequence, group in enumerate(owners):
-            members[group].append(sequence)
-        slots = max(least_slots, *map(len, members))
-        table = [0] * (slots * len(members))
+        slots = max(least_slots, *Counter(owners).values())
+        free = [group * slots for group in range(len(prompt_lengths))]
+        table = [0] * (slots * len(prompt_lengths))
         order, lengths = [0] * size, [0] * size
-        for group, group_members in enumerate(members):
-            for slot, sequence in enumerate(group_members, start=group * slots):
-                table[slot] = sequence
-                order[sequence] = slot
-                lengths[sequence] = prompt_lengths[group]
-        return cls(
-            table=torch.tensor(table, device=device),
-            order=torch.tensor(order, device=device),
-            lengths=torch.tensor(lengths, device=device),
-            starts=torch.tensor(starts + [column] * (size - len(owners)), device=device),
-            slots=slots,
-            width=width,
-            aligned=order == list(range(len(table))),
-            uniform=set(prompt_lengths) == {width} and len(set(starts)) == 1,
-        )
+        for sequence, group in enumerate(owners):
+            order[sequence], lengths[sequence] = free[group], prompt_lengths[group]
+            table[free[group]] = sequence
+            free[group] += 1
+        aligned = order == list(range(len(table)))
+        uniform = set(prompt_lengths) == {width} and len(set(starts)) == 1
+        tensor = partial(torch.tensor, device=device)
+        all_starts = tensor(starts + [column] * (size - len(owners)))
+        return cls(tensor(table), tensor(order), tensor(lengths), all_starts, slots, width, aligned, uniform)
 
     def accepts(self, other: "SlotMap") -> bool:
         """True when a recording made with this map stays valid for the contents of the other."""

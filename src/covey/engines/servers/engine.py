@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,49 +30,44 @@ from covey.runtime.loop_thread import LoopThread
 EMPTY_ABORTS = 10  # times in a row that a server may abort a completion without having sampled a token
 
 
+@dataclass(eq=False)
 class RemoteEngine:
     """A `RolloutEngine` over servers with the whole model; ServerRefused if they do not suit, NoServerLeft if late."""
 
-    def __init__(
-        self,
-        servers: Sequence[ServerClient],
-        api: ServerApi,  # requests of their backend
-        sender: WeightSender,  # also gives the names to sample from, in processes that never call `load_weights`
-        *,
-        ends: frozenset[int],  # tokens that end a completion
-        vocab_size: int | None = None,  # of the model that is trained; None: not compared
-        max_context: int | None = None,  # tokens that model can attend to; None: only the servers' limit counts
-        model_name: str | None = None,  # of the model that is trained, to compare with the servers'
-        timeout: float = 240.0,  # seconds to wait for servers to be up, at the start and when all have failed
-        request_timeout: float = 800.0,  # seconds one request may take
-        sync_timeout: float = 600.0,  # seconds a weight update may take in all
-        concurrency: int = 512,  # most completions in flight at one server
-        resend: bool = False,  # a server that comes back is sent the last update: for one process, a constant policy
-        sleeps: bool = False,  # servers release their memory outside `awake`; for a process that has them to itself
-    ):
-        self.api, self.sender = api, sender
-        self._ends, self._vocab_size = ends, vocab_size
-        self._request_timeout, self._sync_timeout = request_timeout, sync_timeout
-        self._sleeps = sleeps
+    servers: Sequence[ServerClient]
+    api: ServerApi  # requests of their backend
+    sender: WeightSender  # also gives the names to sample from, in processes that never call `load_weights`
+    _: KW_ONLY
+    ends: frozenset[int]  # tokens that end a completion
+    vocab_size: int | None = None  # of the model that is trained; None: not compared
+    max_context: int | None = None  # tokens that model can attend to; None: only the servers' limit counts
+    model_name: str | None = None  # of the model that is trained, to compare with the servers'
+    timeout: float = 240.0  # seconds to wait for servers to be up, at the start and when all have failed
+    request_timeout: float = 800.0  # seconds one request may take
+    sync_timeout: float = 600.0  # seconds a weight update may take in all
+    concurrency: int = 512  # most completions in flight at one server
+    resend: bool = False  # a server that comes back is sent the last update: for one process, a constant policy
+    sleeps: bool = False  # servers release their memory outside `awake`; for a process that has them to itself
+
+    def __post_init__(self) -> None:
         self._awake = 0
         self._adapters: dict[str, int] = {}  # version of each adapter that has a name
         self._thread = LoopThread("covey-servers")
-        weakref.finalize(self, _finalize, self._thread, list(servers), sender)  # at the end of the program as well
+        weakref.finalize(self, _finalize, self._thread, self.servers, self.sender)  # at the end of the program as well
         try:
-            self._pool = self._thread.run(self._start(servers, timeout, concurrency, model_name, resend))
+            self._pool = self._thread.run(self._start())
         except BaseException:
-            self._thread.run(_release(servers), QUICK_SECONDS)
+            self._thread.run(_release(self.servers), QUICK_SECONDS)
             self._thread.close(seconds=10.0)
             raise
         facts = [member.facts for member in self._pool.members]
-        limits = [max_context, *(fact.max_context for fact in facts)]
-        self._max_context = min((limit for limit in limits if limit is not None), default=None)
-        if max_context is not None and self._max_context is not None and self._max_context < max_context:
+        limits = [self.max_context, *(fact.max_context for fact in facts)]
+        limit = self._context_limit = min((limit for limit in limits if limit is not None), default=None)
+        if self.max_context is not None and limit is not None and limit < self.max_context:
             warnings.warn(
-                f"the servers attend to {self._max_context} tokens and the model to {max_context}: prompt and"
-                f" completion end at {self._max_context}. If that is too short, start them with a longer context"
-                f" ({api.settings.context}).",
-                stacklevel=2,
+                f"the servers attend to {limit} tokens and the model to {self.max_context}: prompt and completion end"
+                f" at {limit}. If that is too short, start them with a longer context ({self.api.settings.context}).",
+                stacklevel=3,
             )
         self.traits = EngineTraits(
             expands_images=True,
@@ -82,10 +77,8 @@ class RemoteEngine:
             dtype=min((fact.dtype for fact in facts if fact.dtype), key=lambda dtype: dtype.itemsize, default=None),
         )
 
-    async def _start(
-        self, servers: Sequence[ServerClient], timeout: float, concurrency: int, model_name: str | None, resend: bool
-    ) -> ServerPool:
-        members = await connect(self.api, servers, timeout, model_name)
+    async def _start(self) -> ServerPool:
+        members = await connect(self.api, self.servers, self.timeout, self.model_name)
 
         async def readmit(member: PoolMember) -> bool:
             weights = weights_ref()
@@ -95,11 +88,11 @@ class RemoteEngine:
             members,
             check_alive=self.api.check_alive,
             readmit=readmit,
-            concurrency=concurrency,
-            timeout=timeout,
+            concurrency=self.concurrency,
+            timeout=self.timeout,
             timeout_setting=self.api.settings.timeout,
         )
-        self._weights = ServerWeights(pool, self.api, self.sender, self._sync_timeout, resend, self._sleeps)
+        self._weights = ServerWeights(pool, self.api, self.sender, self.sync_timeout, self.resend, self.sleeps)
         weights_ref = weakref.ref(self._weights)  # the pool's tasks must keep neither the engine nor its weights alive
         return pool
 
@@ -108,7 +101,7 @@ class RemoteEngine:
         return await asyncio.wrap_future(self._thread.start(self._generate(request)))
 
     async def _generate(self, request: SampleRequest) -> list[Completion]:
-        params = replace(request.params, max_tokens=request.token_budget(self._max_context))
+        params = replace(request.params, max_tokens=request.token_budget(self._context_limit))
         request = replace(request, params=params, drafts=None, draft_logprobs=None)
         answer, version = await self._request(request)
         single = [replace(request, n=1, seeds=[seed]) for seed in request.seeds]
@@ -123,11 +116,11 @@ class RemoteEngine:
             model = self.sender.model_name(member.facts, version or 0)
             try:
                 answer = await self.api.generate(
-                    member.server, request, model=model, ends=self._ends, deadline=self._request_timeout
+                    member.server, request, model=model, ends=self.ends, deadline=self.request_timeout
                 )
             except DeadlineExceeded as error:
                 raise DeadlineExceeded.of(self.api.settings.request_timeout, error) from error
-            check_answer(member.url, request, answer, self._ends, self._vocab_size)
+            check_answer(member.url, request, answer, self.ends, self.vocab_size)
             if any(chunk.aborted for chunk in answer):
                 await self._weights.wait_for_update(version)
             elif model == member.facts.model:  # an adapter has one version
@@ -141,14 +134,14 @@ class RemoteEngine:
         partial = PartialCompletion(request)
         partial.add(chunk, version)
         empty = 0
-        while (chunk.aborted or chunk.unfinished) and not partial.complete(self._ends):
+        while (chunk.aborted or chunk.unfinished) and not partial.complete(self.ends):
             empty = 0 if chunk.completion.token_ids else empty + 1
             if empty > EMPTY_ABORTS:
                 raise BadAnswer("the server", "generate", f"it aborted a completion {empty} times in a row")
             [chunk], version = await self._request(partial.rest())
             partial.add(chunk, version)
         whole = not (chunk.aborted or chunk.unfinished)
-        return partial.completion(chunk.completion.finish if whole else partial.finish(self._ends))
+        return partial.completion(chunk.completion.finish if whole else partial.finish(self.ends))
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Bring every server that answers to `update`; completions in flight are continued with the new weights.
@@ -157,7 +150,7 @@ class RemoteEngine:
         else `NoServerLeft`, or the `ServerError` of one that answers, is raised.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        limit = self._sync_timeout + 4 * QUICK_SECONDS  # requests that began in time may end a little later
+        limit = self.sync_timeout + 4 * QUICK_SECONDS  # requests that began in time may end a little later
         try:
             self._thread.run(self._weights.load(update, device), limit)
         except TimeoutError as error:
@@ -212,7 +205,7 @@ class RemoteEngine:
                 self._thread.run(self._change(self._weights.recheck))
         finally:
             self._awake -= 1
-            if self._sleeps and not self._awake:
+            if self.sleeps and not self._awake:
                 self._thread.run(self._change(self._weights.sleep))
 
     async def _change(self, *steps: Callable[[], Awaitable[None]]) -> None:

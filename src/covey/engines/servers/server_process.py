@@ -6,11 +6,12 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from covey.runtime.child_process import ChildProcess
 
@@ -24,23 +25,19 @@ class LaunchFailed(RuntimeError):
     """A server ended, or was not ready in time. The message contains the end of its log."""
 
 
+@dataclass(eq=False)
 class ServerProcess:
     """An inference server that runs within `with`, or from `start` until `stop`; all its processes end with it."""
 
-    def __init__(
-        self,
-        command: Sequence[str],  # without secrets: any user of the machine can read it
-        ready: str | Callable[[], bool],  # URL that answers 200 when the server can sample, or a function
-        *,
-        log_path: str | Path,  # for its output; folders are created, an older file is replaced
-        deadline: float,  # seconds until it must be ready
-        env: Mapping[str, str] | None = None,  # on top of this process's own; the place for an API key
-        name: str = "the server",  # for messages
-    ):
-        self.command, self.ready, self.name = list(command), ready, name
-        self.log_path, self.deadline, self.env = Path(log_path), deadline, dict(env or {})
-        self._child: ChildProcess | None = None
-        self._stop: Callable[[], object] = lambda: None
+    command: Sequence[str]  # without secrets: any user of the machine can read it
+    ready: str | Callable[[], bool]  # URL that answers 200 when the server can sample, or a function
+    _: KW_ONLY
+    log_path: Path  # for its output; folders are created, an older file is replaced
+    deadline: float  # seconds until it must be ready
+    env: Mapping[str, str] = field(default_factory=dict)  # on top of this process's own; the place for an API key
+    name: str = "the server"  # for messages
+    _child: ChildProcess | None = None
+    _stop: Callable[[], object] = lambda: None
 
     def start(self) -> "ServerProcess":
         """Start it and wait until it is ready; after a `LaunchFailed` none of its processes is left running."""
@@ -48,14 +45,8 @@ class ServerProcess:
             raise RuntimeError(f"{self.name} runs already (process {self.pid}); stop it before starting it again.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            self._child = ChildProcess(
-                self.command,
-                grace=STOP_SECONDS,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.env},
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self._child = ChildProcess(self.command, grace=STOP_SECONDS, env={**os.environ, **self.env}, **streams)
         self._stop = weakref.finalize(self, self._child.end)  # also when this process exits in the ordinary way
         try:
             self._wait(self._child, time.monotonic() + self.deadline)
@@ -110,7 +101,7 @@ def answers(url: str, seconds: float = 2.0) -> bool:
     try:
         with _DIRECT.open(url, timeout=seconds) as answer:
             return answer.status == 200
-    except (urllib.error.URLError, OSError, ValueError):
+    except (OSError, ValueError):
         return False
 
 

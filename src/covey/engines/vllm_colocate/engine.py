@@ -7,10 +7,10 @@ exchange new requests before each step, sample all prompts in lockstep, and each
 import asyncio
 import contextlib
 import itertools
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from covey.core.engine import EngineTraits, SampleRequest, TensorSpec, WeightUpd
 from covey.core.media import images_of, unexpanded
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers.completions import common_settings
+from covey.engines.servers.weights.buckets import BUCKET_BYTES
+from covey.engines.servers.weights.files import write_folder
 from covey.engines.vllm_colocate.process import is_running, repack_heads
 
 # Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras.
@@ -62,23 +64,20 @@ class ModelGroup:
         return messages
 
 
+@dataclass(eq=False)
 class VllmColocateEngine:
     """Samples with vLLM in this process."""
 
-    def __init__(
-        self,
-        vllm: Any,  # a `vllm.LLMEngine` with its worker in this process (`process.start_vllm`)
-        *,
-        eos_token_ids: set[int],
-        regex: str | None = None,  # that every completion must match
-        sleep_level: int | None = None,  # 1: weights move to host memory; 2: they are discarded, and loaded at wake-up
-        batches: int | None = None,  # that weights are gathered in before each is loaded; None: one by one
-        make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,  # frees memory around waking and sleeping
-        group: ModelGroup | None = None,  # the processes that share the model, this one among them
-    ):
-        self._vllm, self._ends, self._regex = vllm, frozenset(eos_token_ids), regex
-        self._sleep_level, self._batches, self._make_room = sleep_level, batches, make_room
-        self._group = group or ModelGroup()
+    vllm: Any  # a `vllm.LLMEngine` with its worker in this process (`process.start_vllm`)
+    _: KW_ONLY
+    eos_token_ids: set[int]
+    regex: str | None = None  # that every completion must match
+    sleep_level: int | None = None  # 1: weights move to host memory; 2: they are discarded, and loaded at wake-up
+    batches: int | None = None  # that weights are gathered in before each is loaded; None: one by one
+    make_room: Callable[[], AbstractContextManager[Any]] = nullcontext  # frees memory around waking and sleeping
+    group: ModelGroup = field(default_factory=ModelGroup)  # the processes that share the model, this one among them
+
+    def __post_init__(self) -> None:
         self._asleep: set[str] = set()
         self._update: WeightUpdate | None = None
         self._has_weights = self._discarded = self._has_base = False
@@ -91,13 +90,13 @@ class VllmColocateEngine:
         self._waiting: dict[str, tuple[asyncio.Future[Completion], list[int] | None]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._leaving = False
-        config = vllm.vllm_config.model_config
+        config = self.vllm.vllm_config.model_config
         self.max_context: int = config.max_model_len
         processed = str(config.logprobs_mode) == "processed_logprobs"
         self.traits = EngineTraits(
-            reports_after_cut=processed or regex is not None,
+            reports_after_cut=processed or self.regex is not None,
             dtype=config.dtype,
-            takes_adapters=vllm.vllm_config.lora_config is not None,
+            takes_adapters=self.vllm.vllm_config.lora_config is not None,
             expands_images=True,
         )
         self._fall_asleep()
@@ -105,13 +104,11 @@ class VllmColocateEngine:
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
         settings = self._settings(request)
-        loop = asyncio.get_running_loop()
-        waiting = []
+        loop, waiting, expanded = asyncio.get_running_loop(), [], None
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if request.media:  # vLLM expands the single token of each image with its own processor
-            ids = unexpanded(request.prompt_ids, request.media)
+            ids, expanded = unexpanded(request.prompt_ids, request.media), request.prompt_ids
             prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
-        expanded = request.prompt_ids if request.media else None
         for seed in request.seeds:
             name = f"covey-{next(self._names)}"
             self._new.append((name, prompt, {**settings, "seed": seed % (1 << 63)}))
@@ -124,7 +121,7 @@ class VllmColocateEngine:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Wake vLLM within the context; with several processes, until all have their completions."""
-        with self._make_room():
+        with self.make_room():
             self._wake_up({"weights", "kv_cache"})
             self._leaving = False
             try:
@@ -140,7 +137,7 @@ class VllmColocateEngine:
     def _settings(self, request: SampleRequest) -> dict[str, Any]:
         """vLLM's sampling settings of a request, without the seed."""
         params = request.params
-        if not is_running(self._vllm):
+        if not is_running(self.vllm):
             raise RuntimeError(
                 "this engine's vLLM was stopped: another one was started in this process, where there is one at a time."
                 " Create the trainer that samples last."
@@ -152,15 +149,14 @@ class VllmColocateEngine:
                 f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a completion in vLLM's context of"
                 f" {self.max_context}. Raise vllm_max_model_length, give vLLM more memory, or drop prompts so long."
             )
-        taken = sorted(RESERVED & params.extra.keys())
-        if taken:
+        if taken := sorted(RESERVED & params.extra.keys()):
             raise ValueError(
                 f"generation_kwargs may not contain {', '.join(map(repr, taken))}: fields of the config set them."
             )
         settings = {
             "max_tokens": request.token_budget(self.max_context),
             "top_k": params.top_k,
-            **common_settings(params, self._ends),
+            **common_settings(params, frozenset(self.eos_token_ids)),
             "ignore_eos": True,  # all end tokens are listed above; vLLM's come from another config
             "logprobs": 0,
             "detokenize": "stop" in params.extra or "bad_words" in params.extra,
@@ -168,15 +164,15 @@ class VllmColocateEngine:
         }
         if "logit_bias" in params.extra:  # JSON has no integer keys
             settings["logit_bias"] = {int(token): bias for token, bias in params.extra["logit_bias"].items()}
-        if self._regex is not None:
-            settings["structured_outputs"] = {"regex": self._regex}
+        if self.regex is not None:
+            settings["structured_outputs"] = {"regex": self.regex}
         return settings
 
     async def _drive(self) -> None:
         """Step until no completion is pending; between steps other coroutines run."""
         try:
             await asyncio.sleep(0)  # callers that are ready now queue their requests first
-            while not self._leaving and (self._waiting or self._group.size > 1):
+            while not self._leaving and (self._waiting or self.group.size > 1):
                 self._step()
                 await asyncio.sleep(0)
         except BaseException as error:
@@ -190,16 +186,16 @@ class VllmColocateEngine:
         for name in cancelled:
             del self._waiting[name]
         new, self._new = self._new, []
-        messages = self._group.exchange((message, new, cancelled))
+        messages = self.group.exchange((message, new, cancelled))
         for owner, (_, new, cancelled) in enumerate(messages):
             for name, prompt, settings in new:
                 self._add(f"{owner}-{name}", prompt, settings)
             if cancelled:
-                self._vllm.abort_request([f"{owner}-{name}" for name in cancelled])
-        if self._vllm.has_unfinished_requests():
-            for output in self._vllm.step():
+                self.vllm.abort_request([f"{owner}-{name}" for name in cancelled])
+        if self.vllm.has_unfinished_requests():
+            for output in self.vllm.step():
                 self._resolve(output)
-        return all(sent == LEAVING for sent, _, _ in messages) and not self._vllm.has_unfinished_requests()
+        return all(sent == LEAVING for sent, _, _ in messages) and not self.vllm.has_unfinished_requests()
 
     def _add(self, name: str, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
         from vllm import SamplingParams
@@ -214,11 +210,11 @@ class VllmColocateEngine:
             raise ValueError(
                 f"vLLM does not know all of generation_kwargs: {error}. Its keys are those of vllm.SamplingParams."
             ) from error
-        self._vllm.add_request(name, dict(prompt), params, lora_request=self._adapter)
+        self.vllm.add_request(name, dict(prompt), params, lora_request=self._adapter)
 
     def _resolve(self, output: Any) -> None:
         owner, _, name = output.request_id.partition("-")
-        if int(owner) != self._group.rank or not output.finished or name not in self._waiting:
+        if int(owner) != self.group.rank or not output.finished or name not in self._waiting:
             return
         done, prompt_ids = self._waiting.pop(name)
         if done.done():  # its caller was cancelled
@@ -226,23 +222,23 @@ class VllmColocateEngine:
         if prompt_ids is not None and (error := expansion_error(prompt_ids, output.prompt_token_ids)):
             done.set_exception(error)
             return
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        finish = FINISHES.get(completion.finish_reason, FinishReason.ERROR)
+        sampled = output.outputs[0]
+        tokens = list(sampled.token_ids)
+        logprobs = [step[token].logprob for step, token in zip(sampled.logprobs, tokens, strict=True)]
+        finish = FINISHES.get(sampled.finish_reason, FinishReason.ERROR)
         versions = None if self._update is None else [self._update.version] * len(tokens)
         done.set_result(Completion(tokens, logprobs, finish, versions=versions))
 
     def _leave(self, failed: bool = False) -> None:
         self._leaving = True
-        if self._group.size > 1 and not self._group.broken:
+        if self.group.size > 1 and not self.group.broken:
             if failed:
                 with contextlib.suppress(Exception):  # the first error is the one to report
-                    self._group.exchange((FAILED, [], []))
+                    self.group.exchange((FAILED, [], []))
             else:
                 while not self._step(LEAVING):
                     pass
-        if self._waiting or self._vllm.has_unfinished_requests():
+        if self._waiting or self.vllm.has_unfinished_requests():
             self._fail_pending(RuntimeError("the engine was put to sleep before this completion was finished."))
 
     def _fail_pending(self, error: BaseException) -> None:
@@ -253,11 +249,11 @@ class VllmColocateEngine:
         self._waiting.clear()
         self._new.clear()
         with contextlib.suppress(Exception):
-            unfinished = list(self._vllm.output_processor.request_states)
-            self._vllm.abort_request(unfinished, internal=True)
+            unfinished = list(self.vllm.output_processor.request_states)
+            self.vllm.abort_request(unfinished, internal=True)
 
     def load_weights(self, update: WeightUpdate) -> None:
-        if self._vllm.has_unfinished_requests():
+        if self.vllm.has_unfinished_requests():
             raise RuntimeError(f"weights of version {update.version} came while vLLM was sampling with older ones.")
         self._has_weights = self._discarded = False
         self._wake_up({"weights"})
@@ -267,8 +263,8 @@ class VllmColocateEngine:
             self._drop_adapter()
         else:
             self._load_adapter(update)
-        self._vllm.reset_prefix_cache()
-        self._vllm.reset_encoder_cache()  # images encoded with older weights
+        self.vllm.reset_prefix_cache()
+        self.vllm.reset_encoder_cache()  # images encoded with older weights
         self._has_weights = True
 
     def _load_all(self, update: WeightUpdate) -> None:
@@ -277,23 +273,22 @@ class VllmColocateEngine:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal at
-            for spec, tensor in update.checked() if self._batches is None else in_batches(update, self._batches):
+            for spec, tensor in update.checked() if self.batches is None else in_batches(update, self.batches):
                 at = repr(spec.name)
                 yield spec.name, tensor
 
         try:
             # vLLM repacks linear weights for its kernels layer by layer, so they cannot be copied over.
             with torch.no_grad():
-                self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
-                self._vllm.apply_model(repack_heads)
+                self.vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+                self.vllm.apply_model(repack_heads)
         except Exception as error:
             with contextlib.suppress(Exception):
-                self._vllm.collective_rpc(_end_reload)
+                self.vllm.collective_rpc(_end_reload)
             raise RuntimeError(f"vLLM did not take weights of version {update.version} at {at}: {error}") from error
 
     def _load_adapter(self, update: WeightUpdate) -> None:
         """Load an adapter from files, under a new name for each version; its base first, if vLLM does not have it."""
-        from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
         if not self._has_base:
@@ -304,15 +299,13 @@ class VllmColocateEngine:
                 )
             self._load_all(update.base)
             self._has_base = True
-        number = next(self._adapters)
-        folder = tempfile.TemporaryDirectory(prefix="covey-adapter-")
+        number, folder = next(self._adapters), tempfile.TemporaryDirectory(prefix="covey-adapter-")
+        path = Path(folder.name) / "adapter"
         try:
-            tensors = {spec.name: tensor.detach().cpu().contiguous().clone() for spec, tensor in update.checked()}
-            save_file(tensors, Path(folder.name) / "adapter_model.safetensors")
-            (Path(folder.name) / "adapter_config.json").write_text(json.dumps(update.adapter))
+            write_folder(update, path, BUCKET_BYTES)
             self._drop_adapter()
-            request = LoRARequest(f"policy-{update.version}-{number}", number, folder.name)
-            if not self._vllm.add_lora(request):
+            request = LoRARequest(f"policy-{update.version}-{number}", number, str(path))
+            if not self.vllm.add_lora(request):
                 raise RuntimeError("add_lora returned False.")
         except Exception as error:
             raise RuntimeError(
@@ -323,23 +316,23 @@ class VllmColocateEngine:
 
     def _drop_adapter(self) -> None:
         if self._adapter is not None:
-            self._vllm.remove_lora(self._adapter.lora_int_id)
+            self.vllm.remove_lora(self._adapter.lora_int_id)
             self._adapter = None
 
     def _fall_asleep(self) -> None:
-        if self._sleep_level is None or self._asleep:
+        if self.sleep_level is None or self._asleep:
             return
-        self._vllm.sleep(level=self._sleep_level)
+        self.vllm.sleep(level=self.sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        self._has_base = self._has_base and self._sleep_level != 2
-        self._discarded = self._sleep_level == 2 and self._has_weights
+        self._has_base = self._has_base and self.sleep_level != 2
+        self._discarded = self.sleep_level == 2 and self._has_weights
         self._has_weights = self._has_weights and not self._discarded
 
     def _wake_up(self, parts: set[str]) -> None:
         """Allocate these parts of vLLM again; discarded weights are loaded again from the last update."""
         sleeping = sorted(parts & self._asleep, reverse=True)  # weights before the cache
         if sleeping:
-            self._vllm.wake_up(sleeping)
+            self.vllm.wake_up(sleeping)
             self._asleep -= parts
         if "kv_cache" in parts and self._discarded and self._update is not None:
             self.load_weights(self._update)

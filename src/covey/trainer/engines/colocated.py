@@ -69,7 +69,7 @@ def build_colocated(
             sleep_level=args.vllm_sleep_level if sleeping else None,
             batches=args.move_model_batches,
             make_room=make_room,
-            group=_model_group() if args.vllm_tensor_parallel_size > 1 else None,
+            group=_model_group() if args.vllm_tensor_parallel_size > 1 else ModelGroup(),
         )
     weakref.finalize(engine, folder.cleanup)
     return engine
