@@ -330,35 +330,28 @@ class Batch:
 
     def sample(self, logits: Tensor) -> None:
         """Sample one token for every sequence from logits [S, V], each with its own settings."""
-        if len(self._by_settings) == 1:
-            params, indices = self._by_settings[0]
+        chunks, masks, order = [], [], []
+        for params, indices in self._by_settings:
+            alone = len(indices) == len(self.sequences)
+            at = slice(None) if alone else torch.tensor(indices, device=logits.device)
             changed = params.extra or params.repetition_penalty != 1.0
-            adjusted = self._adjusted(logits, indices) if changed else None
-            masks: list[list[int]] = []
-            sampled = sample_tokens(logits, self._seeds, self.steps, params, adjusted, masks)
-        else:
-            sampled, masks = self._sample_by_settings(logits)
+            adjusted = self._adjusted(logits[at], indices) if changed else None
+            own: list[list[int]] = []
+            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted, own))
+            masks += own or [[]] * len(indices)
+            order += indices
+        sampled = chunks[0]
+        if len(chunks) > 1:
+            back = torch.tensor(order, device=logits.device).argsort()
+            sampled = SampledTokens(*(column[back] for column in concatenate(chunks)))
+            masks = [masks[index] for index in back.tolist()]
         self.history.append(sampled)
-        self._masks.append(masks or [[]] * len(logits))
+        self._masks.append(masks)
         self._count += 1
         self.last = sampled.tokens
         self.steps = self.steps + 1
         self.positions = torch.minimum(self.positions + 1, self._last_position)
         self._ended |= torch.isin(sampled.tokens, self._end_ids) | (self.steps >= self._budgets)
-
-    def _sample_by_settings(self, logits: Tensor) -> tuple[SampledTokens, list[list[int]]]:
-        chunks, order = [], []
-        masks: list[list[int]] = []
-        for params, indices in self._by_settings:
-            order += indices
-            at = torch.tensor(indices, device=logits.device)
-            adjusted = self._adjusted(logits[at], indices)
-            own: list[list[int]] = []
-            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted, own))
-            masks += own or [[]] * len(indices)
-        back = torch.tensor(order, device=logits.device).argsort()
-        sampled = SampledTokens(*(torch.cat(column)[back] for column in zip(*chunks, strict=True)))
-        return sampled, [masks[index] for index in back.tolist()]
 
     def _adjusted(self, logits: Tensor, indices: list[int]) -> Tensor | None:
         """Logits [n, V] of the sequences at `indices` as their tokens change them; None where nothing does."""

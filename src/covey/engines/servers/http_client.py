@@ -54,9 +54,9 @@ class ServerClient:
             ) as answer:
                 text = (await answer.read()).decode(errors="replace")
                 status, elsewhere = answer.status, answer.headers.get("Location")
-        except (TimeoutError, aiohttp.ConnectionTimeoutError) as error:
-            if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise ServerUnreachable(self.url, doing, f"no connection within {connect:g} seconds") from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerUnreachable(self.url, doing, f"no connection within {connect:g} seconds") from error
+        except TimeoutError as error:
             raise DeadlineExceeded(self.url, doing, f"no answer within {deadline:g} seconds") from error
         except aiohttp.ClientSSLError as error:
             hint = "Write http:// if it speaks no TLS; else make its certificate known to this machine."

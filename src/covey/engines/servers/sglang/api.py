@@ -12,21 +12,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
+from covey.engines.servers.weights.buckets import dtype_named
 
 # Sampling parameters that users cannot set.
 RESERVED = frozenset(
     {"max_new_tokens", "n", "sampling_seed", "stop_token_ids", "ignore_eos", "beam_width", "stream_interval"}
 )
 FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
-KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"  # kinds of memory that a server can release
 
 
 async def write_version(server: ServerClient, version: str, deadline: float) -> None:
@@ -127,7 +125,7 @@ class SglangApi:
         if any(name in request.params.extra for name in completions.STOPS):
             return chunks
         # The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
-        return [replace(chunk, unfinished=_ends_elsewhere(chunk, ends)) for chunk in chunks]
+        return [replace(chunk, unfinished=_ends_elsewhere(chunk.completion, ends)) for chunk in chunks]
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
         await server.call("POST", "/pause_generation", "pause", deadline, {"mode": "abort"})
@@ -163,7 +161,7 @@ class SglangApi:
             hint = "Start it with --enable-memory-saver."
             raise ServerRefused(server.url, "put it to sleep", "it was started without", hint)
         weights = level > 1 or bool(info.get("enable_weights_cpu_backup"))
-        tags = [KV, GRAPHS, *([WEIGHTS] if weights else [])]
+        tags = ["kv_cache", "cuda_graph", *(["weights"] if weights else [])]
         await self.pause(server, deadline)
         await self.clear_prefix_cache(server, deadline)
         await server.call("POST", "/release_memory_occupation", "put it to sleep", deadline, {"tags": tags})
@@ -188,9 +186,8 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
     }
 
 
-def _ends_elsewhere(chunk: SampledChunk, ends: frozenset[int]) -> bool:
-    stopped = chunk.completion.finish is FinishReason.STOP and not chunk.aborted
-    return stopped and ends.isdisjoint(chunk.completion.token_ids[-1:])
+def _ends_elsewhere(completion: Completion, ends: frozenset[int]) -> bool:
+    return completion.finish is FinishReason.STOP and ends.isdisjoint(completion.token_ids[-1:])
 
 
 def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:
@@ -225,11 +222,10 @@ def chunk_of(answer: Any) -> SampledChunk:
 
 def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
     limits = [info.get("context_length") or info.get("max_req_input_len"), info.get("max_total_num_tokens")]
-    dtype = getattr(torch, str(info.get("dtype")), None)  # "auto" is none
     return ServerFacts(
         model=str(model.get("served_model_name") or model["model_path"]),
         max_context=min((int(limit) for limit in limits if limit), default=None),
-        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        dtype=dtype_named(info.get("dtype")),
         takes_adapters=bool(info.get("enable_lora")),
         path=str(model["model_path"]),
     )

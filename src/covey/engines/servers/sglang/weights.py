@@ -8,8 +8,8 @@
 import base64
 import hashlib
 import io
-import os
 import pickle
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +38,7 @@ CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
 SHARING_ATTEMPTS = 5  # torch gives its manager of shared memory a second to answer, which a busy machine may exceed
 SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB of it
 AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
+SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout does not come first
 
 
 class SglangWeightApi(api.WeightApi):
@@ -207,9 +208,6 @@ def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout does not come first
-
-
 class SglangGroup:
     """Rank 0 of a group in which the trainer broadcasts weights to one SGLang server, with deadlines; a `Channel`."""
 
@@ -304,10 +302,9 @@ def by_name(named: list[tuple[str, Tensor]]) -> str:
 def shared_memory_left() -> int:
     """Bytes that can still be shared. The system kills a process that writes beyond them."""
     try:
-        room = os.statvfs(SHARED_MEMORY)
+        return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return 0
-    return room.f_bavail * room.f_frsize
 
 
 class _ByName(pickle.Pickler):

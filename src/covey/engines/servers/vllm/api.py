@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers import completions
@@ -19,6 +17,7 @@ from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, Ser
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
 from covey.engines.servers.vllm.launch import OLDEST
+from covey.engines.servers.weights.buckets import dtype_named
 
 # Parts of a request that users cannot set.
 RESERVED = frozenset({
@@ -97,7 +96,7 @@ class VllmApi:
         return ServerFacts(
             model=name,
             max_context=model.get("max_model_len"),
-            dtype=as_dtype(get_path(config, "model_config", "dtype")),
+            dtype=dtype_named(get_path(config, "model_config", "dtype")),
             reports_after_cut=after_cut,
             takes_adapters=get_path(config, "lora_config") is not None,
             path=str(model.get("root") or name),
@@ -303,11 +302,6 @@ def refuse_chunked_prefill(server: ServerClient, config: dict[str, Any]) -> None
         message = "it runs on a CPU and computes prompts in pieces, which would end it"
         hint = "Start it with --no-enable-chunked-prefill, or with `covey vllm-serve`."
         raise ServerRefused(server.url, "sample with seeds", message, hint)
-
-
-def as_dtype(name: Any) -> torch.dtype | None:
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
 
 
 def get_path(record: Any, *path: str) -> Any:

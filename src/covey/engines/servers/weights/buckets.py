@@ -54,36 +54,26 @@ class Bucket:
         }
 
 
-def entries_of(manifest: dict[str, Any]) -> tuple[BucketEntry, ...]:
-    """Entries of a manifest; ValueError if it is invalid, or a tensor lies outside of the buffer."""
+def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
+    """Tensors in a buffer, as views of it; ValueError if the manifest is invalid, or the bytes do not match it."""
+    entries = []
     try:
-        entries = tuple(
-            BucketEntry(
-                TensorSpec(str(item["name"]), tuple(int(n) for n in item["shape"]), _dtype(item["dtype"])),
-                int(item["offset"]),
-                int(item["checksum"]),
-            )
-            for item in manifest["tensors"]
-        )
         size = int(manifest["nbytes"])
+        for item in manifest["tensors"]:
+            name, shape, dtype = str(item["name"]), tuple(map(int, item["shape"])), dtype_named(item["dtype"])
+            if dtype is None:
+                raise ValueError(f"{item['dtype']!r} is no number format of torch")
+            entries.append(BucketEntry(TensorSpec(name, shape, dtype), int(item["offset"]), int(item["checksum"])))
     except (KeyError, TypeError) as error:
         raise ValueError(f"this is no manifest of tensors: {error!r} in {manifest!s:.200}") from error
     for entry in entries:
         if entry.offset < 0 or entry.offset % ALIGNED or entry.offset + entry.spec.nbytes > size:
             raise ValueError(f"{entry.spec.name!r} does not lie within the {size} bytes that its manifest announces")
-    return entries
-
-
-def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
-    """Tensors in a buffer, as views of it; ValueError names one whose bytes do not match the manifest."""
-    entries = entries_of(manifest)
-    if data.numel() != manifest["nbytes"]:
-        raise ValueError(f"{data.numel()} bytes came where the manifest announces {manifest['nbytes']}")
-    tensors = []
-    for entry in entries:
-        tensor = _view(data, entry.offset, entry.spec)
-        check(entry.spec.name, tensor, entry.checksum)
-        tensors.append((entry.spec.name, tensor))
+    if data.numel() != size:
+        raise ValueError(f"{data.numel()} bytes came where the manifest announces {size}")
+    tensors = [(entry.spec.name, _view(data, entry.offset, entry.spec)) for entry in entries]
+    for (name, tensor), entry in zip(tensors, entries, strict=True):
+        check(name, tensor, entry.checksum)
     return tensors
 
 
@@ -181,8 +171,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
 
 
-def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no number format of torch")
-    return dtype
+def dtype_named(name: Any) -> torch.dtype | None:
+    """Number format of torch, with or without "torch." before its name; None for any other name."""
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None

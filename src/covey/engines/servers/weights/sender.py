@@ -170,8 +170,7 @@ class WeightSender:
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, config: dict[str, Any], until: Deadline
     ) -> None:
         for endpoint in endpoints:
-            if "adapter" in endpoint.obstacles:
-                why = endpoint.obstacles["adapter"]
+            if why := endpoint.obstacles.get("adapter"):
                 raise ServerRefused(endpoint.server.url, until.doing, why, self._api.adapter_hint)
         await self._send_bases(endpoints, update, config, until)
         if self._named is None or self._named[0] is not update:  # another attempt at an update keeps its name
