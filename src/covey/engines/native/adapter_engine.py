@@ -70,14 +70,13 @@ class AdapterRows:
     """The adapters of all rows of a forward pass, and what they add to each linear layer."""
 
     def __init__(self) -> None:
-        self._layers: dict[str, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # A and B of all adapters, their ranks
         self._load({})
 
     def _load(self, adapters: Mapping[str, LowRank]) -> None:
         adding = {name: low for name, low in adapters.items() if any(bool(b.any()) for _, b in low.values())}
         self._numbers: dict[str | None, int] = dict.fromkeys((None, *adapters), -1)
         self._numbers |= {name: number for number, name in enumerate(adding)}
-        self._layers = {}
+        self._layers: dict[str, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # A and B of all adapters, their ranks
         for layer in dict.fromkeys(layer for low in adding.values() for layer in low):
             parts = [low.get(layer) for low in adding.values()]
             given = [part for part in parts if part is not None]

@@ -216,8 +216,7 @@ class NativeEngine(PolicyEngine):
         computed, lengths = verify_drafts(self._model(), prefilled, prompts, owners, sequences)
         unfinished = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         for sequence in sequences:
-            if sequence.finish is not None:
-                sequence.resolve()
+            sequence.resolve()
         if unfinished:
             self._cache.add_sequences(
                 [handles[owners[i]] for i in unfinished],
@@ -335,19 +334,13 @@ class NativeEngine(PolicyEngine):
         """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
         model, shared = self._model(), cache.shares_prompts
         fused = cache.fused and self.input_device.type == "cuda"
+        inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": masks, "use_cache": True}
+        inputs |= {cache_argument(model): cache, **({"prefix_cache": cache} if shared else {})}
         with (
             attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext(),
             fused_operations(model, compute_dtype(model)) if fused else nullcontext(),
         ):
-            output = model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=masks,
-                use_cache=True,
-                **{cache_argument(model): cache},
-                **({"prefix_cache": cache} if shared else {}),
-            )
-        return output.logits[:, -1]
+            return model(**inputs).logits[:, -1]
 
     def _settle(self) -> None:
         """Append the sampled tokens to their sequences, resolve the finished ones and close the gaps in the cache."""
@@ -358,8 +351,7 @@ class NativeEngine(PolicyEngine):
         self._batch = None
         finished = []
         for sequence in self._running:
-            if sequence.finish is not None:
-                sequence.resolve()
+            sequence.resolve()
             finished.append(sequence.needs_no_tokens)
         moves, remaining = compaction_moves(finished), finished.count(False)
         self._cache.move(moves, remaining)

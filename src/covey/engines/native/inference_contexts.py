@@ -87,20 +87,16 @@ def _packed_forward(module: Any, onednn: bool) -> Callable[[Tensor], Tensor]:
             library = torch.ops.mkldnn if onednn else torch.ops.mkl
             pack = library._reorder_linear_weight if onednn else library._mkl_reorder_linear_weight
             packed.append(pack(weight, PACKED_ROWS))
-        if onednn:
-            return _onednn_product(x, rows, packed[0], bias)
-        # The operator ignores the packed copy unless its last argument equals the rows of x.
-        return torch.ops.mkl._mkl_linear(x, packed[0], weight, bias, rows)
+        if not onednn:
+            # The operator ignores the packed copy unless its last argument equals the rows of x.
+            return torch.ops.mkl._mkl_linear(x, packed[0], weight, bias, rows)
+        multiply = torch.ops.mkldnn._linear_pointwise
+        if rows >= FEWEST_ROWS:
+            return multiply(x, packed[0], bias, "none", [], "")
+        filled = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
+        return multiply(filled, packed[0], bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
 
     return forward
-
-
-def _onednn_product(x: Tensor, rows: int, packed: Tensor, bias: Tensor | None) -> Tensor:
-    multiply = torch.ops.mkldnn._linear_pointwise
-    if rows >= FEWEST_ROWS:
-        return multiply(x, packed, bias, "none", [], "")
-    filled = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
-    return multiply(filled, packed, bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
 
 
 @cache

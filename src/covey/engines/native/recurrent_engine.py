@@ -48,7 +48,6 @@ class RecurrentEngine(PolicyEngine):
         return [sequence.done.result() for sequence in sequences]
 
     def _sample(self, sequences: list[SequenceState]) -> None:
-        """Decode completions of one prompt until all are finished."""
         device = self.input_device
         logits, cache = self._prefill(sequences[0].request, device)
         cache.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=device))
@@ -59,8 +58,7 @@ class RecurrentEngine(PolicyEngine):
                 batch.flush()
                 unfinished = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
                 for sequence in sequences:
-                    if sequence.finish is not None:
-                        sequence.resolve()
+                    sequence.resolve()
                 if not unfinished:
                     return
                 cache.reorder_cache(torch.tensor(unfinished, device=device))

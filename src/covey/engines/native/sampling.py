@@ -188,8 +188,6 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of one completion."""
-
     request: SampleRequest
     index: int  # of the completion within the request
     budget: int  # most tokens it may sample
@@ -243,9 +241,8 @@ class SequenceState:
             self.finish = FinishReason.LENGTH
 
     def resolve(self) -> None:
-        """Set the result of a finished sequence's future, unless its caller was cancelled."""
-        assert self.finish is not None, "only a finished sequence has a result"
-        if self.done.done():
+        """Set the future's result if the sequence is finished, unless its caller was cancelled."""
+        if self.finish is None or self.done.done():
             return
         if not math.isfinite(sum(self.logprobs)):
             message = (

@@ -114,8 +114,7 @@ class SharedPrefixCache(Cache):
         self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
         self._fixed_slot_map: SlotMap | None = None
         self._fixed_column: Tensor | None = None
-        self.fused = False
-        """Attend by one kernel in steps of fixed shapes, where one is available and the layer is plain."""
+        self.fused = False  # attend by one kernel in steps of fixed shapes, where there is one and the layer is plain
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
         """Take right-padded prompts (None when all are empty); handles are valid until sequences leave."""
@@ -318,8 +317,7 @@ class SharedPrefixCache(Cache):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with one scaled query per sequence to its prompt and its own tokens, in one softmax (float32 or
-        wider).
+        """Attend with one scaled query per sequence to its prompt and own tokens, in one softmax of float32 or wider.
 
         queries [S, heads, 1, D], keys and values [S, kv_heads, columns, D] from `update`, additive mask [S, 1, 1,
         prompt + columns] -> [S, 1, heads, D of the values]. `softcap`: scores become softcap * tanh(scores / softcap)

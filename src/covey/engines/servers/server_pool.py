@@ -24,8 +24,6 @@ MISSES = 2  # health checks in a row that must fail before a server loses its re
 
 @dataclass(eq=False)
 class PoolMember:
-    """A server and its state."""
-
     server: ServerClient
     facts: ServerFacts
     version: int | None = None  # of the weights it holds; None: those it was started with
@@ -47,8 +45,6 @@ class PoolMember:
 
 @dataclass(eq=False)
 class ServerPool:
-    """Spreads requests over servers."""
-
     members: list[PoolMember]
     check_alive: Request  # `ServerError` without an answer
     readmit: Callable[[PoolMember], Awaitable[bool]]  # True if a server that was left out may take part again

@@ -66,8 +66,6 @@ class ModelGroup:
 
 @dataclass(eq=False)
 class VllmColocateEngine:
-    """Samples with vLLM in this process."""
-
     vllm: Any  # a `vllm.LLMEngine` with its worker in this process (`process.start_vllm`)
     _: KW_ONLY
     eos_token_ids: set[int]
@@ -219,8 +217,8 @@ class VllmColocateEngine:
         done, prompt_ids = self._waiting.pop(name)
         if done.done():  # its caller was cancelled
             return
-        if prompt_ids is not None and (error := expansion_error(prompt_ids, output.prompt_token_ids)):
-            done.set_exception(error)
+        if prompt_ids is not None and prompt_ids != list(output.prompt_token_ids):
+            done.set_exception(expansion_error(prompt_ids, output.prompt_token_ids))
             return
         sampled = output.outputs[0]
         tokens = list(sampled.token_ids)
@@ -359,10 +357,8 @@ def _end_reload(worker: Any) -> None:
         finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
 
 
-def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError | None:
-    """Error if vLLM has expanded a prompt to other tokens (`theirs`) than the trainer's processor (`ours`)."""
-    if list(ours) == list(theirs):
-        return None
+def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError:
+    """Error that vLLM has expanded a prompt to other tokens (`theirs`) than the trainer's processor (`ours`)."""
     first = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
     return RuntimeError(
         f"vLLM expands a prompt with images to {len(theirs)} tokens, and the trainer's processor to {len(ours)};"

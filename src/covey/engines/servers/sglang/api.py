@@ -9,7 +9,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
@@ -37,12 +37,15 @@ async def read_version(server: ServerClient, deadline: float) -> str | None:
     return None if version is None else str(version)
 
 
+@dataclass(kw_only=True, eq=False)
 class SglangApi:
-    """A `ServerApi` for SGLang's server.
+    """A `ServerApi` for SGLang's server."""
 
-    At another `temperature` than 1 it matters which log-probs a server reports. Requests will hold `extra` settings;
-    `vocab_size` (None: not checked) is that of the model that is trained.
-    """
+    temperature: float = 1.0  # at any other it matters which log-probs the server reports
+    extra: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings of requests, in addition to those of `SamplingParams`
+    vocab_size: int | None = None  # of the model that is trained; None: not compared
 
     name = "SGLang"
     settings = SettingNames(
@@ -51,12 +54,9 @@ class SglangApi:
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
 
-    def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
-        self._temperature = temperature
-        self._extra = dict(extra or {})
-        self._vocab_size = vocab_size
+    def __post_init__(self) -> None:
         self._released: dict[str, list[str]] = {}
-        completions.refuse_reserved(self._extra, RESERVED)
+        completions.refuse_reserved(self.extra, RESERVED)
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties, and resume it if it was left paused; see `ServerApi.probe`."""
@@ -73,10 +73,10 @@ class SglangApi:
 
     async def _check_logprobs(self, server: ServerClient, deadline: float) -> None:
         """Sample single tokens to compare the vocabularies, and to check that log-probs include the temperature."""
-        last = 0 if self._vocab_size is None else self._vocab_size - 1
+        last = 0 if self.vocab_size is None else self.vocab_size - 1
         with same_vocabulary(last):  # only scored: in a prompt, a token outside of the vocabulary would end the server
             await self._token(server, 0, 0.0, last, deadline)
-        if self._temperature == 1.0 or not last:
+        if self.temperature == 1.0 or not last:
             return
         # Not after token 0: it is often padding, after which all tokens can be equally likely.
         greedy, _ = await self._token(server, last // 2, 0.0, last, deadline)
@@ -84,7 +84,7 @@ class SglangApi:
         _, warm = await self._token(server, last // 2, 2.0, likeliest, deadline)
         if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # a token that is certain is so at any temperature
             hint = "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1."
-            doing = f"sample at temperature {self._temperature:g}"
+            doing = f"sample at temperature {self.temperature:g}"
             raise ServerRefused(server.url, doing, completions.BEFORE_TEMPERATURE, hint)
 
     async def _token(
@@ -94,7 +94,7 @@ class SglangApi:
         doing = "sample a token"
         body = {
             "input_ids": [[after]],
-            "sampling_params": [{**self._extra, "max_new_tokens": 1, "temperature": temperature}],
+            "sampling_params": [{**self.extra, "max_new_tokens": 1, "temperature": temperature}],
             "return_logprob": True,
             "token_ids_logprob": [[scored]],
         }

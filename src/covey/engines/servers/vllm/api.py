@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from covey.core.engine import SampleRequest
@@ -56,12 +57,13 @@ def suppress_missing_route() -> Iterator[None]:
             raise
 
 
+@dataclass(kw_only=True, eq=False)
 class VllmApi:
-    """A `ServerApi` for vLLM's server.
+    """A `ServerApi` for vLLM's server."""
 
-    At another `temperature` than 1 the server must report suitable log-probs. `extra` settings of requests are compared
-    with the server's schema; `vocab_size` (None: not compared) is that of the model that is trained.
-    """
+    temperature: float = 1.0  # at any other it matters which log-probs the server reports
+    extra: dict[str, Any] = field(default_factory=dict)  # settings of requests, compared with the server's schema
+    vocab_size: int | None = None  # of the model that is trained; None: not compared
 
     name = "vLLM"
     settings = SettingNames(
@@ -70,11 +72,8 @@ class VllmApi:
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
 
-    def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
-        self._temperature = temperature
-        self._extra = dict(extra or {})
-        self._vocab_size = vocab_size
-        completions.refuse_reserved(self._extra, RESERVED)
+    def __post_init__(self) -> None:
+        completions.refuse_reserved(self.extra, RESERVED)
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties; check its release and the way it was started. See `ServerApi.probe`."""
@@ -84,7 +83,7 @@ class VllmApi:
         model = await read_model(server, deadline)
         config = await read_config(server, deadline)
         refuse_chunked_prefill(server, config)
-        await check_extra(server, self._extra, deadline)
+        await check_extra(server, self.extra, deadline)
         # A run that was killed while it sent weights leaves a server paused, with layers that are half loaded.
         answer = await self._switch(server, "/is_paused", "ask whether it is paused", deadline, method="GET")
         if isinstance(answer, dict) and answer.get("is_paused"):
@@ -92,7 +91,7 @@ class VllmApi:
                 await server.call("POST", "/finish_weight_update", "end an update", deadline, {})
             await self.resume(server, deadline)
         name = str(model["id"])
-        after_cut = await reports_after_cut(server, name, self._vocab_size, self._temperature, deadline)
+        after_cut = await reports_after_cut(server, name, self.vocab_size, self.temperature, deadline)
         return ServerFacts(
             model=name,
             max_context=model.get("max_model_len"),

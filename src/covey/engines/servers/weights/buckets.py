@@ -1,8 +1,9 @@
 """Buckets: tensors packed into flat buffers, with a JSON manifest that both ends check; pure torch."""
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ ROW = 8192  # bytes summed into one number of a checksum
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One tensor of a bucket."""
-
     spec: TensorSpec
     offset: int
     checksum: int
@@ -111,39 +110,32 @@ class Packer:
         self.plan = planned(update.specs, bucket_bytes, dense=dense)
         self._allocate, self._device = allocate, device
         self._tensors: Any = update.checked()
-        self._buffers: list[Tensor | None] = [None, None]
-        self._size = max((_size(specs) for specs in self.plan), default=0)
-        self._packed = 0
+        self._buckets = self._packed()
 
     def next(self) -> Bucket | None:
         """Next bucket, or None after the last, when the iteration over the tensors is complete."""
-        if self._packed == len(self.plan):
-            for _ in self._tensors:  # raises if there are more tensors than announced
-                pass
-            return None
-        specs = self.plan[self._packed]
-        slot = self._packed % 2
-        self._packed += 1
-        entries, data, offset = [], None, 0
-        for spec, (_, tensor) in zip(specs, self._tensors, strict=False):
-            if data is None:
-                data = self._buffer(slot, tensor.device if self._device is None else self._device)[: _size(specs)]
-            placed = _view(data, offset, spec)
-            placed.copy_(tensor)
-            entries.append(BucketEntry(spec, offset, checksum(placed)))
-            offset += _aligned(spec.nbytes)
-        assert data is not None and len(entries) == len(specs), "`checked` raises where tensors are missing"
-        return Bucket(tuple(entries), data)
+        return next(self._buckets, None)
 
     def close(self) -> None:
         self._tensors.close()
 
-    def _buffer(self, slot: int, device: torch.device) -> Tensor:
-        buffer = self._buffers[slot]
-        if buffer is None:
-            empty = self._allocate or (lambda size: torch.zeros(size, dtype=torch.uint8, device=device))
-            buffer = self._buffers[slot] = empty(self._size)
-        return buffer
+    def _packed(self) -> Iterator[Bucket]:
+        buffers: dict[int, Tensor] = {}
+        largest = max(map(_size, self.plan), default=0)
+        for number, specs in enumerate(self.plan):
+            entries, offset = [], 0
+            for spec, (_, tensor) in zip(specs, self._tensors, strict=False):
+                if number % 2 not in buffers:
+                    zeros = partial(torch.zeros, dtype=torch.uint8, device=self._device or tensor.device)
+                    buffers[number % 2] = (self._allocate or zeros)(largest)
+                placed = _view(buffers[number % 2], offset, spec)
+                placed.copy_(tensor)
+                entries.append(BucketEntry(spec, offset, checksum(placed)))
+                offset += _aligned(spec.nbytes)
+            assert len(entries) == len(specs), "`checked` raises where tensors are missing"
+            yield Bucket(tuple(entries), buffers[number % 2][:offset])
+        for _ in self._tensors:  # raises if there are more tensors than announced
+            pass
 
 
 def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:

@@ -6,6 +6,8 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +20,27 @@ from covey.engines.servers.weights.buckets import Packer, check
 MANIFEST = "covey_manifest.json"
 
 
+@dataclass(eq=False)
 class CheckpointDir:
     """Directory of one run's weight folders in `folder` (None: a temporary one), removed with this object."""
 
-    def __init__(self, folder: str | None, run: str):
-        self._folder, self._run = folder, run
-        self._path: Path | None = None
-        self._remove: Callable[[], object] = lambda: None
+    folder: str | None
+    run: str
+    _remove: Callable[[], object] = lambda: None
 
-    @property
+    @cached_property
     def path(self) -> Path:
-        if self._path is None:
-            parent = Path(self._folder or tempfile.gettempdir()).absolute()
-            try:
-                if self._folder is None:
-                    created = Path(tempfile.mkdtemp(prefix="covey-weights-"))
-                else:
-                    created = parent / f"covey-weights-{self._run}"
-                    created.mkdir(parents=True)
-            except OSError as error:
-                raise _cannot_write(parent, error) from error
-            self._path, self._remove = created, weakref.finalize(self, shutil.rmtree, created, ignore_errors=True)
-        return self._path
+        parent = Path(self.folder or tempfile.gettempdir()).absolute()
+        created = parent / f"covey-weights-{self.run}"
+        try:
+            if self.folder is None:
+                created = Path(tempfile.mkdtemp(prefix="covey-weights-"))
+            else:
+                created.mkdir(parents=True)
+        except OSError as error:
+            raise _cannot_write(parent, error) from error
+        self._remove = weakref.finalize(self, shutil.rmtree, created, ignore_errors=True)
+        return created
 
     def write(self, update: WeightUpdate, name: str, bucket_bytes: int) -> Path:
         """Write an update into the folder `name`; RuntimeError if the disk is full or read-only."""
@@ -54,7 +55,7 @@ class CheckpointDir:
 
     def clear(self) -> None:
         self._remove()
-        self._path = None
+        vars(self).pop("path", None)
 
 
 def _cannot_write(folder: Path, error: Exception, nbytes: int = 0) -> RuntimeError:

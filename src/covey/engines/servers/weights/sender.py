@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,21 @@ from covey.engines.servers.weights.channels import Channel, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
 
 
+@dataclass(eq=False)
 class WeightSender:
     """Brings the servers of one backend to a version of the policy; ValueError for an unknown method."""
 
-    def __init__(
-        self,
-        api: WeightApi,
-        method: str = "auto",  # or one of `api.methods`; "auto": the first of `api.automatic` that servers support
-        folder: str | None = None,  # for files, seen by servers on other machines; None: temporary, for this machine
-        bucket_bytes: int = BUCKET_BYTES,  # upper bound of a bucket's size
-    ):
-        known = ("auto", *api.methods)
-        if method not in known:
-            raise ValueError(f"weights cannot be transferred by {method!r}; choose one of: {', '.join(known)}.")
-        self.name = api.name
-        self._api = api
-        self._method, self._shared_folder, self._bucket_bytes = method, folder is not None, bucket_bytes
-        self._run = uuid.uuid4().hex[:8]
-        self._files = CheckpointDir(folder, self._run)
+    api: WeightApi
+    method: str = "auto"  # or one of `api.methods`; "auto": the first of `api.automatic` that servers support
+    folder: str | None = None  # for files, seen by servers on other machines; None: temporary, for this machine
+    bucket_bytes: int = BUCKET_BYTES  # upper bound of a bucket's size
+
+    def __post_init__(self) -> None:
+        known = ("auto", *self.api.methods)
+        if self.method not in known:
+            raise ValueError(f"weights cannot be transferred by {self.method!r}; choose one of: {', '.join(known)}.")
+        self._shared_folder, self._run = self.folder is not None, uuid.uuid4().hex[:8]
+        self._files = CheckpointDir(self.folder, self._run)
         self._loaded_folder: Path | None = None
         # By URL: the start of the server, the method and the device that the channel belongs to; and the channel.
         self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
@@ -49,7 +47,7 @@ class WeightSender:
     async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
         """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches."""
         until = Deadline(f"take weights of version {update.version}", seconds)
-        endpoints = [await self._api.probe(server, until) for server in servers]
+        endpoints = [await self.api.probe(server, until) for server in servers]
         if update.adapter is None:
             await self._send_model(endpoints, update, until)
             self._adapters.pop(update.version, None)
@@ -75,11 +73,11 @@ class WeightSender:
     async def close(self) -> None:
         for url in list(self._channels):
             self._disconnect(url)
-        self._api.close()
+        self.api.close()
         self._files.clear()
 
     async def _send_model(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        method = choose_method(self._api, self._method, endpoints, shared_folder=self._shared_folder)
+        method = choose_method(self.api, self.method, endpoints, shared_folder=self._shared_folder)
         if method == "disk":
             await self._send_folder(endpoints, update, until)
         else:
@@ -90,9 +88,9 @@ class WeightSender:
         folder = self._files.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
         stale: Path | None = folder
         try:
-            await in_thread(lambda: self._files.write(update, folder.name, self._bucket_bytes))
-            await all_of(self._api.load_folder(endpoint, folder, update.version, until) for endpoint in endpoints)
-            if self._api.reopens_folder:
+            await in_thread(lambda: self._files.write(update, folder.name, self.bucket_bytes))
+            await all_of(self.api.load_folder(endpoint, folder, update.version, until) for endpoint in endpoints)
+            if self.api.reopens_folder:
                 stale, self._loaded_folder = self._loaded_folder, folder
         finally:
             if stale is not None:
@@ -102,7 +100,7 @@ class WeightSender:
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
     ) -> None:
         """Push every bucket to every server. A server that fails is skipped from then on, and its error raised last."""
-        packer = self._api.packer(update, method, self._bucket_bytes, endpoints)
+        packer = self.api.packer(update, method, self.bucket_bytes, endpoints)
         remaining, number = list(endpoints), 0
         failures: list[BaseException] = []
 
@@ -122,7 +120,7 @@ class WeightSender:
                 transfer = BucketTransfer(bucket, number, len(packer.plan), update.version, doing)
                 await each(lambda endpoint: self._push(endpoint, transfer, until))  # noqa: B023 - awaited in this turn
                 bucket, number = await asyncio.shield(gathering), number + 1
-            await each(lambda endpoint: self._api.end(endpoint, update.version, until))
+            await each(lambda endpoint: self.api.end(endpoint, update.version, until))
         finally:
             await asyncio.wait([gathering])
             packer.close()
@@ -132,23 +130,23 @@ class WeightSender:
 
     async def _begin(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> None:
         await self._connect(endpoint, method, on_gpu, until)
-        await self._api.begin(endpoint, until)
+        await self.api.begin(endpoint, until)
 
     async def _push(self, endpoint: WeightEndpoint, transfer: BucketTransfer, until: Deadline) -> None:
         url = endpoint.server.url
         try:
-            await self._api.push(endpoint, self._channels[url][1], transfer, until)
+            await self.api.push(endpoint, self._channels[url][1], transfer, until)
         except BaseException:  # cancelled as well: the two ends may disagree about the bytes that were sent
             self._disconnect(url)
             raise
 
     async def _abandon(self, endpoint: WeightEndpoint) -> None:
         self._disconnect(endpoint.server.url)
-        await self._api.abandon(endpoint)
+        await self.api.abandon(endpoint)
 
     async def _confirm(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
         server = endpoint.server
-        found = await self._api.read_version(server, until.left(server))
+        found = await self.api.read_version(server, until.left(server))
         if found != str(version):
             message = f"afterwards it reports weights of version {found!r}, not '{version}'"
             raise BadAnswer(server.url, until.doing, message, "Does another trainer send weights to it?")
@@ -158,7 +156,7 @@ class WeightSender:
         known = self._channels.get(url)
         if known is None or known[0] != wanted:
             self._disconnect(url)
-            self._channels[url] = wanted, await self._api.join_group(endpoint, method, on_gpu, until)
+            self._channels[url] = wanted, await self.api.join_group(endpoint, method, on_gpu, until)
         return self._channels[url][1]
 
     def _disconnect(self, url: str) -> None:
@@ -171,26 +169,26 @@ class WeightSender:
     ) -> None:
         for endpoint in endpoints:
             if why := endpoint.obstacles.get("adapter"):
-                raise ServerRefused(endpoint.server.url, until.doing, why, self._api.adapter_hint)
+                raise ServerRefused(endpoint.server.url, until.doing, why, self.api.adapter_hint)
         await self._send_bases(endpoints, update, config, until)
         if self._named is None or self._named[0] is not update:  # another attempt at an update keeps its name
             self._updates += 1
             self._named = update, f"{ADAPTER_PREFIX}{self._run}-v{update.version}-{self._updates}"
         name = self._named[1]
-        from_disk = self._api.adapters_from_disk and self._method != "group"
+        from_disk = self.api.adapters_from_disk and self.method != "group"
         near = [one for one in endpoints if from_disk and (one.same_machine or self._shared_folder)]
         far = [one for one in endpoints if one not in near]
         folder, encoded, on_gpu = self._files.path / name if near else None, None, False
         if folder is not None and not folder.exists():
-            await in_thread(lambda: self._files.write(update, name, self._bucket_bytes))
+            await in_thread(lambda: self._files.write(update, name, self.bucket_bytes))
         if far:
-            if self._api.adapters_from_disk:  # the bytes need a group instead
-                choose_method(self._api, "group", far, shared_folder=False)
-            packer = self._api.packer(update, "adapter", max(2 * update.nbytes, 1), far)
+            if self.api.adapters_from_disk:  # the bytes need a group instead
+                choose_method(self.api, "group", far, shared_folder=False)
+            packer = self.api.packer(update, "adapter", max(2 * update.nbytes, 1), far)
             bucket = await in_thread(packer.next)
             await in_thread(packer.next)  # ends the iteration, which is collective under sharding
             assert bucket is not None, "an adapter has tensors"
-            encoded, on_gpu = await in_thread(partial(self._api.encode_adapter, bucket)), bucket.data.is_cuda
+            encoded, on_gpu = await in_thread(partial(self.api.encode_adapter, bucket)), bucket.data.is_cuda
 
         async def load(endpoint: WeightEndpoint) -> None:
             server = endpoint.server
@@ -200,29 +198,29 @@ class WeightSender:
             source, channel = folder, None
             if endpoint in far:
                 source = encoded
-                if self._api.adapters_from_disk:
+                if self.api.adapters_from_disk:
                     channel = await self._connect(endpoint, "group", on_gpu, until)
             try:
-                await self._api.load_adapter(endpoint, AdapterUpdate(name, config, source, channel), until)
+                await self.api.load_adapter(endpoint, AdapterUpdate(name, config, source, channel), until)
             except BaseException:
                 if channel is not None:
                     self._disconnect(server.url)
                 raise
             loaded.append(name)
-            while len(loaded) > self._api.adapters_kept:
-                await self._api.unload_adapter(endpoint, loaded.pop(0), until)
+            while len(loaded) > self.api.adapters_kept:
+                await self.api.unload_adapter(endpoint, loaded.pop(0), until)
 
         await all_of(load(endpoint) for endpoint in endpoints)
         self._adapters[update.version] = name
         version = str(update.version)
-        await all_of(self._api.write_version(one.server, version, until.left(one.server)) for one in endpoints)
+        await all_of(self.api.write_version(one.server, version, until.left(one.server)) for one in endpoints)
         await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
         # A server reloads what it dropped from its slots, so a folder stays until no server lists its adapter.
         kept = {name for one in self._loaded.values() for names in one.values() for name in names}
         for number, old in list(self._adapters.items()):
             if old not in kept:
                 del self._adapters[number]
-                if self._api.adapters_from_disk:
+                if self.api.adapters_from_disk:
                     shutil.rmtree(self._files.path / old, ignore_errors=True)
 
     async def _send_bases(
@@ -233,7 +231,7 @@ class WeightSender:
             return
         model = config.get("base_model_name_or_path")
         new = [one for one in endpoints if (one.server.url, one.start_id) not in self._bases]
-        lacking = [one for one in new if not model or not await self._api.has_base(one, model, until)]
+        lacking = [one for one in new if not model or not await self.api.has_base(one, model, until)]
         if lacking:
             await self._send_model(lacking, update.base, until)
         self._bases |= {(one.server.url, one.start_id) for one in new}  # not before: a failed attempt is repeated

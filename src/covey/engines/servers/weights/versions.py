@@ -158,7 +158,7 @@ class ServerWeights:
                 message = f"it died meanwhile ({dead.last_error or 'it does not answer'})"
                 raise ServerUnreachable(dead.url, doing, message)
             urls = ", ".join(member.url for member in members)
-            raise DeadlineExceeded(urls, doing, f"{self.sender.name} took longer than {left:.0f} seconds")
+            raise DeadlineExceeded(urls, doing, f"{self.sender.api.name} took longer than {left:.0f} seconds")
         except GroupNotJoined:
             raise  # it has a limit of its own
         except DeadlineExceeded as error:
