@@ -24,15 +24,8 @@ from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
 from covey.engines.native.per_sequence_cache import PerSequenceCache
-from covey.engines.native.prefill import PrefixStore, continue_prompts, logit_tiles, verify_drafts
-from covey.engines.native.sampling import (
-    Batch,
-    SequenceState,
-    compaction_moves,
-    concatenate,
-    score_tokens,
-    sequences_of,
-)
+from covey.engines.native.prefill import PrefixStore, continue_prompts, score_in_tiles, verify_drafts
+from covey.engines.native.sampling import Batch, SequenceState, compaction_moves, sequences_of
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
 
@@ -88,9 +81,7 @@ class NativeEngine(PolicyEngine):
             tokens = [completions[i] for i in batch]
             hidden, _ = continue_prompts(model, prefilled, [prompt_ids], [0] * len(tokens), tokens)
             given = torch.tensor([token for some in tokens for token in some], device=hidden.device)
-            scored = concatenate(
-                [score_tokens(logits, given[tile], temperature) for tile, logits in logit_tiles(model, hidden)]
-            )
+            scored = score_in_tiles(model, hidden, given, temperature)
             lengths = [len(some) for some in tokens]
             split = zip(batch, scored.logprobs.split(lengths), scored.entropies.split(lengths), strict=True)
             for i, logprobs, entropies in split:

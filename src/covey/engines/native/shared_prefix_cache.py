@@ -55,8 +55,8 @@ class SlotMap:
         Owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
         """
         slots = max(least_slots, *Counter(owners).values())
-        free = [group * slots for group in range(len(prompt_lengths))]
         table = [0] * (slots * len(prompt_lengths))
+        free = list(range(0, len(table), slots))  # next slot of each group
         order, lengths = [0] * size, [0] * size
         for sequence, group in enumerate(owners):
             order[sequence], lengths[sequence] = free[group], prompt_lengths[group]
