@@ -9,7 +9,7 @@ import torch
 
 from covey import GRPOConfig
 from covey.trainer.engines import colocated
-from covey.trainer.engines.offload import make_room, optimizer_tensors, parked
+from covey.trainer.engines.colocated import make_room, optimizer_tensors, parked
 from tests.support import tiny
 
 
@@ -111,7 +111,7 @@ def test_vllm_starts_with_the_policy_offloaded_until_it_sleeps(tmp_path, monkeyp
         events.append(f"vLLM starts with {arguments['gpu_memory_utilization']}")
         return "vLLM"
 
-    monkeypatch.setattr(colocated.offload, "make_room", make_room)
+    monkeypatch.setattr(colocated, "make_room", make_room)
     monkeypatch.setattr(colocated, "start_vllm", start_vllm)
     monkeypatch.setattr(colocated, "VllmColocateEngine", Engine)
     args = GRPOConfig(

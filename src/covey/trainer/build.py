@@ -49,15 +49,12 @@ from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
-from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.suites import EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.named import named_parts
-from covey.trainer.integrations.replay import ReplayPhase
 from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.loss_terms import EntropyController
-from covey.trainer.rollout_phase import RolloutPhase
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -100,9 +97,9 @@ def _can_be_made(folder: str) -> bool:
             if not folder.isprintable() or len(os.fsencode(os.path.basename(folder))) > os.pathconf("/", "PC_NAME_MAX"):
                 return False
             folder = os.path.dirname(folder)
+        return os.path.isdir(folder) and os.access(folder, os.W_OK)
     except (OSError, ValueError):  # a null byte
         return False
-    return os.path.isdir(folder) and os.access(folder, os.W_OK)
 
 
 def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
@@ -386,8 +383,12 @@ def build_recorder(
     """Record of rollouts or of every token, as the config asks."""
     args, collectives = context.args, context.collectives
 
+    if args.record == "off":
+        return None
+    tokenizer = collector.codec.tokenizer
+
     def describe() -> dict[str, Any]:
-        template = str(getattr(collector.codec.tokenizer, "chat_template", None))
+        template = str(getattr(tokenizer, "chat_template", None))
         traits = traits_of(collector.engine)
         return {
             **described(),
@@ -397,12 +398,9 @@ def build_recorder(
             "parts": named_parts(context.loop),
         }
 
-    if args.record == "off":
-        return None
-    folder = Path(args.output_dir or ".", FOLDER)
-    limit = args.record_max_gb * GIGABYTE
+    folder, limit = Path(args.output_dir or ".", FOLDER), args.record_max_gb * GIGABYTE
     place = collectives.rank, collectives.size
-    return Recorder(folder, rewards.names, describe, *place, limit, args.record == "tokens", collector.codec.tokenizer)
+    return Recorder(folder, rewards.names, describe, *place, limit, args.record == "tokens", tokenizer)
 
 
 def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
@@ -417,21 +415,6 @@ def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite
         )
     replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size)
     return replay, replay.traits
-
-
-def build_rollouts(
-    context: RunContext,
-    collector: Collector,
-    sampling: SamplingParams,
-    rewards: RewardSuite,
-    sync: WeightSync,
-    dataset: Any,
-    replay: Replay | None,
-) -> RolloutPhase:
-    """Sampling of generations, or reading them from a record."""
-    speculation, chooser = build_speculation(context.args, dataset), build_chooser(context, dataset, rewards.weights)
-    parts = context, collector, sampling, rewards, sync, speculation, chooser
-    return RolloutPhase(*parts) if replay is None else ReplayPhase(*parts, replay)
 
 
 def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptChooser | None:

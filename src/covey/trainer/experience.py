@@ -90,10 +90,8 @@ class BehaviourScorer:
         lacking = any(rollout.entropies is None for rollout in rollouts)
         if not any(self.context.collectives.gather(lacking, "ask for entropies")):
             return
-        policy = self.context.loop.policy
         batch = collate(rollouts).to(self.context.device)  # with truncated completions, learned from or not
-        values = self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
-        for rollout, own in zip(rollouts, values.cpu().split(batch.lengths.tolist()), strict=True):
+        for rollout, own in zip(rollouts, self.entropies(batch).cpu().split(batch.lengths.tolist()), strict=True):
             rollout.entropies = own.tolist()
 
     def probe(self, rollouts: Sequence[Rollout]) -> None:
@@ -116,6 +114,10 @@ class BehaviourScorer:
             return scores.logprobs
 
         return self.values(model, batch, logprobs)
+
+    def entropies(self, batch: TrainBatch) -> Tensor:
+        policy = self.context.loop.policy
+        return self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
 
     def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
         with self.scorer.at_temperature(temperature):

@@ -65,15 +65,9 @@ def exact_quantile(values: Tensor, q: float) -> float:
 
 def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
-    context, policy = behaviour.context, behaviour.context.loop.policy
-
-    def entropies_of(part: TrainBatch) -> Tensor:
-        scores = behaviour.scorer(policy, part, entropy=True)
-        assert scores.entropies is not None, "asked for"
-        return scores.entropies
-
+    context = behaviour.context
     with torch.no_grad():
-        entropies = behaviour.values(policy, batch, entropies_of)[batch.sampled]
+        entropies = behaviour.entropies(batch)[batch.sampled]
     everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile"))
     threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
     context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)

@@ -11,6 +11,7 @@ import torch
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
 from covey.data.dynamic_sampling import PromptChooser, Selection
+from covey.observability.record import Replay
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
@@ -46,6 +47,7 @@ class RolloutPhase:
     weight_sync: WeightSync
     speculation: Speculation | None  # reuse of earlier completions
     chooser: PromptChooser | None  # selects prompts by their rewards
+    replay: Replay | None = None  # training's rollouts, from an earlier run's record; evaluations are sampled
 
     def __post_init__(self) -> None:
         self.failures = reports.FailureMonitor(self.context.collectives.named("count failed rollouts"))
@@ -61,6 +63,9 @@ class RolloutPhase:
     def next(self, step: MicroStep) -> RolloutBatch:
         """The rollouts of the generation that begins with `step`, or of an evaluation batch. Collective."""
         training, in_flight = self.context.training, None
+        if training and self.replay is not None:
+            key = self.next_key()
+            return RolloutBatch(key, self.replay.load(key[1]))
         if training and self.async_rollouts is not None and step.generation is not None:
             in_flight = self.async_rollouts.take(step.generation, self.context.step)
         key = self.next_key() if in_flight is None else in_flight.key
@@ -138,6 +143,8 @@ class RolloutPhase:
     @torch.no_grad()
     def launch(self, generation: int | None) -> None:
         """At the beginning of an optimizer step, launch the generations that may be sampled with its weights."""
+        if self.replay is not None:  # it holds what was sampled ahead
+            return
         if self.async_rollouts is None:
             self.async_rollouts = AsyncRollouts.of(
                 self.context,

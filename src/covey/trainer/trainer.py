@@ -44,6 +44,7 @@ from covey.trainer.integrations.attributes import attribute
 from covey.trainer.loss_terms import ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
+from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.update_phase import UpdatePhase
 
 
@@ -174,8 +175,9 @@ class OnlineTrainer(Trainer):
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
-        rows = self.train_dataset
-        self.rollouts = build.build_rollouts(context, self.collector, sampling, self.rewards, sync, rows, replay)
+        reuse = build.build_speculation(args, self.train_dataset)
+        chooser = build.build_chooser(context, self.train_dataset, self.rewards.weights)
+        self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, reuse, chooser, replay)
         self.finite = FiniteCheck(context, self.credit.describe_rewards)
         described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
         self.recorder = build.build_recorder(context, self.collector, self.rewards, described)

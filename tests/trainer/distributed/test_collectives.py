@@ -70,10 +70,10 @@ def test_one_process_exchanges_with_itself_and_keeps_its_errors():
 BEGINS_ANEW = """
 import sys, time
 import torch.distributed as dist
-from covey.trainer.distributed import interruption
+from covey.trainer.distributed import collectives
 from covey.trainer.distributed.collectives import Collectives
 
-interruption.LOOK_EVERY = interruption.PATIENCE = 0.1
+collectives.WATCH_EVERY = collectives.PATIENCE = 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 processes = Collectives(rank, 2, 30.0, lambda: 0)

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from covey.trainer.distributed import interruption
-from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
+from covey.trainer.distributed import collectives
+from covey.trainer.distributed.collectives import PeerFailure, interrupted_when
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(interruption, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(interruption, "PATIENCE", 0.01)
+    monkeypatch.setattr(collectives, "WATCH_EVERY", 0.01)
+    monkeypatch.setattr(collectives, "PATIENCE", 0.01)
 
 
 def test_waiting_and_computing_are_interrupted_with_the_reason():
@@ -45,9 +45,9 @@ def test_without_a_reason_only_the_handler_is_restored():
 def test_a_process_that_ignores_interruption_is_ended():
     stuck = """
 import signal, threading, time
-from covey.trainer.distributed import interruption
-interruption.LOOK_EVERY = interruption.PATIENCE = interruption.LAST_RESORT = 0.05
-with interruption.interrupted_when(lambda: "rank 1 failed"):
+from covey.trainer.distributed import collectives
+collectives.WATCH_EVERY = collectives.PATIENCE = collectives.LAST_RESORT = 0.05
+with collectives.interrupted_when(lambda: "rank 1 failed"):
     signal.signal(signal.SIGURG, signal.SIG_IGN)
     time.sleep(60)
 """

@@ -7,13 +7,17 @@ Objects travel over gloo, as waiting for it can be interrupted; NCCL starts once
 import io
 import itertools
 import json
+import os
 import pickle
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
-
 T = TypeVar("T")
 
 LOOK_EVERY = 1.0  # seconds between two checks for failures of other processes, while waiting
 STORE_SECONDS = 10.0  # deadline of the store, which ends with the process that holds it
 GROUP_GRACE = 5.0  # seconds by which gloo's own deadline is later than ours, so that ours is the one that is reported
+WATCH_EVERY = 2.0  # seconds between two such checks, while this process computes
+PATIENCE = 3.0  # seconds before it: a main thread that waits for other processes notices the failure by itself
+LAST_RESORT = 60.0  # seconds from the interruption to the end of a process that does not react to it
+CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
+"""SIGURG is ignored by default and rarely used; SIGINT does not reach a background process of a shell."""
+
 ALIGNMENT = 16  # bytes; tensors in a message begin at multiples of it, as views of any dtype require
 
 _numbers = itertools.count()
@@ -199,6 +207,47 @@ class Collectives:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
         return _within(STORE_SECONDS, read, [None] * len(keys))
+
+
+class PeerFailure(KeyboardInterrupt):
+    """Raised in the main thread; passes wherever Ctrl-C does, as through calls of reward functions."""
+
+
+@contextmanager
+def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
+    """Interrupt the main thread within this context once there is a reason; end a process that does not react."""
+    left = threading.Event()
+    caller = threading.get_ident() if CAN_INTERRUPT and threading.current_thread() is threading.main_thread() else None
+    found: list[str] = []
+
+    def watch() -> None:
+        while not left.wait(WATCH_EVERY):
+            if (text := reason()) is None:
+                continue
+            found.append(text)
+            if left.wait(PATIENCE):
+                return
+            if caller is not None:
+                signal.pthread_kill(caller, signal.SIGURG)
+            if not left.wait(LAST_RESORT):
+                print(text, file=sys.stderr, flush=True)
+                os._exit(1)
+            return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if found and not left.is_set():
+            raise PeerFailure(found[0])
+
+    previous = signal.signal(signal.SIGURG, interrupt) if caller is not None else None
+    watcher = threading.Thread(target=watch, name="covey-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        left.set()
+        watcher.join()
+        if caller is not None:
+            signal.signal(signal.SIGURG, previous)
 
 
 def pack(value: Any) -> Tensor:

@@ -181,37 +181,26 @@ def other_prompt(c: Comparison) -> str | None:
     )
 
 
-def other_weights(c: Comparison) -> str:
-    return (
-        "no setting of sampling explains it, so the engine runs other weights: another model or checkpoint, an adapter"
-        " that is not loaded, or weights that never arrived."
-    )
-
-
-def other_attention(c: Comparison) -> str:
-    """An engine that samples with the policy itself cannot have other weights."""
-    return "no setting of sampling explains it, and its attention may be of a kind the built-in engine does not know."
-
-
-def rewritten(c: Comparison) -> str:
-    """Tools, environments or the user's functions stand between the built-in engine and its samples."""
-    return (
-        "no usual temperature explains it. It is an unusual one, or tokens or log-probs of rollouts are not as they"
-        " were sampled, as when text is encoded again by a tokenizer that lower-cases: return the ids of replies, each"
-        " with its log-prob."
-    )
-
-
 Cause = Callable[[Comparison], str | None]
 OF_REQUESTS: tuple[Cause, ...] = (other_temperature, shifted, beginning_of_text, cut_distribution)
-CAUSES: tuple[Cause, ...] = (stale_weights, *OF_REQUESTS, number_format, other_prompt, other_weights)
-"""Causes in the order in which they are tried; the last always applies."""
-OF_THE_POLICY: tuple[Cause, ...] = (*OF_REQUESTS, other_prompt, other_attention)
-OF_ROLLOUTS: tuple[Cause, ...] = (*OF_REQUESTS, other_prompt, rewritten)
+CAUSES: tuple[Cause, ...] = (stale_weights, *OF_REQUESTS, number_format, other_prompt)
+"""Causes in the order in which they are tried. If none applies, one of the following does:"""
+OTHER_WEIGHTS = (
+    "no setting of sampling explains it, so the engine runs other weights: another model or checkpoint, an adapter that"
+    " is not loaded, or weights that never arrived."
+)
+OTHER_ATTENTION = (  # an engine that samples with the policy itself cannot have other weights
+    "no setting of sampling explains it, and its attention may be of a kind the built-in engine does not know."
+)
+REWRITTEN = (  # tools, environments or the user's functions stand between such an engine and its samples
+    "no usual temperature explains it. It is an unusual one, or tokens or log-probs of rollouts are not as they were"
+    " sampled, as when text is encoded again by a tokenizer that lower-cases: return the ids of replies, each with its"
+    " log-prob."
+)
 
 
-def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES) -> str:
-    return next(sentence for cause in causes if (sentence := cause(comparison)))
+def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES, otherwise: str = OTHER_WEIGHTS) -> str:
+    return next(filter(None, (cause(comparison) for cause in causes)), otherwise)
 
 
 @dataclass
@@ -303,19 +292,18 @@ class EngineCheck:
             return None
         settings = self.rescore, self.temperature, self.tolerance, self.bos_token_id
         comparison = Comparison(few, scored, *settings, self._agreed, alone=not self.together)
-        if comparison.scored.isnan().any() or (comparison.gap <= self.tolerance and no_numbers(comparison) is None):
+        broken = no_numbers(comparison)
+        if scored.isnan().any() or (comparison.gap <= self.tolerance and broken is None):
             return ""  # NaN of the trainer's own are not the engine's fault
-        return self._complaint(comparison)
-
-    def _complaint(self, comparison: Comparison) -> str:
         if self.traits.shares_policy:
-            causes = OF_ROLLOUTS if self.plays else OF_THE_POLICY
+            otherwise = REWRITTEN if self.plays else OTHER_ATTENTION
+            cause = likely_cause(comparison, (*OF_REQUESTS, other_prompt), otherwise)
             return (
                 f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
-                f" {self.model_name} is not sampled from as it is: {likely_cause(comparison, causes)} If"
-                " nothing of yours changes what is sampled, please report the model."
+                f" {self.model_name} is not sampled from as it is: {cause} If nothing of yours changes what is sampled,"
+                " please report the model."
             )
-        if broken := no_numbers(comparison):
+        if broken:
             return f"the engine's log-probs are not usable: {broken} {ADVICE}"
         differences = comparison.differences.abs()
         return (

@@ -1,15 +1,20 @@
-"""vLLM inside the trainer's process, built from the config; it reads the policy's weights from memory."""
+"""vLLM inside the trainer's process: built from the config, it reads the policy's weights from memory.
+
+While it samples, the policy and its optimizer may be offloaded to host memory.
+"""
 
 import copy
 import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.engines.vllm_colocate.engine import ModelGroup, VllmColocateEngine
@@ -20,7 +25,6 @@ from covey.policy.sharded_tensors import original_class
 from covey.rollout.vision import Vision
 from covey.sizing import memory, vllm_memory
 from covey.trainer.engine_check.parity import AUTOCAST
-from covey.trainer.engines import offload
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM can be configured with
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -56,20 +60,25 @@ def build_colocated(
         **(args.vllm_engine_kwargs or {}),  # type: ignore[dict-item] # a config parses JSON
         "enable_sleep_mode": sleeping,
     }
-    make_room = offload.make_room(
+    room = make_room(
         accelerator.device,
         model=policy if args.offload_model and sleeping else None,
         optimizers=(lambda: accelerator._optimizers) if args.offload_optimizer and sleeping else None,
     )
-    with make_room():  # vLLM takes its whole share when it starts, and fails if that is not free
+    with room():  # vLLM takes its whole share when it starts, and fails if that is not free
+        vllm, group = start_vllm(arguments), ModelGroup()
+        if size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            group = ModelGroup(get_tp_group().cpu_group)
         engine = VllmColocateEngine(
-            start_vllm(arguments),
+            vllm,
             eos_token_ids=end_token_ids(model, tokenizer),
             regex=args.vllm_structured_outputs_regex,
             sleep_level=args.vllm_sleep_level if sleeping else None,
             batches=args.move_model_batches,
-            make_room=make_room,
-            group=_model_group() if args.vllm_tensor_parallel_size > 1 else ModelGroup(),
+            make_room=room,
+            group=group,
         )
     weakref.finalize(engine, folder.cleanup)
     return engine
@@ -103,11 +112,10 @@ def adapter_arguments(args: OnlineConfig, model: Any) -> dict[str, Any]:
     """Settings for an adapter that is sent without the base weights, if configured and possible."""
     if not has_adapter(model) or args.vllm_lora_sync == "merged" or why_not_alone(model) is not None:
         return {}
-    rank = model.peft_config[active_adapter(model)].r
-    room = next((most for most in LORA_RANKS if most >= rank), None)
-    if room is None:  # beyond vLLM's maximum: the weight synchronisation merges it or raises
+    most = next((most for most in LORA_RANKS if most >= model.peft_config[active_adapter(model)].r), None)
+    if most is None:  # beyond vLLM's maximum: the weight synchronisation merges it or raises
         return {}
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": most}
 
 
 def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> dict[str, Any]:
@@ -136,14 +144,59 @@ def sleeps(args: OnlineConfig, device: torch.device) -> bool:
     if device.type == "cpu":
         for name in ("vllm_enable_sleep_mode", "offload_model", "offload_optimizer"):
             if getattr(args, name):
-                warnings.warn(
-                    f"`{name}=True` has no effect on a CPU: there is no other memory to move to.", stacklevel=2
-                )
+                message = f"`{name}=True` has no effect on a CPU: there is no other memory to move to."
+                warnings.warn(message, stacklevel=2)
         return False
     return bool(args.vllm_enable_sleep_mode)
 
 
-def _model_group() -> ModelGroup:
-    from vllm.distributed.parallel_state import get_tp_group
+def make_room(
+    device: torch.device, *, model: Callable[[], Any] | None, optimizers: Callable[[], Iterable[Any]] | None
+) -> Callable[[], AbstractContextManager[None]]:
+    """Context for an engine to enter before it wakes: empties torch's cache and moves tensors to host memory."""
 
-    return ModelGroup(get_tp_group().cpu_group)
+    @contextmanager
+    def room() -> Iterator[None]:
+        tensors = [] if model is None else [*model().parameters(), *model().buffers()]
+        for optimizer in optimizers() if optimizers is not None else ():  # looked up here, as they are created late
+            tensors += optimizer_tensors(optimizer)
+        with parked([tensor for tensor in tensors if tensor.device.type == device.type]):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # an engine that sleeps takes its memory from the driver, not from torch
+            yield
+
+    return room
+
+
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """State tensors of an optimizer, without single numbers such as step counts."""
+    states = getattr(optimizer, "state", {}).values()
+    return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
+
+
+@contextmanager
+def parked(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Move tensors to host memory within this context; a tensor given twice is moved once."""
+    moved: list[tuple[Tensor, torch.device]] = []
+    try:
+        with torch.no_grad():
+            for tensor in {id(tensor): tensor for tensor in tensors}.values():
+                local = getattr(tensor, "_local_tensor", tensor)  # this process's shard of a distributed tensor
+                home = local.device
+                copied = torch.empty_like(local, device="cpu", pin_memory=home.type == "cuda", requires_grad=False)
+                copied.copy_(local, non_blocking=home.type == "cuda")
+                moved.append((local, home))
+                _wait(home)
+                local.data = copied
+        yield
+    finally:
+        with torch.no_grad():
+            for local, home in moved:
+                local.data = local.data.to(home, non_blocking=True)
+        for home in {home for _, home in moved}:
+            _wait(home)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
