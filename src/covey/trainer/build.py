@@ -49,7 +49,7 @@ from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
-from covey.trainer.evaluation.suites import EvalSuite
+from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.named import named_parts
 from covey.trainer.integrations.report import RunReport
@@ -108,19 +108,10 @@ def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConf
         reuse_freed_memory()
     rank, size = accelerator.process_index, accelerator.num_processes
     collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
-    timeline = Timeline()
-    return RunContext(
-        args=args,
-        algebra=args.algebra(args.world_size),
-        algorithm=algorithm,
-        loop=loop,
-        accelerator=accelerator,
-        sharding=sharding_of(accelerator),
-        collectives=collectives,
-        metrics=MetricLog(collectives.named("put the metrics together")),
-        phases=PhaseTimer(notice=collectives.note, span=timeline.phase),
-        timeline=timeline,
-    )
+    metrics, timeline = MetricLog(collectives.named("put the metrics together")), Timeline()
+    phases = PhaseTimer(notice=collectives.note, span=timeline.phase)
+    algebra, sharding = args.algebra(args.world_size), sharding_of(accelerator)
+    return RunContext(args, algebra, algorithm, loop, accelerator, sharding, collectives, metrics, phases, timeline)
 
 
 @without_bars()
@@ -237,8 +228,7 @@ def build_collector(
     vision: Vision | None = None,
 ) -> Collector:
     """The collector with the given engine or the one that the config names, a codec and a rollout spec."""
-    args = run.args
-    context = max_context(model)
+    args, context = run.args, max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
         warnings.warn(
             f"max_completion_length={args.max_completion_length} is more than the model's context of {context} tokens"
@@ -262,15 +252,15 @@ def build_collector(
     if engine is None:
         policy = partial(getattr, run.loop, "policy")
         engine = build_engine(args, model, tokenizer, run.accelerator, policy, context, run.collectives, vision)
-    known = hasattr(engine, "generate")  # `covey explain` starts none
-    if known:
+    if hasattr(engine, "generate"):  # `covey explain` starts none
         parts: dict[str, Any] = {"context": context, "collectives": run.collectives, "vision": vision}
         freeze_seats(environment_factory, model, args, run.accelerator, tokenizer=tokenizer, **parts)
-    if args.keep_sampling_mask and known and not traits_of(engine).returns_masks:
-        raise ValueError(
-            f"keep_sampling_mask=True, and {type(engine).__name__} does not say that it returns which tokens it sampled"
-            " from (`EngineTraits.returns_masks`). Sample with the built-in engine, or leave keep_sampling_mask False."
-        )
+        if args.keep_sampling_mask and not traits_of(engine).returns_masks:
+            raise ValueError(
+                f"keep_sampling_mask=True, and {type(engine).__name__} does not say that it returns which tokens it"
+                " sampled from (`EngineTraits.returns_masks`). Sample with the built-in engine, or leave"
+                " keep_sampling_mask False."
+            )
     return Collector(engine, codec, args.seed, spec)
 
 
@@ -301,23 +291,15 @@ def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
             f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
             " which came before, so earlier completions cannot be checked in one pass. Leave one of the two out."
         )
-    return SamplingParams(
-        max_tokens=args.max_completion_length or UNLIMITED,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        extra=extra,
-        keep_mask=args.keep_sampling_mask,
-    )
+    settings: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING}
+    max_tokens = args.max_completion_length or UNLIMITED
+    return SamplingParams(max_tokens=max_tokens, extra=extra, keep_mask=args.keep_sampling_mask, **settings)
 
 
 def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call, that of the environments among them."""
     args, player = context.args, collector.spec and collector.spec.play
-    sources = reward_sources(reward_funcs, args.reward_weights, processing_classes, player)
-    functions, weights, processing_classes = sources
+    functions, weights, classes = reward_sources(reward_funcs, args.reward_weights, processing_classes, player)
     if functions is None:
         raise ValueError(
             "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
@@ -327,7 +309,7 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
         suite = RewardSuite(
             functions,
             weights=weights,
-            processing_classes=processing_classes,
+            processing_classes=classes,
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
@@ -431,18 +413,12 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
             " rows), or leave the setting at its default."
         )
     history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
-    stream = PromptStream(
-        len(dataset),
-        args.seed,
-        "prompts" if by_difficulty else "refills",
-        shuffle=bool(args.shuffle_dataset),
-        chance=None if history is None else history.chance,
-    )
+    purpose, chance = "prompts" if by_difficulty else "refills", None if history is None else history.chance
     return PromptChooser(
         dataset,
         context.algebra,
         context.collectives.rank,
-        stream,
+        PromptStream(len(dataset), args.seed, purpose, shuffle=bool(args.shuffle_dataset), chance=chance),
         SignalFilter(partial(signal, context.algorithm, weights), weights, args.mask_truncated_completions),
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,

@@ -12,7 +12,6 @@ from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
 from covey.rollout.environments.agent import (
-    OBJECTS,
     REWARD,
     SCORES,
     EnvironmentAgent,
@@ -124,9 +123,9 @@ def plays_functions(spec: RolloutSpec | None) -> bool:
 
 def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
     """Refuse strings where tools and environments need conversations, images for programs, unknown environments."""
-    play = None if spec is None else spec.play
+    play: Any = spec and spec.play
     for number, row in enumerate(rows):
-        player: Any = play
+        player = play
         if isinstance(play, NamedEnvironments):
             try:
                 player = play.agents[play.checked_name(row)]
@@ -157,9 +156,8 @@ def build_environments(
             f"`environment_factory` has the keys {list(factory)!r}; a dictionary gives each factory a name, as in"
             ' {"shop": Shop}, that rows have in their column `environment`.'
         )
-    return NamedEnvironments(
-        {name: build_environment(args, one, tools, limits, parser) for name, one in factory.items()}
-    )
+    agents = {name: build_environment(args, one, tools, limits, parser) for name, one in factory.items()}
+    return NamedEnvironments(agents)
 
 
 def build_environment(
@@ -213,10 +211,6 @@ def reward_sources(functions: Any, weights: Any, processing_classes: Any, player
     if processing_classes is not None:
         processing_classes = [*listed(processing_classes), None]
     return [*listed(functions), environment], weights, processing_classes
-
-
-def given_by(player: Any) -> set[str]:
-    return {OBJECTS} if getattr(player, "gives_objects", False) else set()
 
 
 def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> Any:

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from covey.policy.adapters import has_adapter
 from covey.policy.replicas import Reference, Sample, frozen_sample
-from covey.policy.weights import load_renamed, save_sharded, saves_other_names
+from covey.policy.weights import checkpoint_name, load_renamed, save_sharded, saves_other_names
 from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
 from covey.trainer import resuming
@@ -72,8 +72,7 @@ class Checkpointer:
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
                     state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
-                    state["sharding"] = self.context.sharding.name
-                    state["trained"] = self.trained
+                    state |= {"sharding": self.context.sharding.name, "trained": self.trained}
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -141,8 +140,7 @@ class Checkpointer:
         if not os.path.isfile(any_rank):
             return None
         path = own if os.path.isfile(own) else any_rank
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        return state
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def _compare(self, checkpoint: str) -> None:
         """Refuse (ValueError) another run's checkpoint by all but frozen weights, before anything is loaded."""
@@ -160,7 +158,8 @@ class Checkpointer:
     @cached_property
     def trained(self) -> list[str]:
         """Names of trained weights before a training begins, as subclasses and callbacks may freeze some then."""
-        return resuming.trained_names(self.context.loop.policy)
+        named = self.context.loop.policy.named_parameters()
+        return sorted(checkpoint_name(name) for name, weight in named if weight.requires_grad)
 
     @cached_property
     def frozen(self) -> Sample:
@@ -264,7 +263,10 @@ class Checkpointer:
 def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
     """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
     context, folder, _ = trainer.checkpoints.context, trainer.args.output_dir, trainer.checkpoints.trained
-    context.earlier = {path.name for path in checkpoints_of_others(folder, checkpoint)}
+    names = [path.name for path in numbered_checkpoints(folder)]
+    places, own = [Path(folder, name).resolve() for name in names], Path(checkpoint).resolve() if checkpoint else None
+    # All, or those after the one that this run goes on from.
+    context.earlier = {*names[places.index(own) + 1 :]} if own in places else {*names}
     if context.earlier and context.accelerator.is_main_process and trainer.args.save_strategy != "no":
         warnings.warn(
             f"output_dir={folder!r} holds checkpoints of an earlier run: {', '.join(sorted(context.earlier))}. This run"
@@ -311,14 +313,6 @@ def numbered_checkpoints(run_dir: str, others: Collection[str] = ()) -> list[Pat
     """Folders of checkpoints in the order of their steps, without those of these names."""
     found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     return sorted((path for path in found if path.name not in others), key=lambda path: int(path.name[11:]))
-
-
-def checkpoints_of_others(output_dir: str, resumed_from: str | None) -> list[Path]:
-    """Checkpoints in the folder of a run that begins: all, or those after the one that it goes on from."""
-    there = numbered_checkpoints(output_dir)
-    place = [path.resolve() for path in there]
-    own = Path(resumed_from).resolve() if resumed_from else None
-    return there[place.index(own) + 1 :] if own in place else there
 
 
 def resume_from(setting: str | bool | None) -> str | bool | None:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
-from covey.trainer.build_rollouts import check_columns, check_rows, given_by, plays_functions
+from covey.rollout.environments.agent import OBJECTS
+from covey.trainer.build_rollouts import check_columns, check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
@@ -31,10 +32,7 @@ MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each h
 def check_datasets(
     args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool, reward_funcs: Any = None
 ) -> None:
-    """Look at the rows of datasets, and at the columns that reward functions ask for, before a model is loaded.
-
-    `reward_funcs` are looked at if nothing but the dataset gives them columns.
-    """
+    """Look at the rows of datasets, and at the columns that these `reward_funcs` ask for, before a model is loaded."""
     if train_dataset is None and eval_dataset is None:
         way = "with a `prompt` column" if prompts_required else "or `max_steps`: the environments then give the prompts"
         raise ValueError(f"neither `train_dataset` nor `eval_dataset` was given. Give rows to train on, {way}.")
@@ -107,13 +105,12 @@ def _check_optimizer(optimizer: Any, policy: Any) -> None:
 
 
 def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> None:
-    spec = collector.spec
-    player = None if spec is None else spec.play
-    check_rows(spec, first_rows(dataset), role)
+    player = collector.spec and collector.spec.play
+    check_rows(collector.spec, first_rows(dataset), role)
     columns = check_prompts(dataset, role, collector.codec)
     check_columns(player, columns, role)
-    if not plays_functions(spec):  # what these give to reward functions is known when they have
-        rewards.check_columns(columns | given_by(player))
+    if not plays_functions(collector.spec):  # what these give to reward functions is known when they have
+        rewards.check_columns(columns | ({OBJECTS} if getattr(player, "gives_objects", False) else set()))
 
 
 def _check_best_metric(name: str | None, datasets: Any) -> None:
@@ -138,9 +135,7 @@ def _check_best_metric(name: str | None, datasets: Any) -> None:
 def _check_estimated(name: str, metric: str, dataset: Any) -> None:
     """A suite has no loss, and an estimate is only of the k that it names."""
     is_suite = isinstance(dataset, EvalSuite)
-    estimated = [
-        f"{kind}@{k}" for kind in ("pass", "maj") for k in (getattr(dataset, f"{kind}_at") if is_suite else ())
-    ]
+    estimated = [f"{kind}@{k}" for kind in ("pass", "maj") for k in getattr(dataset, f"{kind}_at", ())]
     unknown = "@" in metric and metric.removesuffix("_low").removesuffix("_high") not in estimated
     if unknown or (is_suite and metric == "loss"):
         there = ["reward", *estimated, *([] if is_suite else ["loss"])]
@@ -199,7 +194,7 @@ class FiniteCheck:
         if self.scales_loss:
             return 1.0
         if not_finite(self._context.loop.policy.named_parameters()):
-            raise self._stopped(f"the loss is {loss}", [])
+            raise self._stopped(f"the loss is {loss}")
         self._passes.append(f"{number} (loss {loss})")
         return math.nan
 
@@ -217,8 +212,7 @@ class FiniteCheck:
             return
         if self._skipped_in_a_row > MOST_SKIPPED:
             raise self._stopped(
-                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row, at any loss scale of float16",
-                [],
+                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row, at any loss scale of float16"
             )
 
     def _skip(self, what: str) -> None:
@@ -245,9 +239,8 @@ class FiniteCheck:
 
     def check_weights(self, together: bool = True) -> None:
         """Stop if a trained weight, or a moment of it, is not finite, before it is saved. Collective if `together`."""
-        trained = [
-            (name, weight) for name, weight in self._context.loop.policy.named_parameters() if weight.requires_grad
-        ]
+        named = self._context.loop.policy.named_parameters()
+        trained = [(name, weight) for name, weight in named if weight.requires_grad]
         found = not_finite(trained) or not_finite(self._moments(trained))
         gather = self._context.collectives.gather
         everyone = gather(found, "check that the weights are finite") if together else [found]
@@ -273,7 +266,7 @@ class FiniteCheck:
         by_deepspeed = self._context.sharding.deepspeed and self._context.accelerator.mixed_precision == "fp16"
         return by_deepspeed or (scaler is not None and scaler.is_enabled())
 
-    def _stopped(self, what: str, gradients: list[str]) -> NotFiniteError:
+    def _stopped(self, what: str, gradients: Sequence[str] = ()) -> NotFiniteError:
         weights = not_finite(self._context.loop.policy.named_parameters())
         details = f" Gradients that are not finite: {listed(gradients)}." if gradients else ""
         details += f" Weights that are not finite: {listed(weights)}." if weights else " All weights are still finite."
@@ -314,7 +307,7 @@ def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
     return [name for name, values in named if values is not None and not is_finite(values)]
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Names in a sentence: 'a, b, c and 2 more'."""
     more = len(names) - MOST_NAMED
     return (", ".join(names[:MOST_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")

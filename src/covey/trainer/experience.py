@@ -64,15 +64,17 @@ class BehaviourScorer:
         penalised = algorithm.kl_in_reward and algorithm.beta != 0
         off_policy = context.training and not context.algebra.on_policy
         policy, old = context.loop.policy, None
-        if off_policy or penalised or self._dropout_hides(batch):
+        correction, engine = algorithm.objective.correction, batch.engine_logprobs
+        compared = correction is not None and engine is not None and context.training
+        # Dropout gives the loss other log-probs than the engine's are to be compared with.
+        if off_policy or penalised or (compared and has_dropout(policy)):
             entropies: list[Stat] | None = None if self.entropy_known else []
             old = self.logprobs(policy, batch, entropies)
             for entropy in entropies or ():
                 context.metrics.add({"entropy": entropy}, context.mode)
             self.entropy_known = True
-            correction = algorithm.objective.correction
-            if correction is not None and batch.engine_logprobs is not None:
-                batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
+            if correction is not None and engine is not None:
+                batch.mismatch_weights, stats = correction(old, engine, batch.sampled, batch.lengths)
                 context.metrics.add(stats, context.mode)
         if self.reference is not None:
             with self.reference.model(policy) as reference:
@@ -145,11 +147,6 @@ class BehaviourScorer:
                 stacklevel=2,
             )
         self._layouts_agree = True
-
-    def _dropout_hides(self, batch: TrainBatch) -> bool:
-        """Dropout gives the loss other log-probs than the engine's are to be compared with."""
-        compared = self.context.algorithm.objective.correction is not None and batch.engine_logprobs is not None
-        return compared and self.context.training and has_dropout(self.context.loop.policy)
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference": self.reference and self.reference.state_dict()}

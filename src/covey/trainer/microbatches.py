@@ -86,10 +86,7 @@ class MicroBatchRunner:
             assert batch.weights is not None, "weights come before passes"
             shares = even_shares(batch, turns=self.normalize_over == "turn")
             batch = replace(batch, weights=batch.weights * shares)
-        return _with_skipped(batch, [batch.select(part) for part in self._planned(batch, rows, at_least)])
-
-    def count(self, batch: RolloutSizes, rows: int) -> int:
-        return len(self._planned(batch, rows))
+        return _with_skipped(batch, [batch.select(part) for part in self.planned(batch, rows, at_least)])
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Run one planned pass, in smaller ones where memory runs out; the sum of the losses."""
@@ -106,7 +103,7 @@ class MicroBatchRunner:
     def score(self, batch: TrainBatch, rows: int, score: Callable[[TrainBatch], Tensor]) -> Tensor:
         """A value for every token [N], float32, computed without gradient in passes that fit."""
         values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
-        todo = self._planned(batch, rows)[::-1]
+        todo = self.planned(batch, rows)[::-1]
         for idle in self.idle(batch, len(todo)):
             score(idle)
         while todo:
@@ -210,7 +207,8 @@ class MicroBatchRunner:
                 stacklevel=3,
             )
 
-    def _planned(self, batch: RolloutSizes, rows: int, at_least: int = 1) -> list[Tensor]:
+    def planned(self, batch: RolloutSizes, rows: int, at_least: int = 1) -> list[Tensor]:
+        """The rollouts of each pass over a batch."""
         return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
@@ -286,8 +284,7 @@ class RolloutBuffer:
         self._own: OwnRollouts | None = None
         self._index: RolloutIndex | None = None
         self._parts: list[Tensor] = []
-        self._passes = 0
-        self._taken = 0
+        self._passes = self._taken = 0
         self._waiting: deque[list[TrainBatch]] = deque()
 
     def refill(self, own: OwnRollouts, index: RolloutIndex, parts: list[Tensor], passes: int) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from covey.policy.adapters import adapter_config, base_model, has_adapter, unwrapped
 from covey.policy.quantization import quantization_method
 from covey.policy.replicas import QUANTISED, Sample
-from covey.policy.weights import checkpoint_name
 from covey.rewards import RewardSuite
 
 # Settings that a checkpoint's optimizer holds: loading it puts the old ones back.
@@ -122,12 +121,12 @@ def adapter_changes(checkpoint: str, policy: Any) -> Changed:
     name = model.active_adapter
     path = Path(checkpoint, "" if name == "default" else name, "adapter_config.json")
     was, now = json.loads(path.read_text()) if path.is_file() else {}, adapter_config(model, name)
-    shared = sorted(was.keys() & now.keys() - NOT_OF_AN_ADAPTER)
-    texts = {
-        key: tuple(repr(sorted(one, key=str) if isinstance(one, list) else one) for one in (was[key], now[key]))
-        for key in shared
-    }
-    return {key: (old, new) for key, (old, new) in texts.items() if old != new}
+    changes = {}
+    for key in sorted(was.keys() & now.keys() - NOT_OF_AN_ADAPTER):
+        old, new = (repr(sorted(one, key=str) if isinstance(one, list) else one) for one in (was[key], now[key]))
+        if old != new:
+            changes[key] = old, new
+    return changes
 
 
 def check_adapter(checkpoint: str, changed: Changed) -> None:
@@ -188,10 +187,6 @@ def check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[s
                 f"{checkpoint!r} holds the state of {key}={was}, which {key}={now} cannot go on from. Resume with"
                 f" {key}={was}, or begin a new run from its weights with model={checkpoint!r}."
             )
-
-
-def trained_names(policy: Any) -> list[str]:
-    return sorted(checkpoint_name(name) for name, weight in policy.named_parameters() if weight.requires_grad)
 
 
 def check_same_trained(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str], changed: Changed) -> None:

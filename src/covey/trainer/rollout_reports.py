@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from time import perf_counter
 from typing import Any
 
@@ -156,20 +156,13 @@ def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Sta
 
 def staleness(rollout: Rollout, version: int) -> list[int]:
     """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
-    if rollout.versions is None:
-        return []
-    pairs = zip(rollout.versions, rollout.sampled, strict=True)
-    return [version - sampled_with for sampled_with, sampled in pairs if sampled]
+    return [version - sampled_with for sampled_with in compress(rollout.versions or (), rollout.sampled)]
 
 
 def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
     ages = [age for rollout in rollouts for age in staleness(rollout, version)]
-    if not ages:
-        return {}
-    return {
-        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
-        "sampling/staleness/max": Max(float(max(ages))),
-    }
+    mean = Mean(float(sum(ages)), len(ages))
+    return {"sampling/staleness/mean": mean, "sampling/staleness/max": Max(float(max(ages)))} if ages else {}
 
 
 def token_ages(rollouts: Sequence[Rollout], version: int) -> list[int]:
@@ -189,9 +182,8 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
 
 
 def mean_entropy(rollout: Rollout) -> float | None:
-    """Mean entropy of a rollout's sampled tokens, or None if none was measured."""
-    pairs = zip(rollout.entropies or (), rollout.sampled, strict=False)
-    values = [entropy for entropy, sampled in pairs if sampled]
+    """Mean over a rollout's sampled tokens, or None if none was measured."""
+    values = list(compress(rollout.entropies or (), rollout.sampled))
     return sum(values) / len(values) if values else None
 
 

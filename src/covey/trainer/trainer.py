@@ -164,7 +164,7 @@ class OnlineTrainer(Trainer):
 
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
         """The parts of a step, each with what it needs of the others."""
-        args, context, engine = self.args, self.context, self.collector.engine
+        args, context, engine, rows = self.args, self.context, self.collector.engine, self.train_dataset
         replay, traits = build.build_replay(context, self.collector, self.rewards)
         entropy = build.entropy_controller(args)
         context.algorithm = corrected(context.algorithm, args, traits, sampling)
@@ -175,20 +175,14 @@ class OnlineTrainer(Trainer):
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
-        reuse = build.build_speculation(args, self.train_dataset)
-        chooser = build.build_chooser(context, self.train_dataset, self.rewards.weights)
+        reuse, chooser = build.build_speculation(args, rows), build.build_chooser(context, rows, self.rewards.weights)
         self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, reuse, chooser, replay)
         self.finite = FiniteCheck(context, self.credit.describe_rewards)
         described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
         self.recorder = build.build_recorder(context, self.collector, self.rewards, described)
+        balance = self.balance if self.balance.enabled else None
         self.updates = UpdatePhase(
-            context,
-            self.scorer,
-            self.behaviour,
-            runner,
-            entropy,
-            self.balance if self.balance.enabled else None,
-            self.finite,
+            *(context, self.scorer, behaviour, runner, entropy, balance, self.finite),
             backward=super().training_step,
             compute_loss=lambda model, batch: self.compute_loss(model, batch),
             updates=None if self.recorder is None else self.recorder.updates,
@@ -355,9 +349,8 @@ class OnlineTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the window's metrics to what Hugging Face logs, and write down its completions."""
         if "loss" in logs:
-            phases, overlaps = self.context.phases.drain(), self.timeline.drain()
-            self.metrics.add({f"phase/{name}": Max(seconds) for name, seconds in phases.items()}, "train")
-            self.metrics.add({f"overlap/{name}": Max(seconds) for name, seconds in overlaps.items()}, "train")
+            for kind, times in (("phase", self.context.phases.drain()), ("overlap", self.timeline.drain())):
+                self.metrics.add({f"{kind}/{name}": Max(seconds) for name, seconds in times.items()}, "train")
             logs = {**logs, **self.metrics.drain("train")}
             self.completions.publish(self.state.global_step)
         super().log(logs, start_time)

@@ -193,7 +193,7 @@ class UpdatePhase:
             index = index.without_signal_dropped()
         shares = balance_ranks(index, context.collectives.size, self.scorer.layout)
         rows = args.per_device_train_batch_size
-        most = max(self.runner.count(index.select(share), rows) for share in shares) if len(shares) > 1 else 1
+        most = max(len(self.runner.planned(index.select(share), rows)) for share in shares) if len(shares) > 1 else 1
         mine = own.fetch(index, shares, context.collectives)
         if args.top_entropy_quantile < 1.0:
             mine.entropy_threshold = entropy_threshold(self.behaviour, mine)

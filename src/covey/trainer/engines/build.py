@@ -33,16 +33,12 @@ def build_engine(
     vision: Vision | None = None,
 ) -> RolloutEngine:
     """Engine that samples from the policy; backends are imported only when used, and a replay has none."""
-    replays = args.replay_from is not None
-    if args.use_sglang and not replays:
-        from covey.trainer.engines.servers import sglang_servers
+    if args.replay_from is None and (args.use_sglang or (args.use_vllm and args.vllm_mode == "server")):
+        from covey.trainer.engines.servers import sglang_servers, vllm_servers
 
-        return sglang_servers(args, model, tokenizer, accelerator, context)
-    if args.use_vllm and args.vllm_mode == "server" and not replays:
-        from covey.trainer.engines.servers import vllm_servers
-
-        return vllm_servers(args, model, tokenizer, accelerator, context)
-    if args.use_vllm and not replays:
+        start = sglang_servers if args.use_sglang else vllm_servers
+        return start(args, model, tokenizer, accelerator, context)
+    if args.replay_from is None and args.use_vllm:
         from covey.trainer.engines.colocated import build_colocated
 
         return build_colocated(args, model, tokenizer, accelerator, policy, vision)
@@ -92,10 +88,7 @@ class FrozenEngine:
 
 
 def freeze_seats(agents: Any, model: Any, args: OnlineConfig, accelerator: Any, **parts: Any) -> None:
-    """Give the seats "frozen" of a program, or of several by name, an engine with a copy of the model.
-
-    ValueError where the weights are sharded.
-    """
+    """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
     names = [(each, name) for each in seats for name, seat in each.items() if _is_frozen(seat)]
     if not names:

@@ -7,6 +7,7 @@ To add a backend, write its `ServerApi` and `WeightApi` (`covey.engines.servers.
 import os
 import secrets
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,13 @@ def sglang_servers(
         folder=args.checkpoint_path,
     )
     api_key = args.sglang_api_key or os.environ.get(launch.KEY) or None
-    urls, process = args.sglang_urls, None
-    if not urls:
-        api_key = api_key or secrets.token_hex(16)
-        url, process = start_sglang(args, model, accelerator, api_key)
-        urls = [url]
-    try:
+    urls = args.sglang_urls
+    with ExitStack() as started:
+        if not urls:
+            api_key = api_key or secrets.token_hex(16)
+            url, process = start_sglang(args, model, accelerator, api_key)
+            started.callback(process.stop)
+            urls = [url]
         engine = remote_engine(
             [ServerClient(url, api_key) for url in urls],
             api,
@@ -76,12 +78,7 @@ def sglang_servers(
             concurrency=args.sglang_concurrency,
             resend=accelerator.num_processes == 1 and args.max_staleness == 0,
         )
-    except BaseException:
-        if process is not None:
-            process.stop()
-        raise
-    if process is not None:
-        weakref.finalize(engine, process.stop)  # which also keeps it until then
+        weakref.finalize(engine, started.pop_all().close)  # which also keeps the process until then
     return engine
 
 
@@ -153,11 +150,10 @@ def generation_extras(args: OnlineConfig) -> dict[str, Any]:
     given = dict(args.generation_kwargs or {}).items()  # type: ignore[arg-type] # a config parses JSON
     extra = {names.get(name, name): value for name, value in given if (name, value) != ("do_sample", True)}
     shape: dict[str, Any] = {}
-    if (regex := args.vllm_structured_outputs_regex) is not None:
-        if args.use_sglang:
-            shape = {"regex": regex}
-        elif args.use_vllm and args.vllm_mode == "server":
-            shape = {"structured_outputs": {"regex": regex}}
+    if (regex := args.vllm_structured_outputs_regex) is not None and args.use_sglang:
+        shape = {"regex": regex}
+    elif regex is not None and args.use_vllm and args.vllm_mode == "server":
+        shape = {"structured_outputs": {"regex": regex}}
     if both := extra.keys() & shape:
         raise ValueError(
             f"generation_kwargs[{both.pop()!r}] and vllm_structured_outputs_regex are both set: one of the two shapes"

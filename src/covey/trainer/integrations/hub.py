@@ -44,20 +44,19 @@ def create_model_card(
     """
     if not self.is_world_process_zero():
         return
-    config = self.policy.config
+    config, folder = self.policy.config, Path(self.args.output_dir or ".")
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
-    trained_on = getattr(getattr(self.train_dataset, "info", None), "dataset_name", None)
-    trained_on = None if trained_on in ("", *NO_DATA_SETS) else trained_on
-    datasets = listed(dataset_name or dataset or dataset_tags) or listed(trained_on)
+    trained_on = listed(getattr(getattr(self.train_dataset, "info", None), "dataset_name", None))
+    trained_on = [name for name in trained_on if name not in ("", *NO_DATA_SETS)]
     known = self.hub_model_id or self.args.hub_model_id
     if known and model_name in (None, known.rpartition("/")[2]):  # transformers gives it without its owner
         model_name = str(known)
     facts = CardFacts(
-        name=model_name or Path(self.args.output_dir or ".").name,
+        name=model_name or folder.name,
         base=base,
         method=self.args.method,
         adapter=hasattr(self.policy, "peft_config"),
-        datasets=datasets,
+        datasets=listed(dataset_name or dataset or dataset_tags) or trained_on,
         rewards=self.rewards.names,
         config=self.args.to_dict(),
         defaults={
@@ -71,7 +70,6 @@ def create_model_card(
         license=license,
         tags=listed(tags),
     )
-    folder = Path(self.args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
 
@@ -115,21 +113,19 @@ class PushCompletions(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start an upload, unless one is running or was started less than `PUSH_EVERY` ago."""
-        if self._under_way is not None and not self._under_way.done():
-            return
-        if time.monotonic() - self._last >= PUSH_EVERY:
-            self._push(state.global_step, wait=False)
+        done = self._under_way is None or self._under_way.done()
+        if done and time.monotonic() - self._last >= PUSH_EVERY:
+            self._push(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._push(state.global_step)
         self._settle()
-        self._push(state.global_step, wait=True)
 
-    def _push(self, step: int, wait: bool) -> None:
+    def _push(self, step: int) -> None:
         from huggingface_hub import CommitOperationAdd
 
         self._settle()
-        stamps = self._stamps()
-        new = {path: stamp for path, stamp in stamps.items() if self._pushed.get(path) != stamp}
+        new = {path: stamp for path, stamp in self._stamps().items() if self._pushed.get(path) != stamp}
         if not new:
             return
         self._last = time.monotonic()
@@ -139,8 +135,6 @@ class PushCompletions(TrainerCallback):
         self._under_way = self._api.create_commit(
             self._repo, files, commit_message=message, repo_type="dataset", run_as_future=True
         )
-        if wait:
-            self._settle()
 
     def _settle(self) -> None:
         if self._under_way is None:
