@@ -125,6 +125,6 @@ def test_vllm_starts_with_the_policy_offloaded_until_it_sleeps(tmp_path, monkeyp
         bf16=False,
     )
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1, mixed_precision="no")
-    engine = colocated.build_colocated(args, tiny.model(), tiny.tokenizer(), accelerator, lambda: "policy")
+    engine = colocated.build_colocated(args, tiny.model(), tiny.tokenizer(), accelerator, lambda: "policy", None)
     assert events == ["the policy leaves", "vLLM starts with 0.9", "vLLM asleep at level 1", "the policy is back"]
     assert engine.make_room is room

@@ -103,7 +103,6 @@ def _can_be_made(folder: str) -> bool:
 
 
 def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
-    """Settings, services and state of a run, once Hugging Face's trainer has its accelerator."""
     if accelerator.device.type == "cpu":
         reuse_freed_memory()
     rank, size = accelerator.process_index, accelerator.num_processes
@@ -362,7 +361,6 @@ def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
 def build_recorder(
     context: RunContext, collector: Collector, rewards: RewardSuite, described: Callable[[], Any]
 ) -> Recorder | None:
-    """Record of rollouts or of every token, as the config asks."""
     args, collectives = context.args, context.collectives
 
     if args.record == "off":

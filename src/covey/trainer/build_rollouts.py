@@ -146,9 +146,8 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
 
 
 def build_environments(
-    args: OnlineConfig, factory: Any, tools: Sequence[Callable[..., Any] | Tool], limits: RolloutValidator, parser: Any
+    args: OnlineConfig, factory: Any, tools: Sequence[Any], limits: RolloutValidator, parser: Callable[..., ToolParser]
 ) -> EnvironmentAgent | PlayedEnvironment | NamedEnvironments:
-    """The agent for a factory, or for factories by name."""
     if not isinstance(factory, dict):
         return build_environment(args, factory, tools, limits, parser)
     if not factory or not all(isinstance(name, str) for name in factory):
@@ -161,11 +160,7 @@ def build_environments(
 
 
 def build_environment(
-    args: OnlineConfig,
-    factory: Any,
-    tools: Sequence[Callable[..., Any] | Tool],
-    limits: RolloutValidator,
-    parser: Callable[[list[dict[str, Any]]], ToolParser],
+    args: OnlineConfig, factory: Any, tools: Sequence[Any], limits: RolloutValidator, parser: Callable[..., ToolParser]
 ) -> EnvironmentAgent | PlayedEnvironment:
     """The agent for the environments that a factory makes, or for an object that plays rollouts itself."""
     if not isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "play", None)):
@@ -177,7 +172,11 @@ def build_environment(
             f" {type(factory).__name__}. Every rollout needs an environment of its own."
         )
     pool = EnvironmentPool(factory, args.tool_timeout, getattr(factory, "max_environments", None))
-    example = _first(pool)
+    try:
+        lease = run_async(pool.acquire())  # an environment to look at; the first rollout gets it
+    except EnvironmentFailed as failed:
+        raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
+    pool.release(example := lease.environment)
     kind = type(example).__name__
     if not callable(getattr(example, "reset", None)):
         raise ValueError(f"`environment_factory` made a {kind}, which has no method `reset(**row)`.")
@@ -241,16 +240,6 @@ def check_columns(player: Any, columns: set[str], role: str) -> None:
 def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
     values = (getattr(source, name, None) for source in (factory, example))
     return next((value for value in values if value is not None), otherwise)
-
-
-def _first(pool: EnvironmentPool) -> Any:
-    """An environment to look at; the first rollout gets it."""
-    try:
-        lease = run_async(pool.acquire())
-    except EnvironmentFailed as failed:
-        raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
-    pool.release(lease.environment)
-    return lease.environment
 
 
 def _refuse_tools(tools: Sequence[Any], kind: str) -> None:

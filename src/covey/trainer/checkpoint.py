@@ -87,15 +87,12 @@ class Checkpointer:
         return final
 
     def find(self, wanted: str | bool, output_dir: str) -> str | None:
-        """The checkpoint to resume from, compared with its manifest and this run; None if "auto" finds none.
-
-        Collective.
+        """A checkpoint to resume from, compared with its manifest and this run; None if "auto" finds none. Collective.
 
         Raises:
             ValueError: there is no such checkpoint, it is damaged, or of a run that this one cannot continue.
         """
-        found = self._find_whole(wanted, output_dir)
-        if found is not None:
+        if (found := self._find_whole(wanted, output_dir)) is not None:
             self._compare(found)
         return found
 
@@ -211,7 +208,6 @@ class Checkpointer:
                 load()
 
     def save_sharded_model(self, folder: str, processing_class: Any) -> None:
-        """Write a sharded model so that `from_pretrained` reads it. Collective."""
         args, loop = self.context.args, self.context.loop
         with self.context.collectives.together("write the model"):
             save_sharded(self.context.accelerator.unwrap_model(loop.model_wrapped), folder, writes=args.should_save)
@@ -298,10 +294,7 @@ def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
 def superfluous_checkpoints(
     run_dir: str, limit: int | None, keep: list[str | None], others: Collection[str] = ()
 ) -> list[Path]:
-    """The checkpoints to delete so that `limit` are left: those of the earliest steps, by number and not by clock.
-
-    `others` are of another run, and neither counted nor deleted.
-    """
+    """Checkpoints to delete, earliest steps first, so that `limit` are left; `others` neither count nor are deleted."""
     if limit is None or limit < 1:
         return []
     kept = {Path(path).name for path in keep if path is not None}

@@ -31,8 +31,6 @@ class TrainingLoop(Protocol):
 
 @dataclass
 class RunContext:
-    """Settings, services and state of a run."""
-
     args: OnlineConfig  # the config
     algebra: BatchAlgebra  # its batch sizes
     algorithm: Algorithm  # advantages, objective and weighting

@@ -208,7 +208,6 @@ class MicroBatchRunner:
             )
 
     def planned(self, batch: RolloutSizes, rows: int, at_least: int = 1) -> list[Tensor]:
-        """The rollouts of each pass over a batch."""
         return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:

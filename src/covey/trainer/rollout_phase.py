@@ -29,8 +29,6 @@ GenerationKey = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Rollouts of one generation."""
-
     key: GenerationKey  # names the generation
     scored: ScoredRollouts  # this process's share
     selection: Selection | None = None  # the groups selected by their rewards, where any are

@@ -163,7 +163,6 @@ class OnlineTrainer(Trainer):
         build.add_callbacks(self, build.as_callbacks(callbacks))
 
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
-        """The parts of a step, each with what it needs of the others."""
         args, context, engine, rows = self.args, self.context, self.collector.engine, self.train_dataset
         replay, traits = build.build_replay(context, self.collector, self.rewards)
         entropy = build.entropy_controller(args)
@@ -299,7 +298,6 @@ class OnlineTrainer(Trainer):
         shard_on_cpu(self)
 
     def get_train_dataloader(self) -> Any:
-        """Micro-steps over the training prompts."""
         if self.train_dataset is None:
             raise ValueError("training needs a `train_dataset`; this trainer was made without one.")
         return train_loader(

@@ -34,7 +34,9 @@ def _too_small(bench: Bench) -> None:
 
 def _three_processes(bench: Bench) -> None:
     accelerator = SimpleNamespace(num_processes=3, device=torch.device("cpu"), mixed_precision="no")
-    colocated.build_colocated(_colocated(bench, vllm_tensor_parallel_size=2), None, None, accelerator, lambda: None)
+    colocated.build_colocated(
+        _colocated(bench, vllm_tensor_parallel_size=2), None, None, accelerator, lambda: None, None
+    )
 
 
 def _sleep_on_a_cpu(bench: Bench) -> None:

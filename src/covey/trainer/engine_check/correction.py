@@ -72,7 +72,6 @@ def build_engine_check(
     traits: EngineTraits,
     rescore: Callable[[TrainBatch, float], Tensor],
 ) -> EngineCheck:
-    """The comparison of the engine's first samples with the trainer's log-probs."""
     args = context.args
     model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
     comparable = not (traits.reports_after_cut and reshapes(args, params))

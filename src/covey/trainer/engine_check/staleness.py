@@ -47,7 +47,6 @@ class Snapshot:
             self._pairs.append((weight, weight.to("cpu", copy=True)))
 
     def renew(self) -> None:
-        """Copy the weights as they are now."""
         for weight, copy in self._pairs:
             copy.copy_(weight)
 

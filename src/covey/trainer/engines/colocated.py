@@ -32,12 +32,7 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def build_colocated(
-    args: OnlineConfig,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    vision: Vision | None = None,
+    args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes

@@ -26,8 +26,6 @@ from covey.trainer.rollout_reports import as_logged, columns_of, rewards_by_name
 
 @dataclass(eq=False)
 class EvaluationPhase:
-    """Samples and scores evaluation datasets."""
-
     context: RunContext
     rollouts: RolloutPhase
     gather: Callable[[list[PromptSample]], TrainBatch]  # their batch, with credit; collective

@@ -154,8 +154,6 @@ class EvalSuite:
 
 @dataclass(frozen=True)
 class Graded:
-    """Grade of one completion."""
-
     prompt: int  # row of the dataset
     reward: float  # weighted total; NaN without a reward
     right: bool | None  # None without a reward

@@ -65,8 +65,6 @@ PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "deepspee
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Contents of a card."""
-
     name: str
     base: str | None  # hub id of the model that was trained
     method: str  # `grpo` or `rloo`

@@ -248,7 +248,6 @@ class CompletionFiles:
         return max(groups, key=lambda rows: pstdev(row["reward"] or 0.0 for row in rows), default=[])
 
     def _steps(self, name: str) -> dict[int, Path]:
-        """Files by step."""
         steps = {}
         for path in self.folder.glob(f"{name}_*.parquet"):
             step = path.stem.removeprefix(f"{Path(name).name}_")

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from covey.config.messages import closest
 from covey.observability.completions import warn_of_tracker
@@ -21,8 +22,6 @@ GUARDED = ("on_log", "on_step_end", "on_evaluate", "on_predict", "on_save", "on_
 
 
 def check_trackers(report_to: str | Sequence[str] | None) -> None:
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
     for name in [report_to] if isinstance(report_to, str) else report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
             raise ValueError(
@@ -39,8 +38,6 @@ def check_trackers(report_to: str | Sequence[str] | None) -> None:
 
 def guard_trackers(callbacks: Iterable[TrainerCallback]) -> None:
     """Let a tracker that fails once a run has begun, as when its server is gone, cost its entry and not the run."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
     for callback in callbacks:
         if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
             for event in GUARDED:
