@@ -51,8 +51,7 @@ from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
-from covey.trainer.integrations.named import named_parts
-from covey.trainer.integrations.report import RunReport
+from covey.trainer.integrations.report import RunReport, named_parts
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.loss_terms import EntropyController
 

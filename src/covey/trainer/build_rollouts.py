@@ -11,15 +11,7 @@ from covey.config.base import OnlineConfig
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
-from covey.rollout.environments.agent import (
-    REWARD,
-    SCORES,
-    EnvironmentAgent,
-    NamedEnvironments,
-    PlayedEnvironment,
-    TextEnvironmentAgent,
-    ToolEnvironmentAgent,
-)
+from covey.rollout.environments import agent
 from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool
 from covey.rollout.images import has_images
@@ -55,7 +47,7 @@ def build_rollout_spec(
     play: Any
     if environment_factory is not None:
         play = build_environments(args, environment_factory, tools, limits, partial(_parser, args, templates))
-        codec.tools = () if isinstance(play, NamedEnvironments) else codec.tools  # each environment shows its own
+        codec.tools = () if isinstance(play, agent.NamedEnvironments) else codec.tools  # each environment shows its own
     elif rollout_func is None:
         toolbox = Toolbox(tools, timeout=args.tool_timeout)
         play = ToolAgent(toolbox, _parser(args, templates, toolbox.schemas), args.max_tool_calling_iterations)
@@ -126,7 +118,7 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
     play: Any = spec and spec.play
     for number, row in enumerate(rows):
         player = play
-        if isinstance(play, NamedEnvironments):
+        if isinstance(play, agent.NamedEnvironments):
             try:
                 player = play.agents[play.checked_name(row)]
             except EnvironmentFailed as unknown:
@@ -137,7 +129,7 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
                 " policy in text. Play the rollouts with `rollout_func`, or remove the images, as by"
                 " `dataset.remove_columns('image')`."
             )
-        if isinstance(player, ToolAgent | EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
+        if isinstance(player, ToolAgent | agent.EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
             needs = "tools need" if isinstance(player, ToolAgent) else "an environment needs"
             raise ValueError(
                 f"row {number} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
@@ -147,7 +139,7 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
 
 def build_environments(
     args: OnlineConfig, factory: Any, tools: Sequence[Any], limits: RolloutValidator, parser: Callable[..., ToolParser]
-) -> EnvironmentAgent | PlayedEnvironment | NamedEnvironments:
+) -> agent.EnvironmentAgent | agent.PlayedEnvironment | agent.NamedEnvironments:
     if not isinstance(factory, dict):
         return build_environment(args, factory, tools, limits, parser)
     if not factory or not all(isinstance(name, str) for name in factory):
@@ -156,16 +148,16 @@ def build_environments(
             ' {"shop": Shop}, that rows have in their column `environment`.'
         )
     agents = {name: build_environment(args, one, tools, limits, parser) for name, one in factory.items()}
-    return NamedEnvironments(agents)
+    return agent.NamedEnvironments(agents)
 
 
 def build_environment(
     args: OnlineConfig, factory: Any, tools: Sequence[Any], limits: RolloutValidator, parser: Callable[..., ToolParser]
-) -> EnvironmentAgent | PlayedEnvironment:
+) -> agent.EnvironmentAgent | agent.PlayedEnvironment:
     """The agent for the environments that a factory makes, or for an object that plays rollouts itself."""
     if not isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "play", None)):
         _refuse_tools(tools, type(factory).__name__)
-        return PlayedEnvironment(factory, args.rollout_timeout, limits)
+        return agent.PlayedEnvironment(factory, args.rollout_timeout, limits)
     if not callable(factory) or isinstance(factory, str):
         raise ValueError(
             f"`environment_factory` must be a class or a function that makes an environment, got an object of the type"
@@ -184,21 +176,21 @@ def build_environment(
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
-        return TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
+        return agent.TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
     gives_reward = callable(getattr(example, "get_reward", None))
     methods = tool_methods(example)
     if not methods and not tools:
-        return EnvironmentAgent(pool, gives_reward, required(example.reset))
+        return agent.EnvironmentAgent(pool, gives_reward, required(example.reset))
     schemas, rounds = [Tool.of(tool).schema for tool in [*methods, *tools]], args.max_tool_calling_iterations
-    return ToolEnvironmentAgent(pool, gives_reward, example, parser(schemas), tools, rounds)
+    return agent.ToolEnvironmentAgent(pool, gives_reward, example, parser(schemas), tools, rounds)
 
 
 def environment(**columns: Any) -> list[Any]:
     """The reward that environments gave their rollouts, as a reward function; their scores become metrics."""
-    for scores in columns.get(SCORES) or ():
+    for scores in columns.get(agent.SCORES) or ():
         for name, value in (scores or {}).items():
             columns["log_metric"](f"environment/{name}", value)
-    return columns.get(REWARD) or [None] * len(columns["completions"])
+    return columns.get(agent.REWARD) or [None] * len(columns["completions"])
 
 
 def reward_sources(functions: Any, weights: Any, processing_classes: Any, player: Any) -> tuple[Any, Any, Any]:

@@ -23,7 +23,7 @@ from covey.policy.scoring import TokenScorer, fused_layers
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import MicroBatchRunner, weigh
+from covey.trainer.microbatches import MicroBatchRunner, batch_counts, weigh
 from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
 
@@ -189,17 +189,11 @@ class CreditAssigner:
             context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl, energies
         )
         batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
-        weigh(
-            batch,
-            context.algorithm.weighting,
-            rows_per_part=context.micro_batch_rows,
-            total_rows=len(everyone.lengths),
-            total_tokens=everyone.trained_tokens,
-            total_parts=everyone.micro_batches,
-            updates=algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0,
-            max_completion_length=args.max_completion_length,
-            entropy_bonus=self.entropy_bonus,
-        )
+        totals = len(everyone.lengths), everyone.trained_tokens, everyone.micro_batches
+        updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0
+        rows, longest = context.micro_batch_rows, args.max_completion_length
+        counts = batch_counts(batch.sampled_lengths, rows, totals, updates, longest)
+        weigh(batch, context.algorithm.weighting, counts, entropy_bonus=self.entropy_bonus)
         self._log(everyone, credit, rollouts, log)
         return batch
 

@@ -22,7 +22,7 @@ from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
 from covey.trainer.engine_check.correction import corrected
-from covey.trainer.microbatches import weigh
+from covey.trainer.microbatches import batch_counts, weigh
 from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
@@ -114,17 +114,8 @@ class Step:
             self.algorithm, torch.ones(1), scores, 4, kl.float() if self.algorithm.kl_in_reward else None
         )
         batch.advantages = credit.of_tokens(slice(None)).double()
-        weigh(
-            batch,
-            self.algorithm.weighting,
-            rows_per_part=4,
-            total_rows=len(batch),
-            total_tokens=int(batch.sampled.sum()),
-            total_parts=2,
-            updates=1.0,
-            max_completion_length=6,
-            entropy_bonus=bool(self.config.entropy_coef),
-        )
+        counts = batch_counts(batch.sampled_lengths, 4, (len(batch), int(batch.sampled.sum()), 2), 1.0, 6)
+        weigh(batch, self.algorithm.weighting, counts, entropy_bonus=bool(self.config.entropy_coef))
         return batch
 
     def scores(self, batch: TrainBatch) -> Any:

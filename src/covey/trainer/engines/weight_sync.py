@@ -100,46 +100,39 @@ class WeightSync:
 
     def _load_each(self, update: WeightUpdate) -> None:
         """Every process loads its own engine; one that cannot stops all."""
-        error: Exception | None = None
+        purpose = f"load weights of {update.version}"
         try:
             self.engine.load_weights(update)
-        except Exception as caught:
-            error = caught
-        words = self.collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(words):
+        except Exception as error:
+            self.collectives.gather(str(error), purpose)
+            raise
+        for rank, text in enumerate(self.collectives.gather(None, purpose)):
             if text is not None:
                 raise RuntimeError(f"process {rank} could not load weights: {text}")
 
     def _lead(self, engine: Any, update: WeightUpdate) -> None:
         """Send. Where a pass over the weights is collective, call the others to each."""
-        together = is_sharded(self.policy())
-        error: BaseException | None = None
+        message = state = None
         try:
-            engine.load_weights(self._announcing(update) if together else update)
-        except BaseException as caught:
-            error = caught
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        state = None if error else (engine.export_state(), self._base_sent)
-        self._from_first(("done", message, state), update.version)
-        if error is not None:
-            raise error
+            engine.load_weights(self._announcing(update) if is_sharded(self.policy()) else update)
+            state = engine.export_state(), self._base_sent
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._from_first(("done", message, state), update.version)
 
     def _follow(self, engine: Any, update: WeightUpdate) -> None:
-        while True:
-            word, message, state = self._from_first(None, update.version)
-            if word == "pass":
-                of = update if message == "update" else update.base
-                assert of is not None, "both processes made the same update"
-                for _ in of.tensors():
-                    pass
-                continue
-            if message is not None:
-                raise RuntimeError(f"process 0 could not send the weights: {message}")
-            engine_state, self._base_sent = state
-            engine.import_state(update.version, engine_state)
-            return
+        while (received := self._from_first(None, update.version))[0] == "pass":
+            of = update if received[1] == "update" else update.base
+            assert of is not None, "both processes made the same update"
+            for _ in of.tensors():
+                pass
+        _, message, state = received
+        if message is not None:
+            raise RuntimeError(f"process 0 could not send the weights: {message}")
+        engine_state, self._base_sent = state
+        engine.import_state(update.version, engine_state)
 
     def _from_first(self, word: Any, version: int) -> Any:
         return self.collectives.gather(word, f"send weights of version {version}")[0]

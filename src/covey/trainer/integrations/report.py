@@ -1,5 +1,6 @@
 """The page and the curves of a run, written at every save, at its end and when it is interrupted."""
 
+import inspect
 import json
 import math
 import os
@@ -28,7 +29,9 @@ from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
 from covey.runtime.safe_text import is_secret, without_secrets
+from covey.runtime.user_code import unwrap_partial
 from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE, versions
 
 SHOWN = 8  # pairs of completions in the page
@@ -181,6 +184,43 @@ def resume_command(checkpoint: str | bool = True) -> str:
             kept.append(word)
         follows = resumes and not equals
     return shlex.join([*kept, "--resume_from_checkpoint", "true" if checkpoint is True else str(checkpoint)])
+
+
+def named_parts(trainer: Any) -> dict[str, Any]:
+    """Keys of a run file: model, rewards, tools and adapter; None for what has no name."""
+    method = type(trainer.args).method
+    if trainer.report.named:
+        return {"method": method, **trainer.report.named}
+    made, config = trainer.made_of, trainer.policy.config
+    adapter = made.get("peft_config")
+    return {
+        "method": method,
+        "model": str(getattr(config, "_name_or_path", "")) or None,
+        "tokenizer": str(getattr(made.get("processing_class"), "name_or_path", "")) or None,
+        "reward_funcs": [name_of(one) for one in listed(made.get("reward_funcs"))],
+        "tools": [name_of(one) for one in made.get("tools") or ()],
+        "peft": None if adapter is None else _adapter(adapter.to_dict()),
+        "rollout_func": name_of(made.get("rollout_func")),
+        "environment_factory": name_of(made.get("environment_factory")),
+    }
+
+
+def name_of(part: Any) -> str | None:
+    """`path/to/file.py:name` of a function or class at the top level of a file; a path or an id as it is."""
+    if part is None or isinstance(part, str | os.PathLike):
+        return None if part is None else os.fspath(part)
+    name = getattr(part, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(unwrap_partial(part))
+    except TypeError:
+        return None
+    return f"{os.path.abspath(file)}:{name}" if file and name.isidentifier() and unwrap_partial(part) is part else None
+
+
+def _adapter(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias", "modules_to_save")
+    values = {name: settings[name] for name in kept if settings.get(name) is not None}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def changed(args: Any) -> dict[str, Any]:
