@@ -248,11 +248,9 @@ def build_collector(
     )
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
-        policy = partial(getattr, run.loop, "policy")
-        engine = build_engine(args, model, tokenizer, run.accelerator, policy, context, run.collectives, vision)
+        engine = build_engine(run, model, tokenizer, partial(getattr, run.loop, "policy"), context, vision)
     if hasattr(engine, "generate"):  # `covey explain` starts none
-        parts: dict[str, Any] = {"context": context, "collectives": run.collectives, "vision": vision}
-        freeze_seats(environment_factory, model, args, run.accelerator, tokenizer=tokenizer, **parts)
+        freeze_seats(environment_factory, run, model, tokenizer, context, vision)
         if args.keep_sampling_mask and not traits_of(engine).returns_masks:
             raise ValueError(
                 f"keep_sampling_mask=True, and {type(engine).__name__} does not say that it returns which tokens it"

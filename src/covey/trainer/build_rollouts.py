@@ -97,8 +97,7 @@ def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str
     """Show these tools in prompts. Returns how calls are read; warns where the chat template leaves that open."""
     templates.codec.tools = schemas
     turns = templates.of(schemas, None)
-    template = templates.codec.tokenizer.chat_template
-    name = args.tool_parser or parser_for(template)
+    name = args.tool_parser or parser_for(templates.codec.tokenizer.chat_template)
     if not turns.shows_tools and args.tool_parser is None:
         warnings.warn(
             "the chat template does not tell the model about tools, so the prompts have to: name them, and show how a"

@@ -177,10 +177,8 @@ class FiniteCheck:
     """Skips steps whose loss or gradient is not finite; stops a run at the third in a row, and at such weights."""
 
     def __init__(self, context: RunContext, rewards: Callable[[], str] = lambda: "unknown"):
-        self._context = context
-        self._rewards = rewards  # of the newest generation, for messages
-        self._skipped_in_a_row = 0
-        self._skipped_step = -1
+        self._context, self._rewards = context, rewards  # rewards of the newest generation, for messages
+        self._skipped_in_a_row, self._skipped_step = 0, -1
         self._passes: list[str] = []  # those of this step whose loss is not finite
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,8 +207,7 @@ class FiniteCheck:
         self._skipped_in_a_row += 1
         if not self.scales_loss:
             self._skip(f"the norm of the gradient is {value}")
-            return
-        if self._skipped_in_a_row > MOST_SKIPPED:
+        elif self._skipped_in_a_row > MOST_SKIPPED:
             raise self._stopped(
                 f"the gradient was not finite in {self._skipped_in_a_row} steps in a row, at any loss scale of float16"
             )

@@ -264,9 +264,8 @@ def pack(value: Any) -> Tensor:
 def unpack(message: Tensor) -> Any:
     """The object that was packed; its tensors are views of the message."""
     end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
-    unpickler = _TensorUnpickler(io.BytesIO(message[8:end].numpy().tobytes()))
-    unpickler.data = message[end + -end % ALIGNMENT :]
-    return unpickler.load()
+    data = message[end + -end % ALIGNMENT :]
+    return _TensorUnpickler(io.BytesIO(message[8:end].numpy().tobytes()), data).load()
 
 
 class _TensorPickler(pickle.Pickler):
@@ -291,16 +290,14 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    data: Tensor
-
-    def __init__(self, file: io.BytesIO):
+    def __init__(self, file: io.BytesIO, data: Tensor):
         super().__init__(file)
-        self._tensors: dict[Any, Tensor] = {}
+        self._data, self._tensors = data, dict[Any, Tensor]()
 
     def persistent_load(self, pid: Any) -> Tensor:
         if pid not in self._tensors:  # one tensor stays one
             start, dtype, shape = pid
-            data = self.data[start : start + shape.numel() * dtype.itemsize]
+            data = self._data[start : start + shape.numel() * dtype.itemsize]
             self._tensors[pid] = data.view(dtype).view(shape)
         return self._tensors[pid]
 

@@ -203,8 +203,7 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
     if collectives.size == 1:
         return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch)
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]
-    facts = RolloutIndex.of(batch, collectives.rank), present
-    everyone = collectives.gather(facts, "share the sizes of rollouts")
+    everyone = collectives.gather((RolloutIndex.of(batch, collectives.rank), present), "share the sizes of rollouts")
     reported = {name for _, names in everyone for name in names}
     filled: dict[str, Any] = {
         name: torch.full(batch.sampled.shape, UNREPORTED[name], device=batch.sampled.device)

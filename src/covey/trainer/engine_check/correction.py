@@ -21,10 +21,8 @@ from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
 from covey.trainer.engine_check.staleness import VersionTest
 
 RESHAPING = frozenset(
-    (
-        *("allowed_token_ids", "bad_words", "frequency_penalty", "guided_decoding", "json_schema", "logit_bias"),
-        *("logits_processors", "min_tokens", "presence_penalty", "regex", "structured_outputs", "typical_p"),
-    )
+    {"allowed_token_ids", "bad_words", "frequency_penalty", "guided_decoding", "json_schema", "logit_bias", "regex"}
+    | {"logits_processors", "min_tokens", "presence_penalty", "structured_outputs", "typical_p"}
 )  # engine settings beyond `SamplingParams`' own that change which tokens may come and how often
 
 
@@ -61,8 +59,7 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
         "repetition_penalty": params.repetition_penalty != 1.0,
         "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None,
     }
-    names = [name for name, acts in settings.items() if acts]
-    return names + sorted(RESHAPING & set(params.extra))
+    return [name for name, acts in settings.items() if acts] + sorted(RESHAPING & set(params.extra))
 
 
 def build_engine_check(

@@ -135,7 +135,10 @@ def beginning_of_text(c: Comparison) -> str | None:
         "one beginning-of-text token more": [[bos, *prompt] for prompt in given],
         "no beginning-of-text token": [prompt[1:] if prompt[:1] == [bos] else [] for prompt in given],
     }.items():
-        if all(prompts) and c.explains(c.rescore(_with_prompts(c.batch, prompts), c.temperature)):
+        ids = torch.tensor([token for prompt in prompts for token in prompt], device=c.batch.prompt_ids.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=c.batch.prompt_lengths.device)
+        changed = replace(c.batch, prompt_ids=ids, prompt_lengths=lengths)
+        if all(prompts) and c.explains(c.rescore(changed, c.temperature)):
             return (
                 f"they are the trainer's for prompts with {what}: text is tokenised again on the way. Send ids, or"
                 " add special tokens on one side only."
@@ -229,8 +232,7 @@ class EngineCheck:
     def wants_samples(self) -> bool:
         """True if samples for the check alone are wanted: for the first comparisons, and to look for stale weights."""
         self._asked += bool(self._left)
-        first = bool(self._left) and self._asked <= CHECKS
-        return (self.versions is not None and self.versions.due()) or first
+        return (self.versions is not None and self.versions.due()) or (self._left > 0 and self._asked <= CHECKS)
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
         """Look at a generation; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
@@ -331,9 +333,3 @@ class EngineCheck:
                 " vllm_importance_sampling_correction=False to silence this.",
                 stacklevel=2,
             )
-
-
-def _with_prompts(batch: TrainBatch, prompts: list[list[int]]) -> TrainBatch:
-    ids = torch.tensor([token for prompt in prompts for token in prompt], device=batch.prompt_ids.device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=batch.prompt_lengths.device)
-    return replace(batch, prompt_ids=ids, prompt_lengths=lengths)

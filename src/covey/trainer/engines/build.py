@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,22 +18,15 @@ from covey.policy.loading import end_token_ids
 from covey.policy.replicas import FullCopy
 from covey.rollout.vision import Vision
 from covey.runtime.loop_thread import LoopThread
-from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.distributed.sharding import sharding_of
+from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST
 
 
 def build_engine(
-    args: OnlineConfig,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    context: int | None,
-    collectives: Collectives,
-    vision: Vision | None = None,
+    run: RunContext, model: Any, tokenizer: Any, policy: Callable[[], Any], context: int | None, vision: Vision | None
 ) -> RolloutEngine:
     """Engine that samples from the policy; backends are imported only when used, and a replay has none."""
+    args, accelerator, sharded = run.args, run.accelerator, run.sharding.weights
     if args.replay_from is None and (args.use_sglang or (args.use_vllm and args.vllm_mode == "server")):
         from covey.trainer.engines.servers import sglang_servers, vllm_servers
 
@@ -49,13 +43,11 @@ def build_engine(
         "forward_context": accelerator.autocast,
         "tokenizer": tokenizer,
     }
-    sharded = sharding_of(accelerator).weights
     in_step = sharded and not args.ds3_gather_for_generation
     _check_reuse(args, model, vision, in_step)
     if in_step:
-        device, any_busy = accelerator.device, lambda busy: any(collectives.gather(busy, "sample in step"))
-        steps = partial(lockstep, policy, any_busy, device)
-        common |= {"forward_context": partial(_nested, accelerator.autocast, steps), "device": device}
+        steps = partial(lockstep, policy, lambda busy: any(run.collectives.gather(busy, "sample in step")), run.device)
+        common |= {"forward_context": partial(_nested, accelerator.autocast, steps), "device": run.device}
     elif sharded:  # a full copy is sampled from
         gathered = FullCopy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
         common["forward_context"] = partial(_nested, gathered.weights, accelerator.autocast)
@@ -87,18 +79,21 @@ class FrozenEngine:
                 self._awake.close()
 
 
-def freeze_seats(agents: Any, model: Any, args: OnlineConfig, accelerator: Any, **parts: Any) -> None:
+def freeze_seats(
+    agents: Any, run: RunContext, model: Any, tokenizer: Any, context: int | None, vision: Vision | None
+) -> None:
     """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
     names = [(each, name) for each in seats for name, seat in each.items() if _is_frozen(seat)]
     if not names:
         return
-    if sharding_of(accelerator).weights:
+    if run.sharding.weights:
         raise ValueError('a seat "frozen" needs a copy of the model, and its weights are sharded: give Seat(url=...).')
-    args = copy.copy(args)
+    args = copy.copy(run.args)
     args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
     frozen = copy.deepcopy(model).requires_grad_(False)
-    engine = FrozenEngine(build_engine(args, frozen, policy=lambda: frozen, accelerator=accelerator, **parts))
+    run = replace(run, args=args)
+    engine = FrozenEngine(build_engine(run, frozen, tokenizer, lambda: frozen, context, vision))
     for each, name in names:
         each[name] = engine
 

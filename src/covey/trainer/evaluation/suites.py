@@ -222,13 +222,11 @@ class Scoreboard:
         if len(means) > 1:
             found["reward_low"], found["reward_high"] = interval_of_mean(means)
         graded = [[one for one in group if one.right is not None] for group in groups]
+        counts = [(len(group), sum(bool(one.right) for one in group)) for group in graded]
+        votes = [([one.answer for one in group], [bool(one.right) for one in group]) for group in graded]
         for k in self._suite.pass_at:
-            values = [
-                pass_at_k(len(group), sum(bool(one.right) for one in group), k) for group in graded if len(group) >= k
-            ]
-            found |= self._share(f"pass@{k}", k, values)
+            found |= self._share(f"pass@{k}", k, [pass_at_k(*count, k) for count in counts if count[0] >= k])
         for k in self._suite.maj_at:
-            votes = [([one.answer for one in group], [bool(one.right) for one in group]) for group in graded]
             found |= self._share(f"maj@{k}", k, [maj_at_k(*vote, k) for vote in votes if len(vote[0]) >= k])
         return found
 

@@ -238,9 +238,7 @@ def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
         tenth = max(1, len(rewards) // 10)
         figures["Reward at first"] = round(sum(rewards[:tenth]) / tenth, 4)
         figures["Reward at last"] = round(sum(rewards[-tenth:]) / tenth, 4)
-    latest: dict[str, Any] = {}
-    for entry in history:
-        latest.update(entry)
+    latest = {key: value for entry in history for key, value in entry.items()}
     for name in all_sets(history):
         metrics = metrics_of(name, latest)
         figures[f"Reward in evaluation {name}".rstrip()] = metrics["reward"]
