@@ -70,8 +70,7 @@ class InFlightBatch:
         done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
         rollouts = [_plain(rollout) for rollout in self.rollouts()] if done else None
         values = (item for one in rollouts or () for item in one.items())
-        odd = next((odd for name, value in values if (odd := unsaveable_part(value, name)) is not None), None)
-        if odd is not None:
+        if odd := next(filter(None, (unsaveable_part(value, name) for name, value in values)), None):
             warnings.warn(
                 "what was sampled ahead is not in the checkpoint and is sampled again by a run that goes on from it: a"
                 f" rollout's {odd}, and checkpoints hold numbers, text, tensors, and lists and dictionaries of them.",

@@ -115,6 +115,7 @@ def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConf
 @without_bars()
 def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_config: Any) -> Any:
     """The model to train, with dropout and gradient checkpointing as the config has them."""
+    precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     policy = load_policy(
         model,
         init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type] # a config parses JSON
@@ -122,11 +123,7 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
         quantization_config=quantization_config,
         peft_config=peft_config,
         frozen=args.frozen_parts(),
-        check_quantization=partial(
-            check_shardable,
-            sharding=weights_sharded_by(args),
-            computes_in="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
-        ),
+        check_quantization=partial(check_shardable, sharding=weights_sharded_by(args), computes_in=precision),
     )
     if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
         check_model(policy)

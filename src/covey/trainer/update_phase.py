@@ -164,8 +164,7 @@ class UpdatePhase:
             last = number == len(micro_batches)
             with sharding.around_pass(context.accelerator, model, last) if sharding.gradients else nullcontext():
                 loss = loss + self.runner.run(batch, backward)
-        averaged = sharding.gradients or context.collectives.size == 1
-        if context.accelerator.sync_gradients and not averaged:
+        if context.accelerator.sync_gradients and context.collectives.size > 1 and not sharding.gradients:
             with context.collectives.together("average the gradients"):
                 average_gradients([weight for weight in context.loop.policy.parameters() if weight.requires_grad])
         return loss

@@ -65,9 +65,7 @@ class RolloutIndex:
     def select(self, rollouts: Tensor) -> "RolloutIndex":
         """Some rollouts in the given order, with the prompts that they continue."""
         prompts, groups = self.groups[rollouts].unique(return_inverse=True)
-        chosen: dict[str, Any] = {
-            name: None if (values := getattr(self, name)) is None else values[rollouts] for name in PER_ROLLOUT
-        }
+        chosen = {name: values[rollouts] for name in PER_ROLLOUT if (values := getattr(self, name)) is not None}
         return RolloutIndex(
             **chosen, groups=groups, prompt_lengths=self.prompt_lengths[prompts], prompt_keys=self.prompt_keys[prompts]
         )

@@ -4,20 +4,16 @@ Log-probs that are scored anyway are compared; an on-policy run compares those o
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
-
 from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
-from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.mismatch import mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
-from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
+from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, Rescore, tolerance
 from covey.trainer.engine_check.staleness import VersionTest
 
 RESHAPING = frozenset(
@@ -63,11 +59,7 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
 
 
 def build_engine_check(
-    context: RunContext,
-    collector: Collector,
-    params: SamplingParams,
-    traits: EngineTraits,
-    rescore: Callable[[TrainBatch, float], Tensor],
+    context: RunContext, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore
 ) -> EngineCheck:
     args = context.args
     model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)

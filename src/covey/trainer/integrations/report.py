@@ -226,8 +226,7 @@ def _adapter(settings: dict[str, Any]) -> dict[str, Any]:
 def changed(args: Any) -> dict[str, Any]:
     """Settings that differ from their defaults, without secrets and without those of a place."""
     defaults = {field.name: field.default for field in fields(args)}
-    values = args.to_dict().items()
-    plain = {name: value for name, value in values if not (name in PRIVATE or is_secret(name))}
+    plain = {name: value for name, value in args.to_dict().items() if not (name in PRIVATE or is_secret(name))}
     return {name: value for name, value in plain.items() if value not in (defaults.get(name, value), None, [], {})}
 
 

@@ -74,8 +74,7 @@ def hyperparameter_search(
         raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
     caught = kwargs.get("catch", ())
     caught = tuple(caught) if isinstance(caught, Iterable) else (caught,)
-    name_of = hp_name or (lambda trial: f"run-{trial.number}")
-    trials = _Trials(self, name_of, compute_objective or mean_reward, caught)
+    trials = _Trials(self, hp_name or (lambda one: f"run-{one.number}"), compute_objective or mean_reward, caught)
     if self.args.process_index:
         return trials.follow()
     optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
