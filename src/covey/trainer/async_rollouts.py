@@ -19,12 +19,11 @@ from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptSource, prompt_source
+from covey.data.dynamic_sampling import PromptSource
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import unsaveable_part
-from covey.trainer.context import RunContext
 from covey.trainer.rollout_reports import RolloutListener
 
 SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
@@ -109,29 +108,6 @@ class AsyncRollouts:
         self._next: int | None = None
         self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
         self._sent: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        context: RunContext,
-        collector: Collector,
-        params: SamplingParams,
-        chooser: PromptChooser | None,
-        **callbacks: Callable[..., Any],
-    ) -> "AsyncRollouts":
-        """The async rollouts of a run; `callbacks` are `next_key`, `send_weights` and `watch`."""
-        args, algebra, dataset = context.args, context.algebra, context.loop.train_dataset
-        per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
-        rank, shuffle = context.collectives.rank, bool(args.shuffle_dataset)
-        return cls(
-            collector,
-            params,
-            prompt_source(dataset, chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
-            LaunchSchedule(algebra, per_epoch, context.loop.state.max_steps),
-            args.max_staleness,
-            waiting=lambda: context.phases("wait"),
-            **callbacks,
-        )
 
     def launch(self, version: int, begins: int | None) -> None:
         """Begin to sample every generation that may be sampled with weights of `version`. Collective."""

@@ -10,14 +10,14 @@ import torch
 
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
-from covey.data.dynamic_sampling import PromptChooser, Selection
+from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
 from covey.observability.record import Replay
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer import rollout_reports as reports
-from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule
 from covey.trainer.context import RunContext
 from covey.trainer.engines.weight_sync import WeightSync
 
@@ -144,19 +144,27 @@ class RolloutPhase:
         if self.replay is not None:  # it holds what was sampled ahead
             return
         if self.async_rollouts is None:
-            self.async_rollouts = AsyncRollouts.of(
-                self.context,
-                self.collector,
-                self.params,
-                self.chooser,
-                next_key=self.next_key,
-                send_weights=self._send_weights,
-                watch=lambda: self._listener(None),
-            )
+            self.async_rollouts = self._async_rollouts()
             if self._saved_async is not None:
                 given_up = self.async_rollouts.load_state_dict(self._saved_async, self.context.step)
                 self.generations["train"] -= given_up  # they are launched again, with the same seeds
         self.async_rollouts.launch(self.context.step, generation)
+
+    def _async_rollouts(self) -> AsyncRollouts:
+        args, algebra, dataset = self.context.args, self.context.algebra, self.context.loop.train_dataset
+        rank, shuffle = self.context.collectives.rank, bool(args.shuffle_dataset)
+        per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
+        return AsyncRollouts(
+            self.collector,
+            self.params,
+            prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
+            LaunchSchedule(algebra, per_epoch, self.context.loop.state.max_steps),
+            args.max_staleness,
+            next_key=self.next_key,
+            send_weights=self._send_weights,
+            watch=lambda: self._listener(None),
+            waiting=lambda: self.context.phases("wait"),
+        )
 
     def probe(self, wanted: Callable[[], bool]) -> list[Rollout]:
         """Short rollouts of the current weights, for the engine check alone; none before the first update."""
