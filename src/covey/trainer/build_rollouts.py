@@ -219,15 +219,6 @@ def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> An
     return list(chain.from_iterable(zip(*(rows(one, environment=name) for name, one in factory.items()), strict=True)))
 
 
-def check_columns(player: Any, columns: set[str], role: str) -> None:
-    missing = [name for name in getattr(player, "needs", ()) if name not in columns]
-    if missing:
-        raise ValueError(
-            f"`reset` of the environment asks for {', '.join(map(repr, missing))}, and `{role}` has no such column; it"
-            f" has {', '.join(sorted(columns))}. Rename the column, or give the argument a default."
-        )
-
-
 def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
     values = (getattr(source, name, None) for source in (factory, example))
     return next((value for value in values if value is not None), otherwise)

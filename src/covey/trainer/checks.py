@@ -18,7 +18,7 @@ from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
-from covey.trainer.build_rollouts import check_columns, check_rows, plays_functions
+from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
@@ -108,7 +108,11 @@ def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, rol
     player = collector.spec and collector.spec.play
     check_rows(collector.spec, first_rows(dataset), role)
     columns = check_prompts(dataset, role, collector.codec)
-    check_columns(player, columns, role)
+    if missing := [name for name in getattr(player, "needs", ()) if name not in columns]:
+        raise ValueError(
+            f"`reset` of the environment asks for {', '.join(map(repr, missing))}, and `{role}` has no such column; it"
+            f" has {', '.join(sorted(columns))}. Rename the column, or give the argument a default."
+        )
     if not plays_functions(collector.spec):  # what these give to reward functions is known when they have
         rewards.check_columns(columns | ({OBJECTS} if getattr(player, "gives_objects", False) else set()))
 
@@ -117,24 +121,18 @@ def _check_best_metric(name: str | None, datasets: Any) -> None:
     """The best model is chosen by a metric of an evaluation; with named sets, of one of them."""
     if name is None or datasets is None:
         return
-    wanted = name.removeprefix("eval_")
-    if not isinstance(datasets, dict):
-        _check_estimated(name, wanted, datasets)
-        return
-    owners = [one for one in datasets if wanted.startswith(f"{one}_")]
-    if not owners:
-        proposals = [f"eval_{one}_{wanted}" for one in datasets]
-        raise ValueError(
-            f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one. Choose"
-            f" whose is to decide: {' or '.join(map(repr, proposals))}."
-        )
-    owner = max(owners, key=len)
-    _check_estimated(name, wanted.removeprefix(f"{owner}_"), datasets[owner])
-
-
-def _check_estimated(name: str, metric: str, dataset: Any) -> None:
-    """A suite has no loss, and an estimate is only of the k that it names."""
-    is_suite = isinstance(dataset, EvalSuite)
+    metric, dataset = name.removeprefix("eval_"), datasets
+    if isinstance(datasets, dict):
+        owners = [one for one in datasets if metric.startswith(f"{one}_")]
+        if not owners:
+            proposals = [f"eval_{one}_{metric}" for one in datasets]
+            raise ValueError(
+                f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one."
+                f" Choose whose is to decide: {' or '.join(map(repr, proposals))}."
+            )
+        owner = max(owners, key=len)
+        metric, dataset = metric.removeprefix(f"{owner}_"), datasets[owner]
+    is_suite = isinstance(dataset, EvalSuite)  # it has no loss, and an estimate is only of the k that it names
     estimated = [f"{kind}@{k}" for kind in ("pass", "maj") for k in getattr(dataset, f"{kind}_at", ())]
     unknown = "@" in metric and metric.removesuffix("_low").removesuffix("_high") not in estimated
     if unknown or (is_suite and metric == "loss"):
