@@ -62,7 +62,7 @@ class RemoteEngine:
             raise
         facts = [member.facts for member in self._pool.members]
         limits = [self.max_context, *(fact.max_context for fact in facts)]
-        limit = self._context_limit = min((limit for limit in limits if limit is not None), default=None)
+        limit = self._max_context = min((limit for limit in limits if limit is not None), default=None)
         if self.max_context is not None and limit is not None and limit < self.max_context:
             warnings.warn(
                 f"the servers attend to {limit} tokens and the model to {self.max_context}: prompt and completion end"
@@ -101,7 +101,7 @@ class RemoteEngine:
         return await asyncio.wrap_future(self._thread.start(self._generate(request)))
 
     async def _generate(self, request: SampleRequest) -> list[Completion]:
-        params = replace(request.params, max_tokens=request.token_budget(self._context_limit))
+        params = replace(request.params, max_tokens=request.token_budget(self._max_context))
         request = replace(request, params=params, drafts=None, draft_logprobs=None)
         answer, version = await self._request(request)
         single = [replace(request, n=1, seeds=[seed]) for seed in request.seeds]
