@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, LlamaForSequenceClassification
 
 from covey import GRPOTrainer, RLOOTrainer
 from covey.core.batch import TrainBatch
-from covey.policy import replicas, saving, weights
+from covey.policy import replicas, weights
 from covey.policy.sharded_tensors import full_shape, is_sharded
 from covey.policy.weights import weight_update
 from tests.support import launching, mixtures, runs, tiny
@@ -216,7 +216,7 @@ class Passes(Traffic):
 
     def __init__(self):
         super().__init__()
-        for module in (replicas, weights, saving):
+        for module in (replicas, weights):
             module.full_tensor = self._not_counting(module.full_tensor)
         self.take()
 

@@ -14,6 +14,8 @@ REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}
 
 @dataclass
 class VllmFields:
+    """Sampling with vLLM."""
+
     use_vllm: bool = False
     """Sample with vLLM rather than with the built-in engine."""
     vllm_mode: str = limited("colocate", choices=("colocate", "server"))
@@ -121,6 +123,8 @@ class ContinuousBatchingFields:
 
 @dataclass
 class SglangFields:
+    """Sampling with an SGLang server."""
+
     use_sglang: bool = False
     """Sample with SGLang servers rather than with the built-in engine."""
     sglang_base_url: str | None = None

@@ -53,6 +53,8 @@ class RewardFields:
 
 @dataclass
 class KLFields:
+    """The KL penalty and its reference model."""
+
     beta: float = limited(0.0, ge=0, finite=True, advice="0 switches the KL penalty off; 0.001 to 0.1 are usual.")
     """Weight of the KL penalty towards the reference model; 0 means that no reference model is loaded."""
     kl_in_reward: bool = False
@@ -122,6 +124,8 @@ class LossFields:
 
 @dataclass
 class EntropyFields:
+    """The entropy bonus."""
+
     entropy_coef: float = limited(0.0, ge=0, finite=True, advice="Below 0 it would punish exploration.")
     """Weight of the entropy bonus; 0 switches it off."""
     use_adaptive_entropy: bool = False

@@ -33,6 +33,8 @@ class TrainingDefaults:
 
 @dataclass
 class ModelFields:
+    """The policy."""
+
     model_init_kwargs: dict[str, Any] | str | None = None
     """Keyword arguments of `from_pretrained` (a dict or JSON), used when the model is given by id or path."""
     trust_remote_code: bool = False
