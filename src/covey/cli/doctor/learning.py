@@ -17,7 +17,7 @@ from covey.core.records import FinishReason
 from covey.observability.findings import Finding
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 
-MOST_TOKENS, FEW = 3000, 12  # of completions in a trial update; completions of a model that is not small
+MOST_TOKENS, FEW = 3000, 8  # of completions in a trial update; completions of a model that is not small
 SHORT = 50  # steps that a run is taken to have at least: one to try things out is no fault
 LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
 PENALTIES = ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size")  # of generation_kwargs
@@ -178,11 +178,11 @@ def scheduled(trainer: Any, steps: int) -> float:
     return sum(factors[0](step) for step in range(steps)) / steps if factors else 0.5
 
 
-def _aim(trials: Trials, rate: float, moved: float, wanted: float) -> float:
+def _aim(trials: Trials, rate: float, moved: float, wanted: float, tries: int = 2) -> float:
     """A learning rate of one digit whose update changes log-probs about as much as wanted."""
     guess = max(rate, 1e-9) * (wanted / max(moved, 1e-12))
     guess = min(max(guess, 1e-6), 1e-2)
-    for _ in range(2):
+    for _ in range(tries):
         found = trials.update(guess).moved
         if not found or 0.4 < found / wanted < 2.5:
             break
@@ -194,7 +194,7 @@ def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Fi
     """Samples after three updates at the learning rate, and at one at which the policy stays."""
     rate, base = run.args.learning_rate, run.base
     prompts, size = min(base.prompts, 4), base.size
-    better = _aim(trials, rate, one.moved if one.finite else 100.0, 0.03)
+    better = _aim(trials, rate, one.moved if one.finite else 100.0, 0.03, tries=1)
     found = []
     for value in (rate, better):
         with trials.updated(value, 3) as update:
