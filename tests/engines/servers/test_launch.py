@@ -54,6 +54,11 @@ def test_it_answers_within_the_context_and_is_gone_after_it(server):
     assert not answers(url)
 
 
+def test_its_environment_is_not_shown(server):
+    one, _ = server(env={"API_KEY": "secret-key"})
+    assert "secret-key" not in repr(one)
+
+
 def test_it_can_be_started_again_at_the_same_address(server):
     one, url = server()
     for _ in range(2):

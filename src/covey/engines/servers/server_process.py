@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from covey.runtime.child_process import ChildProcess
 
@@ -34,7 +33,8 @@ class ServerProcess:
     _: KW_ONLY
     log_path: Path  # for its output; folders are created, an older file is replaced
     deadline: float  # seconds until it must be ready
-    env: Mapping[str, str] = field(default_factory=dict)  # on top of this process's own; the place for an API key
+    # On top of this process's own; the place for an API key, so it is not shown.
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     name: str = "the server"  # for messages
     _child: ChildProcess | None = None
     _stop: Callable[[], object] = lambda: None
@@ -45,8 +45,14 @@ class ServerProcess:
             raise RuntimeError(f"{self.name} runs already (process {self.pid}); stop it before starting it again.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-            self._child = ChildProcess(self.command, grace=STOP_SECONDS, env={**os.environ, **self.env}, **streams)
+            self._child = ChildProcess(
+                self.command,
+                grace=STOP_SECONDS,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.env},
+            )
         self._stop = weakref.finalize(self, self._child.end)  # also when this process exits in the ordinary way
         try:
             self._wait(self._child, time.monotonic() + self.deadline)
