@@ -1,6 +1,8 @@
 """Bytes on their way: what arrives is what was announced, or an error that names the tensor."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -141,3 +143,21 @@ def test_buffers_can_be_of_a_special_kind():
     while (bucket := packer.next()) is not None:
         assert bucket.data.data_ptr() in {one.data_ptr() for one in made}
     assert [len(one) for one in made] == [32, 32]  # two that take turns, of the largest bucket's size
+
+
+def test_buffers_are_gone_with_a_packer_that_did_not_finish():
+    made = []
+
+    def allocate(size):
+        buffer = torch.empty(size, dtype=torch.uint8)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    gc.disable()
+    try:
+        packer = Packer(update(torch.arange(8.0), torch.ones(8)), 32, allocate=allocate)
+        packer.next()
+        del packer
+        assert made[0]() is None, "no cycle keeps it until the next collection"
+    finally:
+        gc.enable()

@@ -108,9 +108,8 @@ class Packer:
         allocate: Callable[[int], Tensor] | None = None,  # flat uint8 buffer of so many bytes
     ):
         self.plan = planned(update.specs, bucket_bytes, dense=dense)
-        self._allocate, self._device = allocate, device
         self._tensors: Any = update.checked()
-        self._buckets = self._packed()
+        self._buckets = _packed(self.plan, self._tensors, device, allocate)
 
     def next(self) -> Bucket | None:
         """Next bucket, or None after the last, when the iteration over the tensors is complete."""
@@ -119,23 +118,30 @@ class Packer:
     def close(self) -> None:
         self._tensors.close()
 
-    def _packed(self) -> Iterator[Bucket]:
-        buffers: dict[int, Tensor] = {}
-        largest = max(map(_size, self.plan), default=0)
-        for number, specs in enumerate(self.plan):
-            entries, offset = [], 0
-            for spec, (_, tensor) in zip(specs, self._tensors, strict=False):
-                if number % 2 not in buffers:
-                    zeros = partial(torch.zeros, dtype=torch.uint8, device=self._device or tensor.device)
-                    buffers[number % 2] = (self._allocate or zeros)(largest)
-                placed = _view(buffers[number % 2], offset, spec)
-                placed.copy_(tensor)
-                entries.append(BucketEntry(spec, offset, checksum(placed)))
-                offset += _aligned(spec.nbytes)
-            assert len(entries) == len(specs), "`checked` raises where tensors are missing"
-            yield Bucket(tuple(entries), buffers[number % 2][:offset])
-        for _ in self._tensors:  # raises if there are more tensors than announced
-            pass
+
+def _packed(
+    plan: list[list[TensorSpec]],
+    tensors: Iterator[tuple[TensorSpec, Tensor]],
+    device: torch.device | None,
+    allocate: Callable[[int], Tensor] | None,
+) -> Iterator[Bucket]:
+    """Buckets of a `Packer`, which this must not refer to: the buffers are to go with it."""
+    buffers: dict[int, Tensor] = {}
+    largest = max(map(_size, plan), default=0)
+    for number, specs in enumerate(plan):
+        slot, entries, offset = number % 2, [], 0
+        for spec, (_, tensor) in zip(specs, tensors, strict=False):
+            if slot not in buffers:
+                zeros = partial(torch.zeros, dtype=torch.uint8, device=device or tensor.device)
+                buffers[slot] = (allocate or zeros)(largest)
+            placed = _view(buffers[slot], offset, spec)
+            placed.copy_(tensor)
+            entries.append(BucketEntry(spec, offset, checksum(placed)))
+            offset += _aligned(spec.nbytes)
+        assert len(entries) == len(specs), "`checked` raises where tensors are missing"
+        yield Bucket(tuple(entries), buffers[slot][:offset])
+    for _ in tensors:  # raises if there are more tensors than announced
+        pass
 
 
 def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:
