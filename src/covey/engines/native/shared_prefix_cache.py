@@ -54,7 +54,7 @@ class SlotMap:
 
         Owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
         """
-        slots = max(least_slots, *Counter(owners).values())
+        slots = max([least_slots, *Counter(owners).values()])
         table = [0] * (slots * len(prompt_lengths))
         free = list(range(0, len(table), slots))  # next slot of each group
         order, lengths = [0] * size, [0] * size
@@ -62,11 +62,17 @@ class SlotMap:
             order[sequence], lengths[sequence] = free[group], prompt_lengths[group]
             table[free[group]] = sequence
             free[group] += 1
-        aligned = order == list(range(len(table)))
-        uniform = set(prompt_lengths) == {width} and len(set(starts)) == 1
         tensor = partial(torch.tensor, device=device)
-        all_starts = tensor(starts + [column] * (size - len(owners)))
-        return cls(tensor(table), tensor(order), tensor(lengths), all_starts, slots, width, aligned, uniform)
+        return cls(
+            table=tensor(table),
+            order=tensor(order),
+            lengths=tensor(lengths),
+            starts=tensor(starts + [column] * (size - len(owners))),
+            slots=slots,
+            width=width,
+            aligned=order == list(range(len(table))),
+            uniform=set(prompt_lengths) == {width} and len(set(starts)) == 1,
+        )
 
     def accepts(self, other: "SlotMap") -> bool:
         """True when a recording made with this map stays valid for the contents of the other."""
