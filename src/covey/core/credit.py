@@ -65,13 +65,14 @@ def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: S
                     f"a step of completion {row} ends at token {end}, but the completion has {length} tokens: an end"
                     f" counts from 0 at the completion's first token and is smaller than {length}."
                 )
-            number, last = number + (end != last), int(end)
+            at = int(end)
+            number, last = number + (at != last), at
             value = math.nan if reward is None else float(reward)
             if math.isinf(value):
                 raise ValueError(
                     f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
                 )
-            found.append((row, last, number, value))
+            found.append((row, at, number, value))
     columns = zip(zip(*found, strict=True) if found else [()] * 4, [torch.int64] * 3 + [torch.float64], strict=True)
     return Steps(*(torch.tensor(column, dtype=dtype) for column, dtype in columns))
 

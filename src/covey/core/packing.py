@@ -124,8 +124,13 @@ class _Costs:
             return sum(map(itemgetter(0), chosen)) * max(map(itemgetter(2), chosen), default=0)
         if self.layout == "packed":
             return sum(map(itemgetter(1), chosen))
-        prompts = dict(zip(map(self.groups.__getitem__, rows), map(self.prompts.__getitem__, rows), strict=True))
-        return sum(prompts.values()) + sum(map(self.lengths.__getitem__, rows)) + sum(map(itemgetter(3), chosen))
+        tokens, counted = 0, set()
+        for row in rows:
+            tokens += self.lengths[row] + self.rows[row][3]
+            if self.groups[row] not in counted:
+                tokens += self.prompts[row]
+                counted.add(self.groups[row])
+        return tokens
 
     def units(self, limit: int) -> list[Unit]:
         """Groups, cut where they exceed `limit` into as few and as equal parts as meet it, if rollouts allow."""
