@@ -156,13 +156,20 @@ def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Sta
 
 def staleness(rollout: Rollout, version: int) -> list[int]:
     """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
-    return [version - sampled_with for sampled_with in compress(rollout.versions or (), rollout.sampled)]
+    if rollout.versions is None:
+        return []
+    pairs = zip(rollout.versions, rollout.sampled, strict=True)
+    return [version - sampled_with for sampled_with, sampled in pairs if sampled]
 
 
 def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
     ages = [age for rollout in rollouts for age in staleness(rollout, version)]
-    mean = Mean(float(sum(ages)), len(ages))
-    return {"sampling/staleness/mean": mean, "sampling/staleness/max": Max(float(max(ages)))} if ages else {}
+    if not ages:
+        return {}
+    return {
+        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
+        "sampling/staleness/max": Max(float(max(ages))),
+    }
 
 
 def token_ages(rollouts: Sequence[Rollout], version: int) -> list[int]:
@@ -182,7 +189,7 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
 
 
 def mean_entropy(rollout: Rollout) -> float | None:
-    """Mean over a rollout's sampled tokens, or None if none was measured."""
+    """Mean entropy of a rollout's sampled tokens, or None if none was measured."""
     values = list(compress(rollout.entropies or (), rollout.sampled))
     return sum(values) / len(values) if values else None
 
