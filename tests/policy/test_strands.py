@@ -109,7 +109,15 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, nor
     batch.advantages = torch.repeat_interleave(advantages, batch.lengths)
     config = runs.config("unused", "grpo", loss_type=loss_type, num_generations=4, per_device_train_batch_size=4)
     algorithm = grpo.algorithm(config)
-    counts = batch_counts(batch.sampled_lengths, 4, (4, int(batch.sampled.sum()), 1), 1.0, 6)
+    counts = batch_counts(
+        batch.sampled_lengths,
+        rows_per_part=4,
+        total_rows=4,
+        total_tokens=int(batch.sampled.sum()),
+        total_parts=1,
+        updates=1.0,
+        max_completion_length=6,
+    )
     weigh(batch, algorithm.weighting, counts, entropy_bonus=False)
     parameters = list(policy.parameters())
     if normalize_over != "rollout":

@@ -64,8 +64,8 @@ class BehaviourScorer:
         penalised = algorithm.kl_in_reward and algorithm.beta != 0
         off_policy = context.training and not context.algebra.on_policy
         policy, old = context.loop.policy, None
-        correction, engine = algorithm.objective.correction, batch.engine_logprobs
-        compared = correction is not None and engine is not None and context.training
+        correction, reported = algorithm.objective.correction, batch.engine_logprobs
+        compared = correction is not None and reported is not None and context.training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
         if off_policy or penalised or (compared and has_dropout(policy)):
             entropies: list[Stat] | None = None if self.entropy_known else []
@@ -73,8 +73,8 @@ class BehaviourScorer:
             for entropy in entropies or ():
                 context.metrics.add({"entropy": entropy}, context.mode)
             self.entropy_known = True
-            if correction is not None and engine is not None:
-                batch.mismatch_weights, stats = correction(old, engine, batch.sampled, batch.lengths)
+            if correction is not None and reported is not None:
+                batch.mismatch_weights, stats = correction(old, reported, batch.sampled, batch.lengths)
                 context.metrics.add(stats, context.mode)
         if self.reference is not None:
             with self.reference.model(policy) as reference:
@@ -189,10 +189,15 @@ class CreditAssigner:
             context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl, energies
         )
         batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
-        totals = len(everyone.lengths), everyone.trained_tokens, everyone.micro_batches
-        updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0
-        rows, longest = context.micro_batch_rows, args.max_completion_length
-        counts = batch_counts(batch.sampled_lengths, rows, totals, updates, longest)
+        counts = batch_counts(
+            batch.sampled_lengths,
+            rows_per_part=context.micro_batch_rows,
+            total_rows=len(everyone.lengths),
+            total_tokens=everyone.trained_tokens,
+            total_parts=everyone.micro_batches,
+            updates=algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0,
+            max_completion_length=args.max_completion_length,
+        )
         weigh(batch, context.algorithm.weighting, counts, entropy_bonus=self.entropy_bonus)
         self._log(everyone, credit, rollouts, log)
         return batch

@@ -352,17 +352,29 @@ def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
 
 
 def batch_counts(
-    sampled_lengths: Tensor, rows: int, totals: tuple[int, float, int], updates: float, max_length: int | None
+    sampled_lengths: Tensor,
+    *,
+    rows_per_part: int,
+    total_rows: int,
+    total_tokens: float,
+    total_parts: int,
+    updates: float,
+    max_completion_length: int | None,
 ) -> BatchCounts:
-    """Counts for token weights, from this process's trained tokens [B] in nominal micro-batches of `rows` rollouts.
+    """Counts for token weights, from this process's trained tokens [B]; totals are of all, and last `updates` steps.
 
-    `totals` of all processes, which last `updates` optimizer steps: rollouts, trained tokens, nominal micro-batches.
+    Parts are nominal micro-batches of `rows_per_part` rollouts.
     """
     tokens = sampled_lengths.float()
-    sums = [part.sum().expand(len(part)) for part in tokens.split(rows)] if len(tokens) else []
-    all_rows, all_tokens, parts = totals
-    micro_tokens = torch.cat(sums) if sums else tokens
-    return BatchCounts(tokens, micro_tokens, all_rows / updates, all_tokens / updates, parts / updates, max_length)
+    sums = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []
+    return BatchCounts(
+        tokens=tokens,
+        micro_tokens=torch.cat(sums) if sums else tokens,
+        rows_per_update=total_rows / updates,
+        tokens_per_update=total_tokens / updates,
+        micro_batches_per_update=total_parts / updates,
+        max_completion_length=max_completion_length,
+    )
 
 
 def weigh(batch: TrainBatch, weighting: Weighting, counts: BatchCounts, *, entropy_bonus: bool) -> None:

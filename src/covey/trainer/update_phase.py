@@ -224,9 +224,15 @@ class UpdatePhase:
         own = OwnRollouts(join(batches), parts[0].own.rank)
         index = join_indexes([part.index for part in parts], [0, *accumulate(map(len, batches))][:-1])
         rows, taken = args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
-        totals = len(index), sum(part.tokens for part in parts), len(index) // rows
-        updates = taken / args.gradient_accumulation_steps
-        counts = batch_counts(index.sampled_lengths, rows, totals, updates, args.max_completion_length)
+        counts = batch_counts(
+            index.sampled_lengths,
+            rows_per_part=rows,
+            total_rows=len(index),
+            total_tokens=sum(part.tokens for part in parts),
+            total_parts=len(index) // rows,
+            updates=taken / args.gradient_accumulation_steps,
+            max_completion_length=args.max_completion_length,
+        )
         entropy_weights = mean_over_update(counts) if self.entropy is not None else None
         return own, replace(index, weights=algorithm.weighting(counts), entropy_weights=entropy_weights)
 

@@ -114,7 +114,15 @@ class Step:
             self.algorithm, torch.ones(1), scores, 4, kl.float() if self.algorithm.kl_in_reward else None
         )
         batch.advantages = credit.of_tokens(slice(None)).double()
-        counts = batch_counts(batch.sampled_lengths, 4, (len(batch), int(batch.sampled.sum()), 2), 1.0, 6)
+        counts = batch_counts(
+            batch.sampled_lengths,
+            rows_per_part=4,
+            total_rows=len(batch),
+            total_tokens=int(batch.sampled.sum()),
+            total_parts=2,
+            updates=1.0,
+            max_completion_length=6,
+        )
         weigh(batch, self.algorithm.weighting, counts, entropy_bonus=bool(self.config.entropy_coef))
         return batch
 
