@@ -135,10 +135,12 @@ def beginning_of_text(c: Comparison) -> str | None:
         "one beginning-of-text token more": [[bos, *prompt] for prompt in given],
         "no beginning-of-text token": [prompt[1:] if prompt[:1] == [bos] else [] for prompt in given],
     }.items():
+        if not all(prompts):
+            continue
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=c.batch.prompt_ids.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=c.batch.prompt_lengths.device)
         changed = replace(c.batch, prompt_ids=ids, prompt_lengths=lengths)
-        if all(prompts) and c.explains(c.rescore(changed, c.temperature)):
+        if c.explains(c.rescore(changed, c.temperature)):
             return (
                 f"they are the trainer's for prompts with {what}: text is tokenised again on the way. Send ids, or"
                 " add special tokens on one side only."
