@@ -29,7 +29,9 @@ def sampling_attention(model: Any) -> str:
     unless the model has soft-capping or sinks (Gemma 2, gpt-oss).
     """
     current = model.config._attn_implementation
-    return current if current in ("sdpa", "eager") else "sdpa" if sdpa_suits(model) else "eager"
+    if current in ("sdpa", "eager"):
+        return current
+    return "sdpa" if sdpa_suits(model) else "eager"
 
 
 @contextmanager

@@ -253,8 +253,10 @@ class SequenceState:
             self.done.set_exception(FloatingPointError(message))
             return
         masks = self.masks if self.request.params.keep_mask else None
-        results = self.token_ids, self.logprobs, self.finish, self.entropies, self.reused
-        self.done.set_result(Completion(*results, sampling_mask=masks))
+        completion = Completion(
+            self.token_ids, self.logprobs, self.finish, self.entropies, self.reused, sampling_mask=masks
+        )
+        self.done.set_result(completion)
 
     def _length_to_end(self, before: list[int], tokens: list[int]) -> int:
         """Number of tokens up to the one that ends the sequence, by itself or by completing a text; 0 without one."""

@@ -102,11 +102,13 @@ class VllmColocateEngine:
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
         settings = self._settings(request)
-        loop, waiting, expanded = asyncio.get_running_loop(), [], None
+        loop = asyncio.get_running_loop()
+        waiting = []
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if request.media:  # vLLM expands the single token of each image with its own processor
-            ids, expanded = unexpanded(request.prompt_ids, request.media), request.prompt_ids
+            ids = unexpanded(request.prompt_ids, request.media)
             prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
+        expanded = list(request.prompt_ids) if request.media else None
         for seed in request.seeds:
             name = f"covey-{next(self._names)}"
             self._new.append((name, prompt, {**settings, "seed": seed % (1 << 63)}))

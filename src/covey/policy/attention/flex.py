@@ -58,10 +58,13 @@ def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> 
     name = ("block mask", window, device)
     if name not in tree.cache:
         partial, full = blocks_of(tree, window)
-        tokens, mask = len(partial) * BLOCK, _mask_of(tree, window, device)
-        lists = *_listed(partial, device), *_listed(full, device)
+        tokens = len(partial) * BLOCK
         tree.cache[name] = BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(tokens, tokens)
+            *_listed(partial, device),
+            *_listed(full, device),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_mask_of(tree, window, device),
+            seq_lengths=(tokens, tokens),
         )
     return tree.cache[name]
 

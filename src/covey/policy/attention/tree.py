@@ -104,13 +104,16 @@ class TokenTree:
             else:
                 own += self._banded(segment, segment, window)
             reach = self.reaches[segment]
-            children = range(segment + 1, bisect_left(self.starts, reach))
-            ends = () if window is None else (self.offsets[c] + self.stops[c] - self.starts[c] for c in children)
-            if children and (window is None or max(ends) - self.offsets[segment] <= window):
-                ancestors.append(Part(slice(stop, reach), slice(start, stop)))
-            elif window is not None:
-                for child in children:
-                    ancestors += self._banded(child, segment, window)
+            if reach == stop:
+                continue
+            if window is not None:
+                children = range(segment + 1, bisect_left(self.starts, reach))
+                end = max(self.offsets[c] + self.stops[c] - self.starts[c] for c in children)
+                if end - self.offsets[segment] > window:
+                    for child in children:
+                        ancestors += self._banded(child, segment, window)
+                    continue
+            ancestors.append(Part(slice(stop, reach), slice(start, stop)))
         self.cache[key] = Parts(own, ancestors)
         return self.cache[key]
 

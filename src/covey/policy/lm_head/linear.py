@@ -123,7 +123,8 @@ class _Tiles:
         self.inputs = hidden.to(plan.compute)
         size, device = plan.tokens * plan.words, hidden.device
         self.buffer = torch.empty(size, dtype=plan.compute, device=device)
-        kind, minus_inf = _arithmetic_for(plan, device), bias is not None or plan.support is not None
+        minus_inf = bias is not None or plan.support is not None
+        kind = _arithmetic_for(plan, device)
         self.arithmetic = kind(plan.curve, minus_inf=minus_inf, size=size, wide=plan.wide, device=device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Iterator[Tile]]]:

@@ -42,9 +42,7 @@ class SglangApi:
     """A `ServerApi` for SGLang's server."""
 
     temperature: float = 1.0  # at any other it matters which log-probs the server reports
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings of requests, in addition to those of `SamplingParams`
+    extra: dict[str, Any] = field(default_factory=dict)  # settings of requests beyond those of `SamplingParams`
     vocab_size: int | None = None  # of the model that is trained; None: not compared
 
     name = "SGLang"
