@@ -106,10 +106,19 @@ def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConf
         reuse_freed_memory()
     rank, size = accelerator.process_index, accelerator.num_processes
     collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
-    metrics, timeline = MetricLog(collectives.named("put the metrics together")), Timeline()
-    phases = PhaseTimer(notice=collectives.note, span=timeline.phase)
-    algebra, sharding = args.algebra(args.world_size), sharding_of(accelerator)
-    return RunContext(args, algebra, algorithm, loop, accelerator, sharding, collectives, metrics, phases, timeline)
+    timeline = Timeline()
+    return RunContext(
+        args=args,
+        algebra=args.algebra(args.world_size),
+        algorithm=algorithm,
+        loop=loop,
+        accelerator=accelerator,
+        sharding=sharding_of(accelerator),
+        collectives=collectives,
+        metrics=MetricLog(collectives.named("put the metrics together")),
+        phases=PhaseTimer(notice=collectives.note, span=timeline.phase),
+        timeline=timeline,
+    )
 
 
 @without_bars()
@@ -405,12 +414,18 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
             " rows), or leave the setting at its default."
         )
     history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
-    purpose, chance = "prompts" if by_difficulty else "refills", None if history is None else history.chance
+    stream = PromptStream(
+        len(dataset),
+        args.seed,
+        "prompts" if by_difficulty else "refills",
+        shuffle=bool(args.shuffle_dataset),
+        chance=None if history is None else history.chance,
+    )
     return PromptChooser(
         dataset,
         context.algebra,
         context.collectives.rank,
-        PromptStream(len(dataset), args.seed, purpose, shuffle=bool(args.shuffle_dataset), chance=chance),
+        stream,
         SignalFilter(partial(signal, context.algorithm, weights), weights, args.mask_truncated_completions),
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,

@@ -167,7 +167,8 @@ def build_environment(
         lease = run_async(pool.acquire())  # an environment to look at; the first rollout gets it
     except EnvironmentFailed as failed:
         raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
-    pool.release(example := lease.environment)
+    example = lease.environment
+    pool.release(example)
     kind = type(example).__name__
     if not callable(getattr(example, "reset", None)):
         raise ValueError(f"`environment_factory` made a {kind}, which has no method `reset(**row)`.")

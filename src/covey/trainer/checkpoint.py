@@ -72,7 +72,8 @@ class Checkpointer:
                 if not args.save_only_model:
                     state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
                     state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
-                    state |= {"sharding": self.context.sharding.name, "trained": self.trained}
+                    state["sharding"] = self.context.sharding.name
+                    state["trained"] = self.trained
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
                 if args.should_save:
@@ -259,10 +260,12 @@ class Checkpointer:
 def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
     """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
     context, folder, _ = trainer.checkpoints.context, trainer.args.output_dir, trainer.checkpoints.trained
-    names = [path.name for path in numbered_checkpoints(folder)]
-    places, own = [Path(folder, name).resolve() for name in names], Path(checkpoint).resolve() if checkpoint else None
+    found = numbered_checkpoints(folder)
+    places = [path.resolve() for path in found]
+    own = Path(checkpoint).resolve() if checkpoint else None
     # All, or those after the one that this run goes on from.
-    context.earlier = {*names[places.index(own) + 1 :]} if own in places else {*names}
+    others = found[places.index(own) + 1 :] if own in places else found
+    context.earlier = {path.name for path in others}
     if context.earlier and context.accelerator.is_main_process and trainer.args.save_strategy != "no":
         warnings.warn(
             f"output_dir={folder!r} holds checkpoints of an earlier run: {', '.join(sorted(context.earlier))}. This run"

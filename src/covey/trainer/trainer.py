@@ -179,9 +179,14 @@ class OnlineTrainer(Trainer):
         self.finite = FiniteCheck(context, self.credit.describe_rewards)
         described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
         self.recorder = build.build_recorder(context, self.collector, self.rewards, described)
-        balance = self.balance if self.balance.enabled else None
         self.updates = UpdatePhase(
-            *(context, self.scorer, behaviour, runner, entropy, balance, self.finite),
+            context,
+            self.scorer,
+            self.behaviour,
+            runner,
+            entropy,
+            self.balance if self.balance.enabled else None,
+            self.finite,
             backward=super().training_step,
             compute_loss=lambda model, batch: self.compute_loss(model, batch),
             updates=None if self.recorder is None else self.recorder.updates,

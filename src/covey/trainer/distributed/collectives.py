@@ -292,7 +292,8 @@ class _TensorPickler(pickle.Pickler):
 class _TensorUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, data: Tensor):
         super().__init__(file)
-        self._data, self._tensors = data, dict[Any, Tensor]()
+        self._data = data
+        self._tensors: dict[Any, Tensor] = {}
 
     def persistent_load(self, pid: Any) -> Tensor:
         if pid not in self._tensors:  # one tensor stays one

@@ -123,12 +123,13 @@ class WeightSync:
             self._from_first(("done", message, state), update.version)
 
     def _follow(self, engine: Any, update: WeightUpdate) -> None:
-        while (received := self._from_first(None, update.version))[0] == "pass":
-            of = update if received[1] == "update" else update.base
+        word, message, state = self._from_first(None, update.version)
+        while word == "pass":
+            of = update if message == "update" else update.base
             assert of is not None, "both processes made the same update"
             for _ in of.tensors():
                 pass
-        _, message, state = received
+            word, message, state = self._from_first(None, update.version)
         if message is not None:
             raise RuntimeError(f"process 0 could not send the weights: {message}")
         engine_state, self._base_sent = state
