@@ -194,7 +194,10 @@ def _nearby(path: Path) -> str:
 
 
 def load_evaluations(given: Any, *renamed: Any) -> Any:
-    """Evaluation sets of a run file, as a trainer takes them; `renamed` are `columns` and `system_prompt` of a run."""
+    """Evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
+
+    `renamed` are the `columns` and `system_prompt` of `load_rows`.
+    """
     loaded = {name: _load_set(entry, *renamed) for name, entry in evaluation_sets(given).items()}
     return loaded.get("") if set(loaded) <= {""} else loaded
 

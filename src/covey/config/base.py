@@ -105,6 +105,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         rules.check_fields(self)  # before transformers, whose errors seldom name a field
         self._settle_names()
         self._settle_hardware()
+        self._settle_best_metric()
         super().__post_init__()
         self._settle_direction()
         rules.check_batch_settings(self)
@@ -219,14 +220,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
 
     def _settle_names(self) -> None:
-        # Names of transformers >= 5.20, which warns about the old ones, which scripts still use.
+        """Use the names of transformers >= 5.20, which warns about the old ones, which scripts still use."""
         for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             new = old.replace("gradient", "activation")
             if getattr(self, new, False) is None:
                 setattr(self, new, getattr(self, old))
-        decides = self.load_best_model_at_end or self.save_strategy == "best"
-        if (decides or self.lr_scheduler_type in BY_METRIC) and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"  # the loss is not a measure of quality
 
     def _settle_hardware(self) -> None:
         if self.deepspeed:
@@ -244,6 +242,12 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
             if self.bf16 and not has_accelerator():
                 self.use_cpu = True  # TrainingArguments wants bfloat16 on a CPU to be asked for by this name
+
+    def _settle_best_metric(self) -> None:
+        """Default `metric_for_best_model` to the reward: the loss is not a measure of quality."""
+        decides = self.load_best_model_at_end or self.save_strategy == "best"
+        if (decides or self.lr_scheduler_type in BY_METRIC) and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"
 
     def _settle_direction(self) -> None:
         """Let a scheduler that reads a metric wait for it to rise or to fall, by `greater_is_better`."""

@@ -273,8 +273,14 @@ class PromptChooser:
         group = self.algebra.num_generations
         if self.history is not None:
             self.history.update(prompts[::group], *spread_of_rewards(scores, self.signal_filter.weights, group))
-        signal = self.signal_filter.has_signal(scores, group, lengths, truncated)
-        return SamplingRound(list(prompts[::group]), scores, lengths, truncated, prompt_lengths, signal)
+        return SamplingRound(
+            prompts=list(prompts[::group]),
+            scores=scores,
+            lengths=lengths,
+            truncated=truncated,
+            prompt_lengths=prompt_lengths,
+            has_signal=self.signal_filter.has_signal(scores, group, lengths, truncated),
+        )
 
     def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
         """This process's equal share of the selected groups, fetched from other processes where needed."""

@@ -298,8 +298,13 @@ def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str,
     of_each = (values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages))
     for rollout, sampled, advantages in zip(rollouts, *of_each, strict=True):
         known = advantages[sampled]
-        fate = "masked" if not len(known) else "trained" if known.any() else "no signal"
-        yield "failed" if rollout.finish is FinishReason.ERROR else fate, float(known.mean()) if len(known) else None
+        if rollout.finish is FinishReason.ERROR:
+            fate = "failed"
+        elif not len(known):
+            fate = "masked"
+        else:
+            fate = "trained" if known.any() else "no signal"
+        yield fate, float(known.mean()) if len(known) else None
 
 
 def _memory() -> int:

@@ -155,7 +155,7 @@ def _completion(completion: Any) -> str:
 def _metrics(log_history: list[dict[str, Any]]) -> str:
     """A table of all metrics: of training before evaluations, each in the order of docs/metrics.md, one's own last."""
     names = {key for entry in log_history for key in entry} - {"step"}
-    starts = [prefix(one) for one in all_sets(log_history)]
+    starts = sorted(map(prefix, all_sets(log_history)), key=len, reverse=True)  # `eval_` begins the others, too
     base = {name: name.removeprefix(next(filter(name.startswith, starts), "")) for name in names}
     rows, zeros = [], []
     explained: set[str] = set()

@@ -261,7 +261,8 @@ class _ThreadLane:
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        self._calls = deadlines.WorkerThread("covey-reward", deadlines.torch_settings())  # of the thread that is here
+        settings = deadlines.torch_settings()  # those of the thread that makes this lane
+        self._calls = deadlines.WorkerThread("covey-reward", settings)
         self._worker = deadlines.WorkerThread("covey-rewards")
 
     def start(self, batch: RewardBatch) -> "Future[CallResult]":

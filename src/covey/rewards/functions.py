@@ -323,6 +323,10 @@ def as_values(returned: Any, size: int) -> Values:
     Accepted are lists and tuples of numbers, booleans, numpy or torch scalars and None, and one-dimensional arrays and
     tensors; instead of a number, a list of (end, reward) pairs. Any other element, or an infinite one, becomes a
     `FailedReward`.
+
+    Example:
+        >>> as_values((1, None, "two"), 3)
+        [1.0, None, nan]
     """
     expected = f"expected a list of {size} numbers (or None), one per completion"
     if isinstance(returned, Tensor):

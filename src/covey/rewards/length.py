@@ -8,10 +8,23 @@ from covey.rewards.contract import per_completion, with_settings
 from covey.rewards.text import completion_text
 
 
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
+    """0 up to the cache, down to -1 linearly within it, -1 beyond (DAPO, arXiv 2503.14476, equation 13).
+
+    Example:
+        >>> [soft_overlong_punishment(length, 100, 20) for length in (80, 90, 100, 101)]
+        [0.0, -0.5, -1.0, -1.0]
+    """
+    free = max_completion_len - soft_punish_cache
+    if length <= free:
+        return 0.0
+    if length <= max_completion_len:
+        return (free - length) / soft_punish_cache
+    return -1.0
+
+
 def _soft_overlong(limit: int, cache: int, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """0 up to the cache, down to -1 linearly within it, -1 beyond (DAPO, arXiv 2503.14476, equation 13)."""
-    free, lengths = limit - cache, map(len, completion_ids)
-    return [0.0 if length <= free else (free - length) / cache if length <= limit else -1.0 for length in lengths]
+    return [soft_overlong_punishment(len(ids), limit, cache) for ids in completion_ids]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
@@ -25,9 +38,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
         ValueError: the width is negative or larger than the limit.
 
     Example:
-        >>> reward = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
-        >>> reward(completion_ids=[[7] * length for length in (80, 90, 100, 101)])
-        [0.0, -0.5, -1.0, -1.0]
+        >>> get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(completion_ids=[[7] * 90])
+        [-0.5]
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
@@ -37,7 +49,12 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> float:
-    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond (arXiv 2502.03373, 4)."""
+    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond (arXiv 2502.03373, 4).
+
+    Example:
+        >>> [round(cosine_scaled(length, 100, 1.0, 0.5), 2) for length in (0, 50, 100, 200)]
+        [1.0, 0.75, 0.5, 0.5]
+    """
     return at_max + (at_zero - at_max) * (1 + math.cos(math.pi * min(length / max_len, 1.0))) / 2
 
 
@@ -98,7 +115,12 @@ def get_cosine_scaled_reward(
 
 
 def repeated_fraction(token_ids: list[int], ngram_size: int) -> float:
-    """Share of n-grams that repeat earlier ones: 1 - unique / total; 0 if there are none."""
+    """Share of n-grams that repeat earlier ones: 1 - unique / total; 0 if there are none.
+
+    Example:
+        >>> repeated_fraction([1, 2, 1, 2, 1], ngram_size=2)  # 12 21 12 21: two of the four are copies
+        0.5
+    """
     ngrams = list(zip(*(token_ids[start:] for start in range(ngram_size)), strict=False))
     return 1.0 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
@@ -118,8 +140,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         ValueError: `max_penalty` is positive, or `ngram_size` is below 1.
 
     Example:
-        >>> reward = get_repetition_penalty_reward(ngram_size=2)
-        >>> reward(completion_ids=[[1, 2, 1, 2, 1], [1, 2, 3]])  # 12 21 12 21: two of the four are copies
+        >>> get_repetition_penalty_reward(ngram_size=2)(completion_ids=[[1, 2, 1, 2, 1], [1, 2, 3]])
         [-0.5, 0.0]
     """
     if max_penalty > 0:

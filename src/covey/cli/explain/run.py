@@ -274,9 +274,10 @@ def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> dict[str
 
 
 def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collector | None, RewardSuite] | None:
-    """Make what a trainer makes of its arguments, and check it as it does; None where models would be loaded.
+    """Make what a trainer makes of its arguments, in its order, and check it; None where models would be loaded.
 
-    Without the model's config there is no collector: columns, rewards and evaluations are checked alone.
+    Without the model's config there is no collector: columns, rewards and evaluations are checked alone. Whatever would
+    keep the run from starting is raised, with the trainer's words.
     """
     args, played = run.args, (given["tools"], given["rollout_func"], given["environment_factory"])
     build.resolve_args(args, run.model, type(args))

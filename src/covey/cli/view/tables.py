@@ -193,7 +193,9 @@ class Generation:
     def _prompts(self) -> list[str]:
         """The prompt's beginning, at the first rollout of each group."""
         groups = self.table["group"].to_pylist()
-        first = {group: row for row, group in reversed([*enumerate(groups)])}
+        first: dict[int, int] = {}
+        for row, group in enumerate(groups):
+            first.setdefault(group, row)
         return [as_text(self.prompt(row))[:EXCERPT] if first[group] == row else "" for row, group in enumerate(groups)]
 
     def prompt(self, row: int) -> Any:
