@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from covey.cli.doctor.command import before, main
+from covey.cli.doctor.completions import _begins_again, _opening
 from covey.cli.doctor.rewards import _other_column
 from covey.cli.main import main as covey
 from covey.observability.findings import CODES, Finding, ranked
@@ -79,9 +80,10 @@ def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
     assert [str(one) for one in found if one.level == "error"] == []
 
 
-def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused):
+@pytest.mark.parametrize("seconds", [5.0, 0.5])  # with less no time is left for anything else
+def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused, seconds):
     code = "import time\n\ndef f(completions, **kwargs):\n    return [time.sleep(0.1) or 1.0 for one in completions]\n"
-    found = findings(tmp_path, unused, code=code, seconds=5.0)
+    found = findings(tmp_path, unused, code=code, seconds=seconds)
     codes = [one.code for one in found]
     assert codes[0] == "reward-slow" and "reward-failing" not in codes, list(map(str, found))
 
@@ -150,3 +152,24 @@ def test_a_record_alone_is_enough_for_a_warning(tmp_path, capsys):
     assert main([str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert shown["findings"][0]["code"] in ("signal-sparse", "completions-cut") and not shown["summary"]["rebuilt"]
+
+
+def batch(prompt, texts):
+    return SimpleNamespace(samples=[SimpleNamespace(row={"prompt": prompt})] * len(texts), texts=texts)
+
+
+def test_of_several_beginnings_the_first_in_completions_stops_them():
+    shots = "Q: 1+1\nA: 2\n\nQ: 2+2\nA:"
+    assert _begins_again(batch(shots, [" 4\n\nQ: 3+3\nA: 6", " 4\n\nQ: 5\nA: 5", " 4"])) == ("\nQ:", 2)
+    assert _begins_again(batch(shots, [" 4", " 4\n\nQ: 5", " 5"])) is None
+
+
+@pytest.mark.parametrize(("answer", "opening"), [("' ' + m['content']", None), ("'bot: ' + m['content']", "bot: ")])
+def test_a_space_before_answers_is_no_opening(answer, opening):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] if m['role'] == 'user' else " + answer + " }}{% endfor %}"
+    )
+    codec = SimpleNamespace(template_kwargs=lambda given: {}, tools=None)
+    row = {"prompt": [{"role": "user", "content": "[INST] hi [/INST]"}]}
+    assert _opening(SimpleNamespace(codec=codec, tokenizer=tokenizer), row) == opening

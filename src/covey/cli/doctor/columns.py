@@ -59,7 +59,8 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
         bound = getattr(function.function, "keywords", None) or {}
         asked = _wanted(function)
         wanted = asked - arguments_with(row) - RESERVED - set(bound)
-        has_solution = any(other in asked and other in row for other in _solutions())
+        read = asked | {parameter.name for parameter in parameters_of(function.function) or ()}
+        has_solution = any(other in read and other in row for other in _solutions())
         for name in sorted(wanted):
             best: tuple[float, str] | None = None
             others = [other for other in row if other not in NOT_FORWARDED and other != name]

@@ -152,6 +152,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
         )
     foreign = _foreign(run, rows[0])
     of_template = foreign is not None and chat and foreign not in str(rows[0]["prompt"])
+    is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
     if not (_poor(run) or opening or foreign):
         return
     if not chat and run.tokenizer.chat_template is not None:
@@ -175,7 +176,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                     " has" + (f"; {foreign!r} is no control token of it." if foreign else "."),
                     f"Set the tokenizer's chat_template to that of the model ({name}).",
                     _written(run, begin, end, answer),
-                    (bool(foreign) or chat, of_template),
+                    (bool(foreign) or chat, of_template and is_control),
                 )
             )
     for change, evidence, fix, encode, sure in ways:
@@ -202,9 +203,10 @@ def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
     except Exception:  # templates are programs of their authors
         return None
     common = answered.partition("ANSWER")[0]
-    if plain != asked or not common.startswith(plain) or len(common) == len(plain):
+    opening = common.removeprefix(plain)
+    if plain != asked or not common.startswith(plain) or not opening.strip():  # " " belongs to the answer
         return None
-    return common[len(plain) :]
+    return opening
 
 
 def _shown(run: ExaminedRun, row: dict[str, Any]) -> str:
@@ -311,14 +313,18 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
 
 
 def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
-    """Text that begins each example of prompts without a chat template, if most completions write another one."""
+    """Text that begins an example of prompts without a chat template, if most completions write another one.
+
+    Of several (`\\nQuestion:` and `\\nAnswer:`) the one that completions come to first.
+    """
     prompts = [sample.row.get("prompt") for sample in base.samples]
     heads = Counter(head for one in prompts if isinstance(one, str) for head in set(re.findall(r"\n\w{1,12}:", one)))
-    for head, times in heads.most_common(4):
-        count = sum(head in text for text in base.texts)
-        if times > len(prompts) / 2 and count > len(base.texts) / 2:
-            return head, count
-    return None
+    found = []
+    for head, times in heads.items():
+        places = [text.index(head) for text in base.texts if head in text]
+        if times > len(prompts) / 2 and len(places) > len(base.texts) / 2:
+            found.append((sum(places) / len(places), head, len(places)))
+    return min(found)[1:] if found else None
 
 
 def _longer(run: ExaminedRun) -> Iterator[Experiment]:
