@@ -158,7 +158,7 @@ def batch(prompt, texts):
     return SimpleNamespace(samples=[SimpleNamespace(row={"prompt": prompt})] * len(texts), texts=texts)
 
 
-def test_of_several_beginnings_the_first_in_completions_stops_them():
+def test_of_several_beginnings_the_first_one_stops():
     shots = "Q: 1+1\nA: 2\n\nQ: 2+2\nA:"
     assert _begins_again(batch(shots, [" 4\n\nQ: 3+3\nA: 6", " 4\n\nQ: 5\nA: 5", " 4"])) == ("\nQ:", 2)
     assert _begins_again(batch(shots, [" 4", " 4\n\nQ: 5", " 5"])) is None

@@ -136,7 +136,7 @@ def test_the_report_explains_its_metrics(page):
     assert "entropy</th>" not in page  # never had a value
 
 
-def test_the_report_explains_metrics_of_sets_with_and_without_a_name(tmp_path):
+def test_the_report_explains_sets_with_and_without_a_name(tmp_path):
     logs = [{"step": 1, **{f"eval_{name}{metric}": 1.0 for metric in ("reward", "runtime")}} for name in ("", "maths_")]
     page = write_report(tmp_path / "x.html", title="T", config={}, log_history=logs).read_text()
     rows = [re.search(rf"<tr><th>{name}</th>.*?</tr>", page).group() for name in ("eval_reward", "eval_maths_reward")]
