@@ -63,9 +63,9 @@ class Experiment:
             return "error" if self.suspected else "warning"
         if self.certain:
             return "error" if flat else "warning"
-        if ends and self.code in ("template", "completions-cut"):
-            return "warning" if flat and self.code == "template" else "note"
-        return None
+        if ends and self.code == "template":
+            return "warning" if flat else "note"
+        return "note" if self.code == "completions-cut" and (ends or self.base.cut > 0.9) else None
 
     def finding(self, run: ExaminedRun) -> Finding | None:
         base, batch, level = self.base, self.batch, self.level(run)
@@ -315,7 +315,8 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
 def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
     """Text that begins an example of prompts without a chat template, if most completions write another one.
 
-    Of several (`\\nQuestion:` and `\\nAnswer:`) the one that completions come to first.
+    Of several (`\\nQuestion:` and `\\nAnswer:`) the one that completions come to first; the end of the line where no
+    part of an example takes several lines.
     """
     prompts = [sample.row.get("prompt") for sample in base.samples]
     heads = Counter(head for one in prompts if isinstance(one, str) for head in set(re.findall(r"\n\w{1,12}:", one)))
@@ -324,6 +325,8 @@ def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
         places = [text.index(head) for text in base.texts if head in text]
         if times > len(prompts) / 2 and len(places) > len(base.texts) / 2:
             found.append((sum(places) / len(places), head, len(places)))
+    if found and all(re.match(r"\w{1,12}:", line) for one in prompts for line in str(one).split("\n")):
+        return "\n", sum("\n" in text for text in base.texts)
     return min(found)[1:] if found else None
 
 

@@ -194,28 +194,26 @@ def _aim(trials: Trials, rate: float, moved: float, wanted: float, tries: int = 
 def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Finding]:
     """Samples after three updates at the learning rate, and at one at which the policy stays."""
     rate, base = run.args.learning_rate, run.base
-    prompts, size = min(base.prompts, 4), base.size
+    before, limit = base.first(min(base.prompts, 4)), min(base.limit, 64)
+
+    def sampled() -> SampleBatch:
+        return run.sample(before.prompts, base.size, max_tokens=limit)
+
+    with trials.updated(rate, 3) as high:
+        if high.finite and high.moved < MUCH:
+            return
+        ruined = sampled() if high.finite else None
+    if ruined is not None and len(ruined.known):
+        fell = ruined.mean < before.mean - 0.1 * max(before.range_with(ruined), 1e-9)
+        if before.gain(ruined) > 0 or (not fell and high.moved < 4 * MUCH):
+            return
     better = _aim(trials, rate, one.moved if one.finite else 100.0, 0.03, tries=1)
-    found = []
-    for value in (rate, better):
-        with trials.updated(value, 3) as update:
-            batch = run.sample(prompts, size, max_tokens=min(base.limit, 64)) if update.finite else None
-        found.append((update, batch))
-    (high, ruined), (low, kept) = found
-    before = base.first(prompts)
-    fell = (
-        ruined is None
-        or not len(ruined.known)
-        or ruined.mean < before.mean - 0.1 * max(before.range_with(ruined), 1e-9)
-    )
-    learns = ruined is not None and before.gain(ruined) > 0
-    if learns or (high.finite and high.moved < MUCH):
-        return
-    worse = fell or not base.spread.any() or high.moved > 4 * MUCH
+    with trials.updated(better, 3) as low:
+        kept = sampled() if low.finite else None
     shown = "NaN" if ruined is None else f"{ruined.mean:.3g}"
     yield Finding(
         "learning-rate-high",
-        "error" if worse else "warning",
+        "error",
         f"three updates at learning_rate={rate:g} change log-probs by {high.moved:.2g} nats a token and the mean reward"
         f" from {before.mean:.3g} to {shown}.",
         f"Set learning_rate={better:g}.",
