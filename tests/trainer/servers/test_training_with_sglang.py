@@ -109,7 +109,7 @@ def test_a_server_is_started_trained_with_and_ended(installed, train):
     trainer.train()
     log = Path(trainer.args.output_dir) / "sglang-server.log"
     assert log.is_file()
-    assert trainer.collector.engine._context_limit == 128  # the flag got through
+    assert trainer.collector.engine._max_context == 128  # the flag got through
     command = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _says(path, "sglang.launch")]
     assert command and not any(_says(path, "--api-key") for path in command)  # the key is not for everyone to read
     trainer.collector.engine.close()
