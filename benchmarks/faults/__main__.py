@@ -42,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--learn", action="store_true", help="also train with the fix")
     parser.add_argument("--list", action="store_true", help="name the entries, and do nothing")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results")
-    parser.add_argument("--output", type=Path, default=Path("runs/faults"), help="folder of records.jsonl")
+    parser.add_argument("--records", type=Path, default=ROOT / "benchmarks/faults.jsonl", help="file of the results")
     options = parser.parse_args(argv)
     entries = selected(options)
     if options.list:
         for entry in entries:
             print(f"{entry.kind or 'healthy':<20} {entry.when:<6} {entry.name}: {entry.about}")
         return
-    records = Records(options.output / "records.jsonl")
+    records = Records(options.records)
     if options.fresh:
         records.path.unlink(missing_ok=True)
     for entry in entries:
