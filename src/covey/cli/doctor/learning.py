@@ -140,18 +140,18 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
     kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"
     whole = one.moved * steps * 0.5  # schedules fall to 0
-    share = scheduled(run.trainer, steps)
-    scheduled_change = one.moved * steps * share
+    share = scheduled(run.trainer, run.steps)
+    scheduled_change = one.moved * run.steps * share
     if one.finite and share < 0.1 and scheduled_change < LITTLE <= whole:
-        warmup = args.get_warmup_steps(steps)
+        warmup = args.get_warmup_steps(run.steps)
         schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         yield Finding(
             "learning-rate-low",
-            "error" if scheduled_change < LITTLE / 2 else "warning",
+            "error" if scheduled_change < LITTLE / 2 and run.steps >= SHORT else "warning",
             f"the schedule ({schedule}, {warmup} steps of warm-up) leaves {share:.2%} of"
-            f" learning_rate={rate:g} in the mean of {steps} steps, which change log-probs by"
+            f" learning_rate={rate:g} in the mean of {run.steps} steps, which change log-probs by"
             f" {scheduled_change:.2g} nats a token in all.",
-            f"Set warmup_steps={run.steps // 10}." if warmup > steps / 2 else "Set lr_scheduler_type='constant'.",
+            f"Set warmup_steps={run.steps // 10}." if warmup > run.steps / 2 else "Set lr_scheduler_type='constant'.",
             f"A single update at the whole of learning_rate={rate:g} changes them by {one.moved:.2g} nats.",
         )
     elif one.finite and whole < LITTLE:
