@@ -1,6 +1,7 @@
 """Evaluation sets of run files, and `covey eval`."""
 
 import json
+import shutil
 
 import pytest
 
@@ -71,6 +72,18 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     explained = capsys.readouterr().out
     assert "Suite greedy: 1 completion(s) of each prompt, greedy." in explained
     assert "Suite votes: 6 completion(s) of each prompt." in explained
+
+
+def test_eval_of_a_trained_model_keeps_those_of_the_untrained(folder, tiny_folder):
+    trained = folder / "trained"
+    shutil.copytree(tiny_folder, trained)
+    (trained / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
+    settings = {"model": str(tiny_folder), "reward_funcs": ["even.py:even"], "output_dir": "out", "bf16": False}
+    settings |= {"eval_dataset": "rows.jsonl", "max_completion_length": 4, "use_cpu": True}
+    (folder / "run.json").write_text(json.dumps(settings))
+    assert main(["eval", "run.json"]) == 0 and main(["eval", "run.json", "--model", str(trained)]) == 0
+    files = sorted(path.name for path in (folder / "out" / "evaluations").iterdir())
+    assert files == ["eval_00000.parquet", "eval_00020.parquet"]
 
 
 def test_the_report_of_a_run_has_estimates_and_intervals():

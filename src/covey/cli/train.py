@@ -52,6 +52,7 @@ def evaluate(argv: Sequence[str]) -> int:
     if run.args.process_index == 0:
         print(f"evaluating {run.model}", flush=True)
     trainer = build_trainer(run, training=False)
+    trainer.state.global_step = step_of(run.model)
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         assert run.args.output_dir is not None, "transformers fills it in"
@@ -59,6 +60,12 @@ def evaluate(argv: Sequence[str]) -> int:
         path_of_metrics.write_text(json.dumps({"model": run.model, **metrics}, indent=2) + "\n")
         print(f"metrics:     {path_of_metrics}")
     return 0
+
+
+def step_of(model: Any) -> int:
+    """The step that a run had saved this model at: its completions are not those of the untrained model."""
+    path = Path(str(model)) / "trainer_state.json"
+    return int(json.loads(path.read_text())["global_step"]) if path.is_file() else 0
 
 
 def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
