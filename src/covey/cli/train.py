@@ -10,6 +10,7 @@ import traceback
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -64,8 +65,9 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def step_of(model: Any) -> int:
     """The step that a run had saved this model at: its completions are not those of the untrained model."""
-    path = Path(str(model)) / "trainer_state.json"
-    return int(json.loads(path.read_text())["global_step"]) if path.is_file() else 0
+    with suppress(OSError, ValueError, KeyError):  # another library's file, or none
+        return int(json.loads((Path(str(model)) / "trainer_state.json").read_text())["global_step"])
+    return 0
 
 
 def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
