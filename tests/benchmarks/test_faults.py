@@ -127,7 +127,7 @@ def test_a_diagnosis_is_asked_of_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "covey", recorder)
     monkeypatch.setattr(runner, "model_folder", lambda: tmp_path)
     for _ in range(2):  # the second finds the result of the first
-        runner.main(["--kind", "signal-sparse", "--output", str(tmp_path / "results")])
+        runner.main(["--kind", "signal-sparse", "--records", str(tmp_path / "results.jsonl")])
     assert [arguments for arguments, _ in calls] == [["doctor", "run.yaml", "--json"]] * 3
     assert calls[0][1] == ["rows.jsonl", "run.yaml"]
     assert "3 of 3 first findings right" in capsys.readouterr().out
