@@ -162,6 +162,7 @@ def test_of_several_beginnings_the_first_one_stops():
     shots = "Q: 1+1\nA: 2\n\nQ: 2+2\nA:"
     assert _begins_again(batch(shots, [" 4\n\nQ: 3+3\nA: 6", " 4\n\nQ: 5\nA: 5", " 4"])) == ("\nQ:", 2)
     assert _begins_again(batch(shots, [" 4", " 4\n\nQ: 5", " 5"])) is None
+    assert _begins_again(batch(shots.replace("\n\n", "\n"), [" 4\nQ: 5", " 5\nQ: 6", " 6"])) == ("\n", 2)
 
 
 @pytest.mark.parametrize(("answer", "opening"), [("' ' + m['content']", None), ("'bot: ' + m['content']", "bot: ")])

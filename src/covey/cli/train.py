@@ -65,7 +65,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def step_of(model: Any) -> int:
     """The step that a run had saved this model at: its completions are not those of the untrained model."""
-    with suppress(OSError, ValueError, KeyError):  # another library's file, or none
+    with suppress(OSError, ValueError, KeyError, TypeError):  # another library's file, or none
         return int(json.loads((Path(str(model)) / "trainer_state.json").read_text())["global_step"])
     return 0
 
