@@ -4,18 +4,22 @@
 
 Every entry is written into a temporary folder as a user would have it. The doctor reads the run file, or the record of
 a few steps; its first finding should be of the entry's kind, and a healthy run have none of level error. `--learn`
-applies the first finding's `settings`, or else the entry's repair, trains 16 steps, and measures the gain in reward.
+applies the settings that the first finding's fix names, or else the entry's repair, trains 16 steps, and measures the
+gain in reward.
 Results are appended to a file, so that an interrupted run goes on; `--fresh` starts over.
 """
 
 import argparse
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,9 @@ SECONDS = 90
 
 RECORDED_STEPS = 4
 """Of a run whose record is looked at."""
+
+SETTING = re.compile(r"\b([a-z_]+)=(\{.*\}|\[.*?\]|[^\s,:;)]+)")
+"""Name and value in the text of a fix."""
 
 GAIN = 0.2
 """Least rise of the reward in 16 steps that counts as learning."""
@@ -132,7 +139,7 @@ def covey(arguments: list[str], folder: Path, seconds: float) -> dict[str, Any]:
 
 def learned(entry: Entry, diagnosis: dict[str, Any]) -> dict[str, Any]:
     """A record of the rewards of 16 steps with the fix."""
-    fix = next((finding.get("settings") for finding in (diagnosis["findings"] or [])[:1]), None)
+    fix = next((named_settings(finding["fix"]) for finding in diagnosis["findings"] or ()), {})
     repaired = entry.setup(repaired=bool(entry.repair))
     with tempfile.TemporaryDirectory(prefix="covey-fault-") as temporary:
         folder = Path(temporary, "run")
@@ -151,6 +158,23 @@ def learned(entry: Entry, diagnosis: dict[str, Any]) -> dict[str, Any]:
         "seconds": ended["seconds"],
         "problem": None if ended["status"] == 0 else ended["errors"][-500:],
     }
+
+
+def named_settings(fix: str) -> dict[str, Any]:
+    """Settings of a fix that begins with "Set", up to its first alternative; empty where it names none.
+
+    Example:
+        >>> named_settings("Set temperature=1.0, top_k=0."), named_settings("Set beta=0.04, or beta=0.")
+        ({'temperature': 1.0, 'top_k': 0}, {'beta': 0.04})
+        >>> named_settings("Set generation_kwargs={'stop': ['a b']}."), named_settings("Remove top_k=1.")
+        ({'generation_kwargs': {'stop': ['a b']}}, {})
+    """
+    found: dict[str, Any] = {}
+    if fix.startswith("Set "):
+        for name, value in SETTING.findall(re.split(r",? \(?or ", fix)[0]):
+            with suppress(ValueError, SyntaxError):  # of another form than Python's
+                found[name] = ast.literal_eval(value.rstrip("."))
+    return found
 
 
 def rewards(logs: list[dict[str, Any]], setup: Setup) -> list[float]:
