@@ -6,6 +6,7 @@ Every entry is written into a temporary folder as a user would have it. The doct
 a few steps; its first finding should be of the entry's kind, and a healthy run have none of level error. `--learn`
 applies the settings that the first finding's fix names, or else the entry's repair, trains 16 steps, and measures the
 gain in reward.
+Entries whose repaired runs are the same share one training, as equal runs have equal rewards.
 Results are appended to a file, so that an interrupted run goes on; `--fresh` starts over.
 """
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = latest(records, entry, "diagnosis") or records.add(**diagnosed(entry))
         print(line(entry, found), flush=True)
         if options.learn and not latest(records, entry, "learning"):
-            print(f"{'':<20} {gain_of(records.add(**learned(entry, found)))}", flush=True)
+            print(f"{'':<20} {gain_of(records.add(**learned(entry, found, records)))}", flush=True)
     print(summary(entries, records))
 
 
@@ -137,23 +138,30 @@ def covey(arguments: list[str], folder: Path, seconds: float) -> dict[str, Any]:
     return {"status": status, "output": output, "errors": errors, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def learned(entry: Entry, diagnosis: dict[str, Any]) -> dict[str, Any]:
+def learned(entry: Entry, diagnosis: dict[str, Any], records: Records) -> dict[str, Any]:
     """A record of the rewards of 16 steps with the fix."""
-    fix = next((named_settings(finding["fix"]) for finding in diagnosis["findings"] or ()), {})
+    fix = next((named_settings(finding["fix"]) for finding in diagnosis["findings"] or ()), {}) if entry.kind else {}
     repaired = entry.setup(repaired=bool(entry.repair))
+    trained = entry.setup().changed(fix) if fix else repaired
+    earlier = records.find(what="learning", setup=trained.digest)
+    return {
+        "what": "learning",
+        **identity(entry),
+        "fix": fix or "the repair",
+        "setup": trained.digest,
+        **({key: earlier[0][key] for key in ("rewards", "seconds", "problem")} if earlier else trial(trained, repaired)),
+    }
+
+
+def trial(trained: Setup, repaired: Setup) -> dict[str, Any]:
+    """Rewards by the repaired run's functions, seconds, and the error of a run that failed."""
     with tempfile.TemporaryDirectory(prefix="covey-fault-") as temporary:
         folder = Path(temporary, "run")
-        if entry.kind and fix:
-            entry.setup().write(folder, model_folder(), **fix)
-        else:
-            repaired.write(folder, model_folder())
+        trained.write(folder, model_folder())
         ended = covey(["grpo_or_rloo", "--config", "run.yaml"], folder, 3600)
         state = folder / "out" / "trainer_state.json"
         logs = json.loads(state.read_text())["log_history"] if ended["status"] == 0 else []
     return {
-        "what": "learning",
-        **identity(entry),
-        "fix": fix if entry.kind and fix else "the repair",
         "rewards": rewards(logs, repaired),
         "seconds": ended["seconds"],
         "problem": None if ended["status"] == 0 else ended["errors"][-500:],

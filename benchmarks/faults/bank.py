@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import string
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Entry:
     @property
     def digest(self) -> str:
         """Changes with the entry, so that a result of an earlier version of it does not count."""
-        return hashlib.sha256(json.dumps([vars(self), _tasks()], sort_keys=True).encode()).hexdigest()[:12]
+        return _digest([vars(self), _tasks()])
 
     def setup(self, repaired: bool = False) -> "Setup":
         own = {key: getattr(self, key) for key in ("run", "row", "files", "model", "task")}
@@ -77,18 +77,27 @@ class Setup:
     files: dict[str, str]
     model: str | None
 
-    def write(self, folder: Path, model: Path, **changes: Any) -> Path:
+    @property
+    def digest(self) -> str:
+        """Of all that decides on the training; files that the run does not name are none of it."""
+        used = {name: text for name, text in self.files.items() if name in json.dumps(self.run)}
+        return _digest([self.run, self.rows, used, self.model])
+
+    def changed(self, settings: dict[str, Any]) -> "Setup":
+        """The same with these settings of the run."""
+        return replace(self, run={**self.run, **settings})
+
+    def write(self, folder: Path, model: Path) -> Path:
         """Write run.yaml, rows.jsonl and the other files; returns the run file.
 
         Args:
             folder: made, and empty until then.
             model: folder of the model without a fault.
-            changes: settings on top of the run's.
         """
         folder.mkdir(parents=True)
         if self.model is not None:
             model = models.build(model, folder / "model", self.model)
-        run = {key: str(model) if value == MODEL_FIELD else value for key, value in {**self.run, **changes}.items()}
+        run = {key: str(model) if value == MODEL_FIELD else value for key, value in self.run.items()}
         files = {**self.files, "run.yaml": yaml.safe_dump(run, sort_keys=False)}
         if "dataset" in run:
             files["rows.jsonl"] = "".join(json.dumps(row) + "\n" for row in self.rows)
@@ -113,6 +122,10 @@ def _read(name: str) -> list[Entry]:
 @functools.cache
 def _tasks() -> dict[str, Any]:
     return yaml.load((HERE / "tasks.yaml").read_text(), _loader())
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _loader() -> Any:

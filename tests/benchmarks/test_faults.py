@@ -131,3 +131,21 @@ def test_a_diagnosis_is_asked_of_the_command(tmp_path, monkeypatch, capsys):
     assert [arguments for arguments, _ in calls] == [["doctor", "run.yaml", "--json"]] * 3
     assert calls[0][1] == ["rows.jsonl", "run.yaml"]
     assert "3 of 3 first findings right" in capsys.readouterr().out
+
+
+def test_equal_repaired_runs_are_trained_once(tmp_path, monkeypatch, capsys):
+    """Three rewards that depend on an order, which the task's own reward replaces."""
+    calls = []
+
+    def recorder(arguments, folder, seconds):
+        calls.append(arguments[0])
+        (folder / "out").mkdir()
+        steps = [{"reward": reward} for reward in (0.2, 0.4, 0.5, 0.6, 0.6, 0.7)]
+        (folder / "out/trainer_state.json").write_text(json.dumps({"log_history": steps}))
+        return {"status": 0, "output": json.dumps({"findings": []}), "errors": "", "seconds": 1.0}
+
+    monkeypatch.setattr(runner, "covey", recorder)
+    monkeypatch.setattr(runner, "model_folder", lambda: tmp_path)
+    runner.main(["--kind", "reward-order", "--learn", "--records", str(tmp_path / "results.jsonl")])
+    assert calls == ["doctor", "grpo", "doctor", "doctor"]
+    assert "3 of 3 gain 0.2 or more" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """`covey doctor` names the planted cause first, proves it, and finds nothing grave in healthy runs."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,21 @@ def test_other_columns_are_tried_while_there_is_time():
         base=base, failure=None, seconds=75.0, left=50.0, totals=totals, answering=lambda row, text: text
     )
     assert _other_column(run, 0.0) is None and len(tried) == 3
+
+
+def test_a_gold_answer_with_a_line_break_is_found():
+    """A reward of the last number: every form of an answer gets it, once the column is stripped."""
+    base = SimpleNamespace(samples=[SimpleNamespace(row={"prompt": "", "answer": " 7\n"})], known=[0.0])
+
+    def totals(rows, texts):
+        numbers = [re.findall(r"\d+", text)[-1:] for text in texts]
+        return torch.tensor([float(found == [row["answer"]]) for row, found in zip(rows, numbers, strict=True)])
+
+    run = SimpleNamespace(
+        base=base, failure=None, seconds=75.0, left=50.0, totals=totals, answering=lambda row, text: text
+    )
+    found = _other_column(run, 0.0)
+    assert found is not None and found.code == "reward-unreachable" and "'7'" in found.proof
 
 
 @pytest.mark.parametrize("name", faults.QUICK)

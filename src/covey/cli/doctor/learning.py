@@ -155,7 +155,7 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
             f"A single update at the whole of learning_rate={rate:g} changes them by {one.moved:.2g} nats.",
         )
     elif one.finite and whole < LITTLE:
-        better = _aim(trials, rate, one.moved, 0.01 if steps > 50 else 0.03)
+        better = _aim(trials, rate, one.moved)
         other = trials.update(better)
         yield Finding(
             "learning-rate-low",
@@ -179,8 +179,9 @@ def scheduled(trainer: Any, steps: int) -> float:
     return sum(factors[0](step) for step in range(steps)) / steps if factors else 0.5
 
 
-def _aim(trials: Trials, rate: float, moved: float, wanted: float, tries: int = 2) -> float:
-    """A learning rate of one digit whose update changes log-probs about as much as wanted."""
+def _aim(trials: Trials, rate: float, moved: float, tries: int = 2) -> float:
+    """A learning rate of one digit whose updates would change log-probs by about two nats over the run."""
+    wanted = min(max(2.0 / trials.run.steps, 0.005), 0.15)
     guess = max(rate, 1e-9) * (wanted / max(moved, 1e-12))
     guess = min(max(guess, 1e-6), 1e-2)
     for _ in range(tries):
@@ -204,10 +205,10 @@ def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Fi
             return
         ruined = sampled() if high.finite else None
     if ruined is not None and len(ruined.known):
-        fell = ruined.mean < before.mean - 0.1 * max(before.range_with(ruined), 1e-9)
-        if before.gain(ruined) > 0 or (not fell and high.moved < 4 * MUCH):
+        gain = before.gain(ruined)
+        if gain > 0 or (gain == 0 and high.moved < 4 * MUCH):
             return
-    better = _aim(trials, rate, one.moved if one.finite else 100.0, 0.03, tries=1)
+    better = _aim(trials, rate, one.moved if one.finite else 100.0, tries=1)
     with trials.updated(better, 3) as low:
         kept = sampled() if low.finite else None
     shown = "NaN" if ruined is None else f"{ruined.mean:.3g}"

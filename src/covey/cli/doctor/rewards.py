@@ -286,7 +286,7 @@ def _other_column(run: ExaminedRun, value: float) -> Finding | None:
         for other, written in [*((None, changed) for changed in _otherwise(held)), *others]:
             if run.left < until:
                 return None
-            texts = [*_written(str(written)), *_written(str(held))]
+            texts = [*_written(str(written)), *_written(str(held)), *TEXTS]  # the last are no answers
             rollouts = [run.answering(row, text) for text in texts]
             totals = run.totals([{**row, name: written}] * len(texts), rollouts).nan_to_num(value).tolist()
             run.failure = kept  # a function need not take what a column does not hold
