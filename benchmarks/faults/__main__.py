@@ -144,12 +144,13 @@ def learned(entry: Entry, diagnosis: dict[str, Any], records: Records) -> dict[s
     repaired = entry.setup(repaired=bool(entry.repair))
     trained = entry.setup().changed(fix) if fix else repaired
     earlier = records.find(what="learning", setup=trained.digest)
+    outcome = earlier[0] if earlier else trial(trained, repaired)
     return {
         "what": "learning",
         **identity(entry),
         "fix": fix or "the repair",
         "setup": trained.digest,
-        **({key: earlier[0][key] for key in ("rewards", "seconds", "problem")} if earlier else trial(trained, repaired)),
+        **{key: outcome[key] for key in ("rewards", "seconds", "problem")},
     }
 
 
