@@ -147,5 +147,5 @@ def test_equal_repaired_runs_are_trained_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "covey", recorder)
     monkeypatch.setattr(runner, "model_folder", lambda: tmp_path)
     runner.main(["--kind", "reward-order", "--learn", "--records", str(tmp_path / "results.jsonl")])
-    assert calls == ["doctor", "grpo", "doctor", "doctor"]
+    assert calls == ["doctor", "grpo_or_rloo", "doctor", "doctor"]
     assert "3 of 3 gain 0.2 or more" in capsys.readouterr().out

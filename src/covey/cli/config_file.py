@@ -1,11 +1,13 @@
 """A run as a file: a YAML or JSON mapping of config fields plus `RUN_KEYS`, and the flags that override it."""
 
 import argparse
+import ast
 import dataclasses
 import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,19 @@ def load_run(
 def _new_name(name: str) -> str:
     alias = ALIASES.get(name)
     return _OTHER_NAMES.get(name) or (alias and alias.new) or name
+
+
+def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a record's run.json that differ from their defaults."""
+    config = config_of((described.get("parts") or {}).get("method") or "grpo")
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    values = {}
+    for name, text in described["settings"].items():
+        with suppress(ValueError, SyntaxError):  # an object without a text that could be read again
+            value = ast.literal_eval(text)
+            if name in defaults and value != defaults[name] and value is not None:
+                values[name] = value
+    return values
 
 
 def config_of(method: str) -> type[OnlineConfig]:

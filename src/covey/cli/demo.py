@@ -194,7 +194,7 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
         "summary.html": "curves, samples before and after, metrics and settings on one page",
         "summary.json": "the figures above",
         "completions": "every completion of the run",
-        "record": "every token, for covey view, covey diff and replay_from",
+        "record": "every token, for covey view, covey replay and covey diff",
     }
     for name, what in results.items():
         rich.print(f"  {output_dir / name}: {what}")

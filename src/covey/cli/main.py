@@ -22,6 +22,7 @@ COMMANDS = {
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
     "view": ("covey.cli.view.command", "main", "look at runs on a page: curves, groups, completions, every token"),
     "doctor": ("covey.cli.doctor.command", "main", "find out why a run does not learn, and prove it"),
+    "replay": ("covey.cli.replay", "main", "train again from the record of a run, without sampling"),
     "diff": ("covey.cli.diff", "main", "find the first difference between two runs, and what explains it"),
     "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),

@@ -65,6 +65,17 @@ def read_run(run: Path) -> dict[str, Any]:
     return described
 
 
+def read_data(folder: Path) -> dict[int, dict[str, Any]]:
+    """Rows of the dataset that are on record, by their number."""
+    import pyarrow.parquet as pq
+
+    rows: dict[int, dict[str, Any]] = {}
+    for path in files(folder):
+        table = pq.read_table(path, columns=["row", "data"]).to_pydict()
+        rows |= {number: json.loads(data) for number, data in zip(table["row"], table["data"], strict=True)}
+    return dict(sorted(rows.items()))
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rollouts of a file, one dictionary each; columns that hold messages and data are Python objects again."""
     import pyarrow.parquet as pq

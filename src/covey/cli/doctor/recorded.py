@@ -1,7 +1,5 @@
 """A run that was recorded: its first generation is examined with its model and rewards, as far as they are there."""
 
-import ast
-import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,7 +10,7 @@ from typing import Any
 import datasets
 import torch
 
-from covey.cli.config_file import config_of, load_run
+from covey.cli.config_file import config_of, load_run, settings_of
 from covey.cli.doctor import rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
@@ -26,6 +24,7 @@ from covey.observability.record_files import (
     file_name,
     files,
     number_of,
+    read_data,
     read_metrics,
     read_rows,
     read_run,
@@ -64,21 +63,6 @@ def examine(
     trainer.rollouts.close()
 
 
-def settings_of(described: dict[str, Any]) -> dict[str, Any]:
-    """Settings of run.json that differ from their defaults."""
-    config = config_of(described.get("parts", {}).get("method", "grpo"))
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    values = {}
-    for name, text in described["settings"].items():
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            continue
-        if name in defaults and value != defaults[name] and value is not None:
-            values[name] = value
-    return values
-
-
 def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
     parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
@@ -94,7 +78,7 @@ def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun"
             if tokenizer:
                 further["processing_class"] = _tokenizer(tokenizer)
             if not parts.get("dataset"):
-                further["train_dataset"] = datasets.Dataset.from_list(read.data())
+                further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
             else:
                 kept["dataset"] = parts["dataset"]
             return build_trainer(
@@ -157,13 +141,6 @@ class PastRun:
         limit = int(self.settings.get("max_completion_length", 512))
         rewards = torch.cat([one.rewards for one in loaded])
         return SampleBatch(samples, rollouts, rewards, weights, self.size, limit, fresh=len(loaded[0].rollouts))
-
-    def data(self) -> list[dict[str, Any]]:
-        """Rows of the dataset that are on record, without gaps."""
-        rows: dict[int, dict[str, Any]] = {}
-        for number in self.generations[:64]:
-            rows |= {sample.prompt: sample.row for sample in self.load(number).draws}
-        return [rows[number] for number in sorted(rows)]
 
     def course(self) -> Iterator[Finding]:
         """Rewards and entropies from the first to the last generation: a policy that was destroyed."""

@@ -1,0 +1,163 @@
+"""Train again from the record of a run, without sampling: `covey replay RUN [--steps A:B] [--field value ...]`.
+
+With the run's own settings every loss and the weights are the same, bit by bit; with others one sees what another loss,
+learning rate or filter would have learned from the same samples. No engine runs, and no reward function is called.
+The exit status is 1 if no setting was changed and a step differs.
+"""
+
+import argparse
+import filecmp
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from covey.cli.config_file import load_run, parse_flags, settings_of
+from covey.cli.diff import OTHERS
+from covey.cli.launch import launch_if_asked
+from covey.cli.train import build_trainer
+from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
+from covey.runtime.quiet import without_bars
+
+COMPARED = ("loss", "grad_norm")
+MOST_LINES = 20
+MODEL_PARTS = ("model", "peft", "quantization")
+"""Parts of run.json that a replay needs; rollouts and rewards are on record."""
+
+
+class StopAfter(TrainerCallback):
+    """Ends the training after a step, with the learning rates of the whole run."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step >= self.step
+
+
+@without_bars()
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="covey replay", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help='output_dir of a run with record="tokens"; --field value')
+    parser.add_argument("--steps", metavar="A:B", help="only these, from a checkpoint of step A - 1 (all)")
+    given, flags = parser.parse_known_args(launch_if_asked("replay", argv))
+    recorded = [number_of(path) for path in files(given.run / FOLDER, kind="update")]
+    described = read_run(given.run)
+    if not recorded:
+        raise ValueError(f'{str(given.run)!r} has no tokens on record: it was not trained with record="tokens".')
+    first, last = span(given.steps, max(recorded))
+    checkpoint = given.run / f"checkpoint-{first - 1}"
+    if first > 1 and not checkpoint.is_dir():
+        known = sorted(int(path.name.partition("-")[2]) + 1 for path in given.run.glob("checkpoint-*"))
+        raise ValueError(
+            f"--steps {given.steps} begins with the weights after step {first - 1}, of which {str(given.run)!r} has no"
+            f" checkpoint: begin with step {' or '.join(map(str, [1, *known]))}."
+        )
+    logged = {line["step"]: line for line in read_metrics(given.run / FOLDER) if "loss" in line}
+    trainer = trainer_of(given.run, described, flags, last, next(iter(logged), 1))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if first > 1 else None)
+    trainer.save_model()
+    if not trainer.is_world_process_zero():
+        return 0
+    replayed = {line["step"]: line for line in trainer.state.log_history if "loss" in line and line["step"] >= first}
+    both = [(step, logged[step], line) for step, line in replayed.items() if step in logged]
+    equal = sum(_values(old) == _values(new) for _, old, new in both)
+    print(table(both))
+    print(f"{equal} of {len(both)} logged steps have the same {' and '.join(COMPARED)}, bit by bit.")
+    output = Path(trainer.args.output_dir)
+    if last == max(recorded) and (same := weights_are_equal(given.run, output)) is not None:
+        print(f"The weights are {'the same' if same else 'other ones'}.")
+    print(f"look at both: covey view {shlex.quote(str(given.run))} {shlex.quote(str(output))}")
+    return int(equal < len(both) and not set(parse_flags(flags)) - set(OTHERS))
+
+
+def span(steps: str | None, last: int) -> tuple[int, int]:
+    """First and last step, of which each may be left out; ValueError for what is not on record.
+
+    Example:
+        >>> span("3:", 16), span(None, 16)
+        ((3, 16), (1, 16))
+    """
+    if steps is None:
+        return 1, last
+    first, colon, end = steps.partition(":")
+    if not colon or not all(part.isdecimal() for part in (first, end) if part):
+        raise ValueError(f"--steps {steps!r} is not of the form A:B, as in --steps 1:8.")
+    found = int(first or 1), int(end or last)
+    if not 1 <= found[0] <= found[1] <= last:
+        raise ValueError(f"--steps {steps} is not within the steps on record, 1:{last}.")
+    return found
+
+
+def trainer_of(run: Path, described: dict[str, Any], flags: list[str], last: int, logging_steps: int) -> Any:
+    """The trainer of the run with these changes, which reads rollouts and rewards from the record until a step."""
+    parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
+    if not parts.get("model"):
+        raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")
+    own = {
+        **settings_of(described),
+        **{name: parts[name] for name in MODEL_PARTS if name in parts},
+        "method": parts.get("method", "grpo"),
+        "output_dir": f"{run}_replay",
+        "replay_from": str(run),
+        "report_to": "none",
+        "logging_steps": logging_steps,
+        "save_strategy": "no",
+    }
+    further: dict[str, Any] = {}
+    if "tokenizer" in parts:
+        from transformers import AutoTokenizer
+
+        further["processing_class"] = AutoTokenizer.from_pretrained(parts["tokenizer"])
+    return build_trainer(
+        load_run(own, flags),
+        training=False,
+        reward_funcs=[_named(name) for name in described["rewards"]],
+        train_dataset=dataset_of(run, described),
+        callbacks=[StopAfter(last)],
+        **further,
+    )
+
+
+def dataset_of(run: Path, described: dict[str, Any]) -> Any:
+    """As many rows as the run had, since their number decides on the number of steps; those on record have content."""
+    import datasets
+
+    rows = read_data(run / FOLDER)
+    count = described.get("dataset", {}).get("rows", "")
+    found = next(iter(rows.values()))
+    return datasets.Dataset.from_list([rows.get(n, found) for n in range(int(count))] if count.isdecimal() else [found])
+
+
+def _named(name: str) -> Callable[..., list[float]]:
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        raise RuntimeError(f"a replay calls no reward function, but called {name}")
+
+    reward.__name__ = name
+    return reward
+
+
+def weights_are_equal(run: Path, output: Path) -> bool | None:
+    """True if both folders have the same safetensors files; None where the run has none."""
+    names = sorted(path.name for path in run.glob("*.safetensors"))
+    if not names:
+        return None
+    return all((output / name).is_file() and filecmp.cmp(run / name, output / name, shallow=False) for name in names)
+
+
+def table(both: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> str:
+    """A line for each step, or for some of many: values of the record and of the replay."""
+    most = min(len(both), MOST_LINES)
+    shown = [both[n * (len(both) - 1) // max(most - 1, 1)] for n in range(most)]
+    lines = ["  step" + "".join(f"{name + ', recorded':>22}{'replayed':>14}" for name in COMPARED)]
+    for step, *pair in shown:
+        cells = "".join(f"{old:>22.6g}{new:>14.6g}" for old, new in zip(*map(_values, pair), strict=True))
+        lines.append(f"{step:>6}{cells}")
+    return "\n".join(lines)
+
+
+def _values(line: dict[str, Any]) -> list[float]:
+    return [line.get(name, math.nan) for name in COMPARED]
