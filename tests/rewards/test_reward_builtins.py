@@ -122,12 +122,12 @@ def test_accuracy_logs_what_it_read():
 
 def test_an_uncheckable_answer_is_nan_and_the_next_is_checked(monkeypatch):
     accuracy_reward([r"\boxed{4}"], ["4"])  # the process is up
-    monkeypatch.setattr("covey.rewards.accuracy.CHECK_SECONDS", 1.0)
+    monkeypatch.setattr("covey.rewards.accuracy.CHECK_SECONDS", 4.0)
     from covey.rewards.accuracy import verify_answers
 
     start = time.monotonic()
-    verdicts = verify_answers([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}"], ["4", "4"], seconds=0.5)
-    assert time.monotonic() - start < 10.0
+    verdicts = verify_answers([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}"], ["4", "4"], seconds=2.0)
+    assert time.monotonic() - start < 20.0
     assert math.isnan(verdicts[0].reward) and verdicts[1].reward == 1.0
 
 

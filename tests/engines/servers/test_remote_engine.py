@@ -282,7 +282,7 @@ def test_requests_of_a_frozen_server_go_elsewhere(servers, engines, monkeypatch)
 
 def test_requests_at_a_silent_server_already_left_out_move(servers, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "WATCH_EVERY", 0.05)
-    monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 0.1)
+    monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 0.5)
     one, other = servers(), servers()
     engine = engines(one, other)  # a request may take 800 s
     one.misbehave("/v1/completions", fake_vllm.hang(), times=9)
