@@ -3,10 +3,14 @@
 import asyncio
 import copy
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
+
+import numpy as np
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
@@ -83,6 +87,8 @@ class EpisodeEngine:
     failure: BaseException | None = field(default=None, init=False)
     timeout: asyncio.Timeout | None = field(default=None, init=False)
     _generate_calls: int = field(default=0, init=False)
+    own_ids: list[int] | None = field(default=None, init=False)  # of the row's prompt
+    _sent: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False)
     closed: bool = field(default=False, init=False)  # refuses requests, as of tasks that the rollout did not await
 
     def __post_init__(self) -> None:
@@ -106,7 +112,17 @@ class EpisodeEngine:
         path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()
         episode = Episode(self, own_prompt, encoded.ids, list(tools), path, media=encoded.media)
         self.episodes.append(episode)
+        if prompt is None:
+            self.own_ids = encoded.ids
         return episode
+
+    def seed(self, ids: list[int], path: tuple[int | str, ...] = ()) -> int:
+        """Seed of what follows these tokens, whatever else was sampled; after the row's prompt a plain sample's."""
+        digest = blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+        number, self._sent[path, digest] = self._sent[path, digest], self._sent[path, digest] + 1
+        if not number and not path and ids == self.own_ids:
+            return sample_seed(*self.seed_key)
+        return sample_seed(*self.seed_key, *path, "prefix", digest, number)
 
     async def generate(
         self, prompt: Prompt, n: int = 1, max_tokens: int | None = None, temperature: float | None = None
@@ -197,7 +213,6 @@ class Episode:
     _entropies: list[float] | None = field(default_factory=list)
     _versions: list[int] | None = field(default_factory=list)
     _masks: list[list[int]] | None = field(default_factory=list)
-    _samples: int = 0
     _forks: int = 0
     _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
     _open: bool = False  # that turn was cut off by its own limit, and may go on
@@ -254,7 +269,6 @@ class Episode:
             self._sampling = False
         if stop:
             completion = _stopped(completion, stop, self.engine.tokenizer)
-        self._samples += 1
         self._append_turn(completion, train)
         if completion.finish is not FinishReason.STOP:
             self._open = limit < room and len(completion.token_ids) >= limit
@@ -269,10 +283,10 @@ class Episode:
                 "the policy has written a token that stands for an image, and was shown another image after it: the"
                 " engine would look for the image at the wrong position."
             )
-        path = (*self.path, "turn", self._samples) if self._samples or self.path else ()
-        seed = sample_seed(*engine.seed_key, *path)
         params = engine.params if limit >= engine.params.max_tokens else replace(engine.params, max_tokens=limit)
-        return SampleRequest(ids, 1, params, [seed], shared=len(self.prompt_ids), media=self.media)
+        return SampleRequest(
+            ids, 1, params, [engine.seed(ids, self.path)], shared=len(self.prompt_ids), media=self.media
+        )
 
     def _append_turn(self, completion: Completion, train: bool) -> None:
         continues, self._open = self._open, False
@@ -369,7 +383,7 @@ class Episode:
         if turns is not None:
             other._keep(turns)
         self._forks += 1
-        other.path, other._forks, other._samples = (*self.path, "fork", self._forks), 0, 0
+        other.path, other._forks = (*self.path, "fork", self._forks), 0
         return other
 
     def _keep(self, turns: int) -> None:

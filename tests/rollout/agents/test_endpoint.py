@@ -442,6 +442,33 @@ def test_seeds_do_not_depend_on_the_order_of_arrival():
     assert len({seed for seeds in found[0].values() for seed in seeds}) == 6
 
 
+def test_a_program_gets_the_tokens_of_the_same_rollout_in_process():
+    """Three turns by seeds alone, of three samples; the program asks something else in between."""
+
+    async def rollout(row, engine):
+        episode = engine.begin()
+        for turn in range(3):
+            assert not turn or episode.write([user("on")])
+            await episode.sample()
+        return episode.done()
+
+    async def steps(ask):
+        messages = START
+        for _ in range(3):
+            said(await ask([user("aside")]))
+            messages = [*messages, said(await ask(messages)), user("on")]
+
+    def numbers(ids, seed):
+        return [*TOKENIZER(str(seed % 10**6))["input_ids"], TOKENIZER.eos_token_id]
+
+    inside = play(
+        RolloutFunction(rollout, 20, RolloutValidator(len(TOKENIZER), None)), ScriptedEngine(numbers), group=3
+    )
+    through = play(program(steps), ScriptedEngine(numbers), group=3)
+    assert len({text_of(one) for one in inside}) == 3
+    assert all(text_of(one) in text_of(other) for one, other in zip(inside, through, strict=True))
+
+
 def test_a_key_opens_its_own_session_alone():
     async def rollout(row, engine):
         mine, other = AgentSession(engine), AgentSession(engine)

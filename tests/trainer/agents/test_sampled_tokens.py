@@ -250,11 +250,11 @@ def test_every_number_that_a_loss_may_look_at_is_tried():
 
 
 def answers_of_many_lengths():
-    """Every rollout calls a tool, and then says a number of as many digits as its seed has it."""
+    """Every rollout calls a tool, and then says a number of one to four digits, by its seed."""
 
     def script(prompt_ids, seed):
         answered = "<bos>tool: 5" in TOKENIZER.decode(prompt_ids)
-        text = str(seed % 10_000) if answered else f"Let me see. {CALL}"
+        text = str(seed)[: 1 + seed % 4] if answered else f"Let me see. {CALL}"
         return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
 
     return ScriptedEngine(script)

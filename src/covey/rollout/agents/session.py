@@ -7,7 +7,6 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -20,7 +19,7 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
-from covey.rollout.prompts import PromptTooLong, sample_seed
+from covey.rollout.prompts import PromptTooLong, are_messages
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
 
@@ -137,7 +136,6 @@ class AgentSession:
     _turns: list[_Turn] = field(default_factory=list)  # in the order in which they ended
     _undelivered: dict[tuple[bytes, int], list[Answer]] = field(default_factory=dict)
     _calls: int = 0
-    _sent: Counter[tuple[str, str]] = field(default_factory=Counter)  # to engines, by the digest of their tokens
 
     def __post_init__(self) -> None:
         self._generate, self.engine.send = self.engine.send, self._send
@@ -168,7 +166,7 @@ class AgentSession:
         kwargs = self.engine.row.get("chat_template_kwargs")
         encoded = self.engine.templates.codec.read(request.messages, kwargs, request.tools)
         params = replace(self.engine.params, max_tokens=min(request.max_tokens or self._most, self._most))
-        seeds = [self._seed("seat", encoded.ids) for _ in range(request.n)]
+        seeds = [self.engine.seed(encoded.ids, ("seat",)) for _ in range(request.n)]
         sampled = await seat.generate(SampleRequest(encoded.ids, request.n, params, seeds, media=encoded.media))
         replies = [Reply.of(one, self.engine.tokenizer) for one in sampled]
         return [self._answer(self._message(request, request.tools, one), one, len(encoded.ids)) for one in replies]
@@ -190,18 +188,13 @@ class AgentSession:
         )
 
     async def _send(self, request: SampleRequest) -> list[Completion]:
-        """Completions with seeds that do not depend on the order of arrival, cut to what is left of the budget.
+        """Completions, cut to what is left of the budget.
 
         Requests at once are each sampled with all that is left; the caller takes a completion before another arrives.
         """
-        (completion,) = await self._generate(replace(request, seeds=[self._seed("prefix", request.prompt_ids)]))
+        (completion,) = await self._generate(request)
         fits = len(completion.token_ids) <= (left := max(0, self._left))
         return [completion if fits else first_tokens(completion, left, FinishReason.LENGTH)]
-
-    def _seed(self, kind: str, prompt_ids: list[int]) -> int:
-        digest = blake2b(np.array(prompt_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
-        number, self._sent[kind, digest] = self._sent[kind, digest], self._sent[kind, digest] + 1
-        return sample_seed(*self.engine.seed_key, kind, digest, number)
 
     def _no_room(self, reason: str) -> RequestError:
         """The error in the words by which clients know that they need not ask again."""
@@ -223,6 +216,8 @@ class AgentSession:
                 episode = self.engine.begin(request.messages, tools=request.tools)
             except PromptTooLong as error:
                 raise self._no_room(str(error)) if self.asked else error from None
+            if digests[-1] == self._own_digest(request):
+                self.engine.own_ids = episode.prompt_ids
             number = self._add(episode, len(episode.prompt_ids))
         episode = self._strands[number].episode
         if not self._turns and not self._prompt:
@@ -233,6 +228,11 @@ class AgentSession:
         self._seen.update(digests)
         size = len(episode.prompt_ids) + len(episode.completion_ids)
         return [number, *(self._add(episode.fork(), size) for _ in range(request.n - 1))]
+
+    def _own_digest(self, request: ChatRequest) -> bytes | None:
+        """Digest of the row's prompt with the tools of the request."""
+        prompt: Any = self.engine.row.get("prompt")
+        return [*replace(request, messages=prompt).digests()][-1] if are_messages(prompt) else None
 
     def _continued(self, turn: _Turn, added: list[Message]) -> int | None:
         """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
@@ -256,6 +256,7 @@ class AgentSession:
                 "`messages` of a rollout with images are one conversation: go on with it, and with n=1.",
                 param="messages",
             )
+        episode.path = ()  # seeds by tokens alone, not by the order of arrival
         self._strands.append(_Strand(episode, own))
         return len(self._strands) - 1
 
