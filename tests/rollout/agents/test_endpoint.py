@@ -442,7 +442,7 @@ def test_seeds_do_not_depend_on_the_order_of_arrival():
     assert len({seed for seeds in found[0].values() for seed in seeds}) == 6
 
 
-def test_a_program_gets_the_tokens_of_the_same_rollout_in_process():
+def test_a_program_gets_the_tokens_of_the_same_loop_in_process():
     """Three turns by seeds alone, of three samples; the program asks something else in between."""
 
     async def rollout(row, engine):
