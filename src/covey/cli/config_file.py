@@ -155,7 +155,7 @@ def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, text in described["settings"].items():
         with suppress(ValueError, SyntaxError):  # an object without a text that could be read again
-            value = ast.literal_eval(text)
+            value = float(text) if text in ("inf", "-inf") else ast.literal_eval(text)
             if name in defaults and value != defaults[name] and value is not None:
                 values[name] = value
     return values

@@ -218,8 +218,12 @@ def name_of(part: Any) -> str | None:
 
 
 def _adapter(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias", "modules_to_save")
-    values = {name: settings[name] for name in kept if settings.get(name) is not None}
+    kept = (
+        *("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias", "modules_to_save"),
+        *("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters", "rank_pattern"),
+        *("alpha_pattern", "init_lora_weights", "lora_bias"),
+    )
+    values = {name: settings[name] for name in kept if settings.get(name) not in (None, {})}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
