@@ -180,7 +180,11 @@ class Checkpointer:
         resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
         changed = resuming.adapter_changes(checkpoint, policy)
-        changes = resuming.changes_since(state.get("run", {}), self.described(), changed)
+        described = self.described()
+        if self.context.args.replay_from is not None:  # data and rewards are the recorded ones
+            settings = {name: text for name, text in described["settings"].items() if name != "replay_from"}
+            described = {**state.get("run", {}), "settings": settings}
+        changes = resuming.changes_since(state.get("run", {}), described, changed)
         if changes and self.context.args.should_log:
             warnings.warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}", stacklevel=3)
 
