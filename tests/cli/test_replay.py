@@ -1,7 +1,10 @@
 """`covey replay` trains again from a record alone: the run's rewards, data and tools are not needed."""
 
+import json
+import math
 import shutil
 
+import datasets
 import pytest
 
 from covey.cli.main import main
@@ -69,3 +72,94 @@ def test_a_record_without_tokens_is_an_error(tmp_path, capsys):
     runs.trainer(tmp_path, max_steps=1).train()
     assert main(["replay", str(tmp_path)]) == 2
     assert "no tokens on record" in capsys.readouterr().err
+
+
+def recorded(folder, parts=None, **changes):
+    """A run of two steps of the model in the folder, with its tokens on record."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder(folder / "model"))
+    runs.trainer(
+        folder / "out", parts={"model": model, **(parts or {})}, **{"record": "tokens", "max_steps": 2, **changes}
+    ).train()
+    return folder / "out"
+
+
+class Guess:
+    """An environment whose rows have no prompt."""
+
+    def reset(self, seed=None):
+        return "Guess a word."
+
+    def tell(self, word: str) -> str:
+        """Tell a guess.
+
+        Args:
+            word: the guess.
+        """
+        return "no"
+
+    def get_reward(self):
+        return 1.0
+
+
+def stream():
+    return datasets.Dataset.from_list(tiny.rows()).to_iterable_dataset()
+
+
+CASES = {
+    "a stream": (lambda: {"train_dataset": stream()}, {}),
+    "rows of several types": (lambda: {"train_dataset": [{"prompt": "a", "x": 1}, {"prompt": "b", "x": "c"}]}, {}),
+    "environments": (lambda: {"environment_factory": Guess, "train_dataset": None, "reward_funcs": None}, {}),
+    "an infinite norm": (dict, {"max_grad_norm": math.inf, "learning_rate": 1.0}),
+    "rewards in processes": (dict, {"reward_isolation": "process"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_of_other_kinds_are_replayed(case, tmp_path, capsys):
+    parts, changes = CASES[case]
+    assert replay(recorded(tmp_path, parts(), **changes), tmp_path / "again") == 0
+    assert "2 of 2 logged steps" in capsys.readouterr().out
+
+
+def test_an_adapter_begins_with_the_same_weights(tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
+    assert replay(recorded(tmp_path, {"peft_config": settings}), tmp_path / "again") == 0
+    assert "2 of 2 logged steps" in capsys.readouterr().out
+
+
+def test_logs_are_compared_over_the_same_steps(tmp_path, capsys):
+    run = recorded(tmp_path, logging_steps=3, max_steps=7, save_strategy="steps", save_steps=2)
+    for flags, count in (([], 4), (["--steps", "3:"], 2), (["--logging_steps", "1"], 2)):
+        assert replay(run, tmp_path / "again", *flags) == 0
+        assert f"{count} of {count} logged steps" in capsys.readouterr().out
+
+
+def test_another_micro_batch_keeps_the_generation(run, tmp_path, capsys):
+    assert replay(run, tmp_path, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4") == 0
+    assert "of 4 logged steps" in capsys.readouterr().out
+
+
+def test_a_model_without_a_name_can_be_given(run, tmp_path, capsys):
+    shutil.copytree(run / "record", tmp_path / "run/record")
+    path = tmp_path / "run/record/run.json"
+    described = json.loads(path.read_text())
+    named = described["parts"].pop("model")
+    path.write_text(json.dumps(described))
+    assert replay(tmp_path / "run", tmp_path / "again") == 2
+    assert "by --model" in capsys.readouterr().err
+    assert replay(tmp_path / "run", tmp_path / "again", "--model", named) == 0
+
+
+def test_unknown_flags_and_a_later_end_are_errors_of_one_line(run, tmp_path, capsys):
+    assert replay(run, tmp_path, "--learning_rat", "1") == 2
+    assert "Did you mean `learning_rate`?" in capsys.readouterr().err
+    assert replay(run, tmp_path, "--steps", "2:") == 2
+    assert capsys.readouterr().err.strip().endswith("begin with step 1 or 3.")
+
+
+def test_from_a_checkpoint_data_and_rewards_have_not_changed(run, tmp_path, capsys):
+    assert replay(run, tmp_path, "--steps", "3:") == 0
+    assert "this run has changed" not in capsys.readouterr().err

@@ -9,18 +9,19 @@ import argparse
 import filecmp
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.cli.config_file import load_run, parse_flags, settings_of
+from covey.cli import train
+from covey.cli.config_file import parse_flags, settings_of
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
-from covey.cli.train import build_trainer
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
 from covey.runtime.quiet import without_bars
+from covey.trainer.checkpoint import STATE_FILE
 
 COMPARED = ("loss", "grad_norm")
 MOST_LINES = 20
@@ -29,12 +30,14 @@ MODEL_PARTS = ("model", "peft", "quantization")
 
 
 class StopAfter(TrainerCallback):
-    """Ends the training after a step, with the learning rates of the whole run."""
+    """Ends the training after a step, with the learning rates of the whole run; logs these steps, None: as it would."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, step: int, logged: Collection[int] | None = None):
+        self.step, self.logged = step, logged
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.logged is not None:
+            control.should_log = state.global_step in self.logged
         control.should_training_stop = control.should_training_stop or state.global_step >= self.step
 
 
@@ -44,31 +47,38 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help='output_dir of a run with record="tokens"; --field value')
     parser.add_argument("--steps", metavar="A:B", help="only these, from a checkpoint of step A - 1 (all)")
     given, flags = parser.parse_known_args(launch_if_asked("replay", argv))
-    recorded = [number_of(path) for path in files(given.run / FOLDER, kind="update")]
     described = read_run(given.run)
+    recorded = max(map(number_of, files(given.run / FOLDER, kind="update")), default=0)
     if not recorded:
         raise ValueError(f'{str(given.run)!r} has no tokens on record: it was not trained with record="tokens".')
-    first, last = span(given.steps, max(recorded))
+    first, last = span(given.steps, recorded)
     checkpoint = given.run / f"checkpoint-{first - 1}"
-    if first > 1 and not checkpoint.is_dir():
-        known = sorted(int(path.name.partition("-")[2]) + 1 for path in given.run.glob("checkpoint-*"))
+    begin = [1, *(step + 1 for step in saved_steps(given.run) if step < recorded)]
+    if first not in begin:
         raise ValueError(
             f"--steps {given.steps} begins with the weights after step {first - 1}, of which {str(given.run)!r} has no"
-            f" checkpoint: begin with step {' or '.join(map(str, [1, *known]))}."
+            f" checkpoint: begin with step {' or '.join(map(str, begin))}."
         )
-    logged = {line["step"]: line for line in read_metrics(given.run / FOLDER) if "loss" in line}
-    trainer = trainer_of(given.run, described, flags, last, next(iter(logged), 1))
+    lines = read_metrics(given.run / FOLDER)
+    logged = {line["step"]: line for line in lines if "loss" in line}
+    named = given.run if given.run.name not in ("", "..") else given.run.resolve()
+    output_dir = f"{named}_replay" if given.steps is None else f"{named}_replay_{first}-{last}"
+    trainer = trainer_of(given.run, described, flags, last, logged, output_dir)
     trainer.train(resume_from_checkpoint=str(checkpoint) if first > 1 else None)
     trainer.save_model()
     if not trainer.is_world_process_zero():
         return 0
     replayed = {line["step"]: line for line in trainer.state.log_history if "loss" in line and line["step"] >= first}
-    both = [(step, logged[step], line) for step, line in replayed.items() if step in logged]
+    begins = [dict(zip(steps, [start, *steps], strict=False)) for steps, start in ((logged, 0), (replayed, first - 1))]
+    same_steps = [step for step in replayed if begins[0].get(step) == begins[1][step]]  # since the log before
+    both = [(step, logged[step], replayed[step]) for step in same_steps]
     equal = sum(_values(old) == _values(new) for _, old, new in both)
     print(table(both))
     print(f"{equal} of {len(both)} logged steps have the same {' and '.join(COMPARED)}, bit by bit.")
     output = Path(trainer.args.output_dir)
-    if last == max(recorded) and (same := weights_are_equal(given.run, output)) is not None:
+    whole = trainer.state.global_step == max((line["step"] for line in lines), default=last)
+    best = trainer.args.load_best_model_at_end  # which the replay has not looked for
+    if whole and not best and (same := weights_are_equal(given.run, output)) is not None:
         print(f"The weights are {'the same' if same else 'other ones'}.")
     print(f"look at both: covey view {shlex.quote(str(given.run))} {shlex.quote(str(output))}")
     return int(equal < len(both) and not set(parse_flags(flags)) - set(OTHERS))
@@ -92,44 +102,58 @@ def span(steps: str | None, last: int) -> tuple[int, int]:
     return found
 
 
-def trainer_of(run: Path, described: dict[str, Any], flags: list[str], last: int, logging_steps: int) -> Any:
+def saved_steps(run: Path) -> list[int]:
+    """Steps of checkpoints that a training can go on from, which those with weights alone do not allow."""
+    states = run.glob(f"checkpoint-*/{STATE_FILE.format(rank=0)}")
+    found = [path.parent.name.removeprefix("checkpoint-") for path in states]
+    return sorted(int(step) for step in found if step.isdecimal())
+
+
+def trainer_of(
+    run: Path, described: dict[str, Any], flags: list[str], last: int, logged: Collection[int], output_dir: str
+) -> Any:
     """The trainer of the run with these changes, which reads rollouts and rewards from the record until a step."""
     parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
-    if not parts.get("model"):
-        raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")
     own = {
         **settings_of(described),
         **{name: parts[name] for name in MODEL_PARTS if name in parts},
         "method": parts.get("method", "grpo"),
-        "output_dir": f"{run}_replay",
+        "output_dir": output_dir,
         "replay_from": str(run),
+        "reward_isolation": "thread",
         "report_to": "none",
-        "logging_steps": logging_steps,
+        "logging_steps": 1,
         "save_strategy": "no",
     }
+    own.pop("steps_per_generation", None)  # follows from the size of a generation, which is on record
+    changed = train.read_run(own, flags, None, needed=())
+    if not changed.model:
+        raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")
     further: dict[str, Any] = {}
     if "tokenizer" in parts:
         from transformers import AutoTokenizer
 
         further["processing_class"] = AutoTokenizer.from_pretrained(parts["tokenizer"])
-    return build_trainer(
-        load_run(own, flags),
+    chosen = {"logging_steps", "logging_strategy"} & set(parse_flags(flags))
+    return train.build_trainer(
+        changed,
         training=False,
         reward_funcs=[_named(name) for name in described["rewards"]],
-        train_dataset=dataset_of(run, described),
-        callbacks=[StopAfter(last)],
+        train_dataset=rows_of(run, described, changed.args.generation_batch_size),
+        callbacks=[StopAfter(last, None if chosen else logged)],
         **further,
     )
 
 
-def dataset_of(run: Path, described: dict[str, Any]) -> Any:
-    """As many rows as the run had, since their number decides on the number of steps; those on record have content."""
-    import datasets
+def rows_of(run: Path, described: dict[str, Any], otherwise: int | None) -> list[dict[str, Any]]:
+    """As many rows as the run had, since their number decides on the number of steps; those on record have content.
 
-    rows = read_data(run / FOLDER)
-    count = described.get("dataset", {}).get("rows", "")
+    Environments need no prompt; and of a stream, whose length is not known, there are `otherwise` many rows.
+    """
+    rows = {number: {**row, "prompt": row.get("prompt") or "?"} for number, row in read_data(run / FOLDER).items()}
     found = next(iter(rows.values()))
-    return datasets.Dataset.from_list([rows.get(n, found) for n in range(int(count))] if count.isdecimal() else [found])
+    count = described.get("dataset", {}).get("rows", "")
+    return [rows.get(number, found) for number in range(int(count) if count.isdecimal() else otherwise or 1)]
 
 
 def _named(name: str) -> Callable[..., list[float]]:
