@@ -40,6 +40,14 @@ def test_an_unchanged_replay_is_equal(run, tmp_path, capsys):
     assert "4 of 4 logged steps have the same loss and grad_norm" in shown and "The weights are the same." in shown
 
 
+def test_other_weights_of_the_same_losses_are_a_difference(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    saved = tmp_path / "run/model.safetensors"
+    saved.write_bytes(saved.read_bytes()[:-1] + b"?")
+    assert replay(tmp_path / "run", tmp_path / "again") == 1
+    assert "4 of 4 logged steps" in (shown := capsys.readouterr().out) and "The weights are other ones." in shown
+
+
 def test_steps_begin_with_a_checkpoint_and_end_early(run, tmp_path, capsys):
     assert replay(run, tmp_path / "last", "--steps", "3:") == 0
     assert "2 of 2 logged steps" in (shown := capsys.readouterr().out) and "The weights are the same." in shown

@@ -2,14 +2,14 @@
 
 With the run's own settings every loss and the weights are the same, bit by bit; with others one sees what another loss,
 learning rate or filter would have learned from the same samples. No engine runs, and no reward function is called.
-The exit status is 1 if no setting was changed and a step differs.
+The exit status is 1 if no setting was changed and a step or the weights differ.
 """
 
 import argparse
 import filecmp
 import math
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,12 @@ MODEL_PARTS = ("model", "peft", "quantization")
 
 
 class StopAfter(TrainerCallback):
-    """Ends the training after a step, with the learning rates of the whole run; logs these steps, None: as it would."""
+    """Ends the training after a step, at the learning rates of the whole run.
+
+    Args:
+        step: the last one.
+        logged: steps that are logged; None: those that the config logs.
+    """
 
     def __init__(self, step: int, logged: Collection[int] | None = None):
         self.step, self.logged = step, logged
@@ -44,7 +49,9 @@ class StopAfter(TrainerCallback):
 @without_bars()
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="covey replay", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help='output_dir of a run with record="tokens"; --field value')
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="output_dir of a run, and settings to change (--field value)"
+    )
     parser.add_argument("--steps", metavar="A:B", help="only these, from a checkpoint of step A - 1 (all)")
     given, flags = parser.parse_known_args(launch_if_asked("replay", argv))
     described = read_run(given.run)
@@ -69,19 +76,20 @@ def main(argv: Sequence[str]) -> int:
     if not trainer.is_world_process_zero():
         return 0
     replayed = {line["step"]: line for line in trainer.state.log_history if "loss" in line and line["step"] >= first}
-    begins = [dict(zip(steps, [start, *steps], strict=False)) for steps, start in ((logged, 0), (replayed, first - 1))]
-    same_steps = [step for step in replayed if begins[0].get(step) == begins[1][step]]  # since the log before
-    both = [(step, logged[step], replayed[step]) for step in same_steps]
-    equal = sum(_values(old) == _values(new) for _, old, new in both)
+    old, new = preceding(logged, 0), preceding(replayed, first - 1)
+    both = [(step, logged[step], replayed[step]) for step in replayed if old.get(step) == new[step]]
+    equal = sum(_values(one) == _values(other) for _, one, other in both)
     print(table(both))
     print(f"{equal} of {len(both)} logged steps have the same {' and '.join(COMPARED)}, bit by bit.")
     output = Path(trainer.args.output_dir)
     whole = trainer.state.global_step == max((line["step"] for line in lines), default=last)
     best = trainer.args.load_best_model_at_end  # which the replay has not looked for
-    if whole and not best and (same := weights_are_equal(given.run, output)) is not None:
+    same = weights_are_equal(given.run, output) if whole and not best else None
+    if same is not None:
         print(f"The weights are {'the same' if same else 'other ones'}.")
     print(f"look at both: covey view {shlex.quote(str(given.run))} {shlex.quote(str(output))}")
-    return int(equal < len(both) and not set(parse_flags(flags)) - set(OTHERS))
+    differs = equal < len(both) or same is False
+    return int(differs and not set(parse_flags(flags)) - set(OTHERS))
 
 
 def span(steps: str | None, last: int) -> tuple[int, int]:
@@ -100,6 +108,17 @@ def span(steps: str | None, last: int) -> tuple[int, int]:
     if not 1 <= found[0] <= found[1] <= last:
         raise ValueError(f"--steps {steps} is not within the steps on record, 1:{last}.")
     return found
+
+
+def preceding(logged: Iterable[int], start: int) -> dict[int, int]:
+    """For each logged step the one logged before it: what a log tells is a mean over the steps between the two.
+
+    Example:
+        >>> preceding([1, 3, 6], 0)
+        {1: 0, 3: 1, 6: 3}
+    """
+    steps = [start, *logged]
+    return dict(zip(steps[1:], steps, strict=False))
 
 
 def saved_steps(run: Path) -> list[int]:
