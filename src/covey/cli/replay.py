@@ -49,9 +49,7 @@ class StopAfter(TrainerCallback):
 @without_bars()
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="covey replay", description=__doc__)
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="output_dir of a run, and settings to change (--field value)"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run; --field value changes a setting")
     parser.add_argument("--steps", metavar="A:B", help="only these, from a checkpoint of step A - 1 (all)")
     given, flags = parser.parse_known_args(launch_if_asked("replay", argv))
     described = read_run(given.run)
