@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode, growth, learn, machine, report, step
+from benchmarks import decode, growth, learn, machine, report, script, step
 from benchmarks.records import Records
 from benchmarks.workloads import WORKLOADS, Workload
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("step", "decode", "learn", "growth")
+PARTS = ("step", "script", "decode", "learn", "growth")
 TINY = [Workload("W1", 16, 2, 4, 6), Workload("W3", 16, 2, 4, 4, cap=8, with_signal=2)]
 
 
@@ -54,6 +54,11 @@ def main() -> int:
 def _steps(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
     rounds, only = 1 if given.quick else given.rounds, given.only or step.CONTENDERS
     step.run(records, model, workloads=workloads, rounds=rounds, only=only, threads=given.threads)
+
+
+def _script(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
+    rounds, arguments = (1, ["8"]) if given.quick else (given.rounds, [])
+    script.run(records, model, rounds=rounds, arguments=arguments, threads=given.threads)
 
 
 def _decode(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
@@ -89,6 +94,7 @@ def _growth(given: argparse.Namespace, records: Records, model: str, workloads: 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Records, str, Sequence[Workload]], None]] = {
     "step": _steps,
+    "script": _script,
     "decode": _decode,
     "learn": _learn,
     "growth": _growth,
@@ -113,6 +119,7 @@ def write(
         "machine": machine.describe(threads),
         "failures": failures,
         "step": step.summary(records, config, workloads),
+        "script": script.summary(records),
         "decode": decode.summary(records),
         "learn": learn.summary(records),
         "growth": growth.summary(records),

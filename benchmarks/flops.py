@@ -20,15 +20,20 @@ sum_i sum_{t < L_i - 1} (P + t + 1):
 Efficiency is `minimum / (peak * seconds)`, with the peak measured as a large float32 matrix product on the same threads
 between the steps. The optimizer, the softmax and everything elementwise are left out of the minimum, so 1 cannot be
 reached.
+
+By phase, the least seconds are those of the roofline: training at the peak; of sampling the prompts at the peak, and
+then each decode step of all that are left at the peak or, if that takes longer, at the bandwidth that the weights are
+read with, which is measured as well (a sum over 256 MiB).
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 from covey.sizing.step_cost import ModelSize, forward_flops, positions
 
-__all__ = ["ModelSize", "forward_flops", "minimum_flops", "needed_positions", "positions", "size_of"]
+__all__ = ["ModelSize", "forward_flops", "least_seconds", "minimum_flops", "needed_positions", "positions", "size_of"]
 
 
 def size_of(config: dict[str, Any]) -> ModelSize:
@@ -55,6 +60,39 @@ def minimum_flops(
         "generate": sum(forward),
         "train": 3 * sum(f for f, signal in zip(forward, signals, strict=True) if signal),
     }
+
+
+def least_seconds(
+    size: ModelSize,
+    prompt: int,
+    groups: Sequence[Sequence[int]],
+    signals: Sequence[bool],
+    *,
+    peak: float,
+    bandwidth: float,
+) -> dict[str, float]:
+    """Seconds below which the machine cannot do a step in float32, by phase.
+
+    Args:
+        size: of the model.
+        prompt: tokens of every prompt.
+        groups: completion lengths of each group.
+        signals: whether each group's rewards differ.
+        peak: operations a second.
+        bandwidth: bytes a second.
+
+    Returns:
+        `generate` and `train`.
+    """
+    prompts = sum(forward_flops(size, prompt, []) for _ in groups)
+    lengths = list(chain.from_iterable(groups))
+    decoding = 0.0
+    for step in range(1, max(lengths)):
+        left = sum(length > step for length in lengths)
+        each = 2 * (size.body + size.head) + 4 * size.layers * size.width * (prompt + step)
+        decoding += max(left * each / peak, 4 * (size.body + size.head) / bandwidth)
+    trained = minimum_flops(size, prompt, groups, signals)["train"]
+    return {"generate": prompts / peak + decoding, "train": trained / peak}
 
 
 def needed_positions(prompt: int, groups: Sequence[Sequence[int]], signals: Sequence[bool]) -> dict[str, int]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,21 @@ class Worker:
     """One process. Nothing runs in it unless `step` or `ask` is waiting for an answer.
 
     Args:
-        module: what to run with `python -m`.
         spec: the first line it is sent.
         log: file for what it prints.
         threads: that it computes with.
+        module: what to run with `python -m`.
+        waiting: "passive" lets OpenMP's threads sleep while they have nothing to do.
     """
 
-    def __init__(self, spec: dict[str, Any], log: Path, threads: int, module: str = "benchmarks.worker"):
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        log: Path,
+        threads: int,
+        module: str = "benchmarks.worker",
+        waiting: str | None = None,
+    ):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         environment = {
@@ -38,7 +47,7 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-        }
+        } | ({"OMP_WAIT_POLICY": waiting} if waiting else {})
         with log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
@@ -54,7 +63,14 @@ class Worker:
 
     @classmethod
     def training(
-        cls, library: str, workload: Workload, model: str, options: dict[str, Any], log: Path, threads: int
+        cls,
+        library: str,
+        workload: Workload,
+        model: str,
+        options: dict[str, Any],
+        log: Path,
+        threads: int,
+        waiting: str | None = None,
     ) -> "Worker":
         """A process with a trainer in it that has done its warm-up step.
 
@@ -65,6 +81,7 @@ class Worker:
             options: config fields that are not left at their defaults.
             log: file for what it prints.
             threads: that it computes with.
+            waiting: as of `Worker`.
         """
         spec = {
             "library": library,
@@ -73,9 +90,30 @@ class Worker:
             "options": options,
             "folder": tempfile.mkdtemp(prefix="bench-"),
         }
-        worker = cls(spec, log, threads)
+        worker = cls(spec, log, threads, waiting=waiting)
         worker.settings = worker.answer()["settings"]
         worker.ask(lengths=workload.warm_up())
+        return worker
+
+    @classmethod
+    def running(
+        cls, library: str, script: Path, model: str, arguments: Sequence[str], log: Path, threads: int
+    ) -> "Worker":
+        """A process that runs a script and has done its first step.
+
+        Args:
+            library: `covey` or `trl`, whose name takes the place of `trl` in the script's import.
+            script: written for TRL; its arguments are the model and a folder for output.
+            model: folder.
+            arguments: further ones.
+            log: file for what it prints.
+            threads: that it computes with.
+        """
+        folder = tempfile.mkdtemp(prefix="bench-")
+        spec = {"library": library, "script": str(script), "model": model, "arguments": arguments, "folder": folder}
+        worker = cls(spec, log, threads)
+        worker.settings = worker.answer()["settings"]
+        worker.ask(lengths=[])
         return worker
 
     @classmethod

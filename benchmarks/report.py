@@ -8,6 +8,8 @@ NAMES = {
     "trl_default": "TRL, defaults",
     "covey_best": "Covey, best",
     "trl_best": "TRL, best",
+    "covey_passive": "Covey, defaults, passive waiting",
+    "trl_passive": "TRL, defaults, passive waiting",
 }
 GIB = 2**30
 
@@ -29,21 +31,24 @@ def step_tables(found: dict[str, Any]) -> str:
         [
             name,
             figure(entry["trl_over_covey_default"]),
+            figure(entry["trl_over_covey_passive"]),
             figure(entry["trl_over_covey_best"]),
             figure(entry["trl_default_over_covey_best"]),
             figure(entry["memory_covey_over_trl"]["default"]),
             figure(entry["memory_covey_over_trl"]["best"]),
-            figure(entry["efficiency"]),
+            *(figure(entry["efficiency"][name]) for name in ("covey_default", "covey_best")),
         ]
         for name, entry in found.items()
     ]
     header = [
         "",
         "time TRL / Covey, defaults",
+        "the same, passive waiting",
         "time TRL / Covey, best",
         "time TRL defaults / Covey best",
         "memory Covey / TRL, defaults",
         "memory Covey / TRL, best",
+        "efficiency, Covey defaults",
         "efficiency, Covey best",
     ]
     return "\n\n".join([table(header, ratios), *(_workload(name, entry) for name, entry in found.items())])
@@ -62,10 +67,11 @@ def _workload(name: str, entry: dict[str, Any]) -> str:
                 f"{positions['generate']:.0f}",
                 f"{positions['score'] + positions['train']:.0f}",
                 figure(measured["efficiency"]),
+                *(figure(share) for share in measured["of_roofline"].values()),
             ]
         )
     needed = entry["positions_needed"]
-    rows.append(["needed", *["-"] * 7, f"{needed['generate']:.0f}", f"{needed['train']:.0f}", "-"])
+    rows.append(["needed", *["-"] * 7, f"{needed['generate']:.0f}", f"{needed['train']:.0f}", *["-"] * 3])
     header = [
         "seconds (medians)",
         "step",
@@ -78,11 +84,14 @@ def _workload(name: str, entry: dict[str, Any]) -> str:
         "positions sampled",
         "positions trained",
         "efficiency",
+        "sampling of roofline",
+        "training of roofline",
     ]
     settings = [_settings(NAMES[contender], measured) for contender, measured in entry["contenders"].items()]
     return "\n\n".join(
         [
-            f"**{name}**: {entry['description']}. Matrix products ran at {entry['machine_flops'] / 1e9:.0f} GFLOP/s.",
+            f"**{name}**: {entry['description']}. Matrix products ran at {entry['machine_flops'] / 1e9:.0f} GFLOP/s,"
+            f" memory was read at {entry['machine_bandwidth'] / 1e9:.1f} GB/s.",
             table(header, rows),
             "\n".join(settings),
         ]
@@ -100,6 +109,20 @@ def _settings(name: str, measured: dict[str, Any]) -> str:
         words.append("continuous batching")
     rounds = ", ".join(f"{seconds:.1f}" for seconds in measured["all_seconds"])
     return f"- {name}: {', '.join(words)}; rounds {rounds} s"
+
+
+def script_table(found: dict[str, Any]) -> str:
+    """A user's script for TRL, and the same with its import changed."""
+    if not found:
+        return "Nothing has been measured."
+    header = ["", "seconds of each round", "peak GiB"]
+    peaks = {name: peak and peak / GIB for name, peak in found["peak_bytes"].items()}
+    rows = [
+        [name, ", ".join(figure(one, 1) for one in seconds), figure(peaks[name])]
+        for name, seconds in found["seconds"].items()
+    ]
+    rows.append(["ratio", figure(found["trl_over_covey"]), figure(found["memory_covey_over_trl"])])
+    return table(header, rows)
 
 
 def learn_tables(found: dict[str, Any]) -> str:
@@ -176,6 +199,8 @@ def page(results: dict[str, Any], decode_markdown: str) -> str:
         )
     if results.get("step"):
         parts += ["## A training step", step_tables(results["step"])]
+    if results.get("script"):
+        parts += ["## W4: a script for TRL, and with its import changed", script_table(results["script"])]
     if results.get("decode"):
         parts += ["## Sampling alone", decode_markdown]
     if results.get("learn"):

@@ -4,9 +4,10 @@
 
 Every contender is a process that stays alive for a workload and computes only when it is its turn; in a round each does
 one step, and another begins the next round. Between the steps a large matrix product measures what the machine can do.
-Defaults are the library's own for everything but what the workload fixes. Best settings of TRL: no gradient
-checkpointing, and the micro-batch and the sampler (`generate` or continuous batching) that a probe finds fastest, once
-a workload. Best settings of Covey: `COVEY_BEST`.
+Defaults are the library's own for everything but what the workload fixes; they are measured once more while OpenMP's
+threads sleep when they have nothing to do (`OMP_WAIT_POLICY=passive`), as in containers that count CPU time. Best
+settings of TRL: no gradient checkpointing, and the micro-batch and the sampler (`generate` or continuous batching) that
+a probe finds fastest, once a workload. Best settings of Covey: `COVEY_BEST`.
 
 To add a contender, add a row to `CONTENDERS`.
 """
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flops import ModelSize, minimum_flops, needed_positions, size_of
+from benchmarks.flops import ModelSize, least_seconds, minimum_flops, needed_positions, size_of
 from benchmarks.libraries import PROBE, continuous_batching
 from benchmarks.machine import available_memory
 from benchmarks.pool import Worker, WorkerFailed
@@ -30,7 +31,7 @@ from benchmarks.workloads import TRIED_IN_CONTINUOUS_BATCHES, WORKLOADS, Workloa
 COVEY_BEST: dict[str, Any] = {"gradient_checkpointing": False}
 MICRO_BATCHES = (8, 16)
 PROBE_COMPLETIONS = 16
-CONTENDERS = ("covey_default", "trl_default", "covey_best", "trl_best")
+CONTENDERS = ("covey_default", "trl_default", "covey_best", "trl_best", "covey_passive", "trl_passive")
 PHASES = ("generate", "score", "train", "optimizer", "other")
 
 Say = Callable[[str], None]
@@ -91,6 +92,10 @@ class Bench:
 
     def rounds(self, rounds: int, only: Sequence[str]) -> None:
         """Every contender's turn in every round, but for those that are on record."""
+        for passive in (False, True):  # one after the other: six processes would not fit into memory
+            self._rounds(rounds, [name for name in only if name.endswith("_passive") == passive])
+
+    def _rounds(self, rounds: int, only: Sequence[str]) -> None:
         missing = [
             (number, contender)
             for number in range(rounds)
@@ -108,7 +113,7 @@ class Bench:
 
     def measure(self, number: int, contender: str, worker: Worker, options: dict[str, Any], peak: Worker) -> None:
         """One step, and what the machine can do just before it."""
-        flops = peak.ask()["flops"]
+        machine = peak.ask()
         measured = worker.ask(lengths=self.workload.lengths(number))
         self.records.add(
             part="step",
@@ -117,18 +122,20 @@ class Bench:
             contender=contender,
             options={name: value for name, value in options.items() if not isinstance(value, dict)},
             settings=worker.settings,
-            peak_flops=flops,
+            peak_flops=machine["flops"],
+            bandwidth=machine["bandwidth"],
             **measured,
         )
         phases = ", ".join(f"{name} {measured['phases'].get(name, 0.0):.1f}" for name in PHASES)
         self.say(
             f"{self.workload.name} round {number} {contender}: {measured['seconds']:.1f} s ({phases}),"
-            f" {measured['peak_bytes'] / 2**30:.2f} GiB, machine {flops / 1e9:.0f} GFLOP/s"
+            f" {measured['peak_bytes'] / 2**30:.2f} GiB, machine {machine['flops'] / 1e9:.0f} GFLOP/s,"
+            f" {machine['bandwidth'] / 1e9:.1f} GB/s"
         )
 
     def options(self, contender: str) -> dict[str, Any]:
         """Config fields that a contender does not leave at their defaults."""
-        if contender.endswith("_default"):
+        if not contender.endswith("_best"):
             return {}
         return COVEY_BEST if contender == "covey_best" else self.best_of_trl()
 
@@ -137,7 +144,8 @@ class Bench:
         """A contender's process."""
         work = workload or self.workload
         log = self.records.path.parent / "logs" / f"{work.name}-{name}.log"
-        worker = Worker.training(name.split("_")[0], work, self.model, options, log, self.threads)
+        waiting = "passive" if name.endswith("_passive") else None
+        worker = Worker.training(name.split("_")[0], work, self.model, options, log, self.threads, waiting)
         try:
             yield worker
         finally:
@@ -263,14 +271,16 @@ def _workload(measured: list[dict[str, Any]], workload: Workload, size: ModelSiz
     return {
         "description": workload.describe(),
         "trl_over_covey_default": ratio(by_name, "trl_default", "covey_default", "seconds"),
+        "trl_over_covey_passive": ratio(by_name, "trl_passive", "covey_passive", "seconds"),
         "trl_over_covey_best": ratio(by_name, "trl_best", "covey_best", "seconds"),
         "trl_default_over_covey_best": ratio(by_name, "trl_default", "covey_best", "seconds"),
         "memory_covey_over_trl": {
             "default": ratio(by_name, "covey_default", "trl_default", "peak_bytes"),
             "best": ratio(by_name, "covey_best", "trl_best", "peak_bytes"),
         },
-        "efficiency": contenders.get("covey_best", contenders.get("covey_default", {})).get("efficiency"),
+        "efficiency": {name: contenders.get(name, {}).get("efficiency") for name in ("covey_default", "covey_best")},
         "machine_flops": peak,
+        "machine_bandwidth": statistics.median(record["bandwidth"] for record in measured),
         "positions_needed": {name: statistics.median(each[name] for each in needed) for name in ("generate", "train")},
         "contenders": contenders,
     }
@@ -281,6 +291,11 @@ def _contender(taken: list[dict[str, Any]], workload: Workload, size: ModelSize,
         groups = workload.grouped(workload.lengths(record["round"]))
         flops = minimum_flops(size, workload.prompt_tokens, groups, workload.signals())
         return sum(flops.values()) / (peak * record["seconds"])
+
+    def of_roofline(record: dict[str, Any], phase: str) -> float:
+        groups, speed = workload.grouped(workload.lengths(record["round"])), record["bandwidth"]
+        least = least_seconds(size, workload.prompt_tokens, groups, workload.signals(), peak=peak, bandwidth=speed)
+        return least[phase] / record["phases"][phase]
 
     def median_of(column: str, names: Sequence[str]) -> dict[str, float]:
         return {name: statistics.median(r[column].get(name, 0) for r in taken) for name in names}
@@ -294,6 +309,9 @@ def _contender(taken: list[dict[str, Any]], workload: Workload, size: ModelSize,
         "peak_bytes": max(r["peak_bytes"] for r in taken),
         "positions_computed": median_of("positions", ("generate", "score", "train")),
         "efficiency": statistics.median(map(efficiency, taken)),
+        "of_roofline": {
+            phase: statistics.median(of_roofline(record, phase) for record in taken) for phase in ("generate", "train")
+        },
     }
 
 

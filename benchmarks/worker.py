@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +62,47 @@ class Replies:
 
 def train(spec: dict[str, Any], replies: Replies) -> None:
     """Build the trainer and hand it over to the commands."""
-    from transformers import TrainerCallback
-
     from benchmarks.libraries import Forced, build, time_optimizer
 
     forced, watch = Forced(), Stopwatch()
     workload = Workload(**spec["workload"])
     folder = Path(spec["folder"])
     trainer = build(spec["library"], workload, spec["model"], folder, spec["options"], forced, watch)
+    trainer.add_callback(step_on_command(replies, forced, watch, lambda: time_optimizer(trainer, watch)))
+    trainer.train()
+
+
+def run_script(spec: dict[str, Any], replies: Replies) -> None:
+    """Run a script that is written for TRL with the library in TRL's place, step by step on command."""
+    from transformers.trainer import DEFAULT_CALLBACKS
+
+    from benchmarks.libraries import Forced
+
+    DEFAULT_CALLBACKS.append(step_on_command(replies, Forced(), Stopwatch(), lambda: None))
+    path = Path(spec["script"])
+    source = path.read_text().replace("from trl import", f"from {spec['library']} import")
+    sys.argv = [str(path), spec["model"], spec["folder"], *spec["arguments"]]
+    exec(compile(source, path, "exec"), {"__name__": "__main__"})
+
+
+def step_on_command(replies: Replies, forced: Any, watch: Stopwatch, begun: Callable[[], None]) -> Any:
+    """A callback that waits for a command before every optimizer step.
+
+    Args:
+        replies: where measurements go.
+        forced: holds the lengths of the coming step.
+        watch: takes the times of phases.
+        begun: called when training has begun.
+    """
+    from transformers import TrainerCallback
 
     class StepOnCommand(TrainerCallback):
-        """Waits before every optimizer step."""
-
         start: float | None = None
 
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
             if self.start is None:
-                time_optimizer(trainer, watch)
-                replies.send(ready=True, settings=chosen(trainer.args))
+                begun()
+                replies.send(ready=True, settings=chosen(args))
             else:
                 measured = self.measured(time.perf_counter() - self.start)
                 make_room()
@@ -97,8 +121,7 @@ def train(spec: dict[str, Any], replies: Replies) -> None:
             phases["other"] = seconds - sum(phases.get(name, 0.0) for name in PHASES if name != "other")
             return {"seconds": seconds, "phases": phases, "positions": positions, "peak_bytes": peak_memory()}
 
-    trainer.add_callback(StepOnCommand())
-    trainer.train()
+    return StepOnCommand()
 
 
 def chosen(args: Any) -> dict[str, Any]:
@@ -117,22 +140,29 @@ def chosen(args: Any) -> dict[str, Any]:
 
 
 def multiply(spec: dict[str, Any], replies: Replies) -> None:
-    """The machine's peak: operations per second of a float32 matrix product, warmed up before it is timed."""
+    """The machine's peaks: operations a second of a float32 matrix product, and bytes a second that a sum reads."""
     import torch
 
     n, warm = spec["size"], spec["warm_seconds"]
     a, b, out = torch.randn(n, n), torch.randn(n, n), torch.empty(n, n)
+    large = torch.ones(64 << 20)
     replies.send(ready=True)
     for _ in sys.stdin:
         until = time.perf_counter() + warm
         while time.perf_counter() < until:
             torch.mm(a, b, out=out)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.mm(a, b, out=out)
-            times.append(time.perf_counter() - start)
-        replies.send(flops=2 * n**3 / sorted(times)[2])
+        product = median_seconds(lambda: torch.mm(a, b, out=out))
+        replies.send(flops=2 * n**3 / product, bandwidth=large.nbytes / median_seconds(large.sum))
+
+
+def median_seconds(work: Callable[[], Any]) -> float:
+    """Of five times in a row."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[2]
 
 
 def main() -> None:
@@ -142,7 +172,8 @@ def main() -> None:
     replies = Replies()
     spec = json.loads(sys.stdin.readline())
     torch.set_num_threads(spec["threads"])
-    {"multiply": multiply}.get(spec["library"], train)(spec, replies)
+    role = multiply if spec["library"] == "multiply" else run_script if "script" in spec else train
+    role(spec, replies)
 
 
 if __name__ == "__main__":

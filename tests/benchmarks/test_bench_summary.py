@@ -5,11 +5,16 @@ from benchmarks.growth import fit_line
 from benchmarks.growth import summary as growth_summary
 from benchmarks.learn import mean_curve, seconds_to_reach
 from benchmarks.learn import summary as learn_summary
+from benchmarks.pool import Worker
 from benchmarks.records import Records
-from benchmarks.report import page
+from benchmarks.report import page, script_table
+from benchmarks.script import SCRIPT
+from benchmarks.script import summary as script_summary
 from benchmarks.step import summary as step_summary
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.workloads import Workload
+
+from tests.support import tiny
 
 CONFIG = {
     "hidden_size": 4,
@@ -36,6 +41,7 @@ def add_step(records, contender, number, seconds, peak_bytes=1000):
         seconds=seconds,
         peak_bytes=peak_bytes,
         peak_flops=1e6,
+        bandwidth=1e6,
         phases={"generate": seconds / 2, "train": seconds / 2},
         positions={"generate": 100, "train": 50},
         settings={"per_device_train_batch_size": 8, "gradient_checkpointing": False},
@@ -59,7 +65,29 @@ def test_efficiency_is_least_work_over_peak_and_time(records):
     add_step(records, "covey_best", 0, 2.0)
     least = minimum_flops(size_of(CONFIG), 8, [[5] * 4] * 2, [True, True])
     found = step_summary(records, CONFIG, [WORK])["W"]
-    assert found["efficiency"] == pytest.approx(sum(least.values()) / (1e6 * 2.0))
+    assert found["efficiency"]["covey_best"] == pytest.approx(sum(least.values()) / (1e6 * 2.0))
+
+
+def test_a_script_is_compared_round_by_round(records):
+    for number, (ours, theirs) in enumerate([(1.0, 3.0), (2.0, 8.0), (10.0, 20.0)]):
+        records.add(part="script", library="covey", round=number, seconds=ours, peak_bytes=2 << 30)
+        records.add(part="script", library="trl", round=number, seconds=theirs, peak_bytes=4 << 30)
+    found = script_summary(records)
+    assert (found["trl_over_covey"], found["memory_covey_over_trl"]) == (3.0, 0.5)
+    assert "| ratio | 3.00 | 0.50 |" in script_table(found)
+
+
+@pytest.mark.slow
+def test_a_script_for_trl_runs_with_its_import_changed(tmp_path):
+    tiny.model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    worker = Worker.running("covey", SCRIPT, str(tmp_path / "model"), ["4"], tmp_path / "log", threads=1)
+    try:
+        measured = worker.ask(lengths=[])
+    finally:
+        worker.close()
+    assert measured["seconds"] > 0 and measured["peak_bytes"] > 2**20
+    assert worker.settings["gradient_accumulation_steps"] == 8
 
 
 def test_a_workload_without_measurements_is_left_out(records):

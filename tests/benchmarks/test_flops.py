@@ -1,6 +1,15 @@
 """The least work of a step, by hand."""
 
-from benchmarks.flops import ModelSize, forward_flops, minimum_flops, needed_positions, positions, size_of
+import pytest
+from benchmarks.flops import (
+    ModelSize,
+    forward_flops,
+    least_seconds,
+    minimum_flops,
+    needed_positions,
+    positions,
+    size_of,
+)
 
 TOY = ModelSize(body=100, head=10, layers=2, width=3)
 
@@ -39,3 +48,12 @@ def test_sharing_a_prompt_saves_all_copies_but_one():
     apart = 8 * forward_flops(TOY, 50, [4])
     body_of_copies = 7 * 50 * 2 * TOY.body
     assert apart - shared > body_of_copies
+
+
+def test_decoding_takes_the_peak_or_the_reading_of_weights():
+    groups, signals = [[3, 1]], [True]
+    computed = least_seconds(TOY, 2, groups, signals, peak=1.0, bandwidth=1e9)
+    assert computed == pytest.approx(minimum_flops(TOY, 2, groups, signals))
+    # two decode steps read 110 weights of 4 bytes each
+    read = least_seconds(TOY, 2, groups, signals, peak=1e12, bandwidth=1.0)
+    assert read["generate"] == pytest.approx(2 * 4 * 110)
