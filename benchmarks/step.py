@@ -93,7 +93,8 @@ class Bench:
     def rounds(self, rounds: int, only: Sequence[str]) -> None:
         """Every contender's turn in every round, but for those that are on record."""
         for passive in (False, True):  # one after the other: six processes would not fit into memory
-            self._rounds(rounds, [name for name in only if name.endswith("_passive") == passive])
+            if chosen := [name for name in only if name.endswith("_passive") == passive]:
+                self._rounds(rounds, chosen)
 
     def _rounds(self, rounds: int, only: Sequence[str]) -> None:
         missing = [
