@@ -102,11 +102,11 @@ def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path, player, staleness
 
 
 def test_an_evaluation_is_played_without_effect_on_the_run(tmp_path):
-    straight = play(tmp_path / "a", "one rollout", 1, CopyEngine(tiny.model()))
+    straight = play(tmp_path / "a", "one rollout", 1, CopyEngine(tiny.model()), **PLAIN)
     straight.train()
     looks = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     parts = {"eval_dataset": tiny.rows(2)}
-    evaluated = play(tmp_path / "b", "one rollout", 1, CopyEngine(tiny.model()), parts, **looks)
+    evaluated = play(tmp_path / "b", "one rollout", 1, CopyEngine(tiny.model()), parts, **looks, **PLAIN)
     evaluated.train()
     assert len(runs.history(evaluated, "eval_rollouts/turns")) == 3
     same(straight, evaluated, exact=False)
