@@ -10,6 +10,7 @@ mean nothing.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import traceback
@@ -126,7 +127,9 @@ def write(
     }
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     decode_markdown = decode.markdown(results["decode"]) if results["decode"] else ""
-    (output / "RESULTS.md").write_text(report.page(results, decode_markdown))
+    (output / "RESULTS.md").write_text(
+        report.page(results, decode_markdown, os.path.relpath(HERE / "README.md", output))
+    )
     if results["learn"]:
         learn.plot(results["learn"], output / "learn.png")
     if results["growth"]:

@@ -180,13 +180,13 @@ def growth_tables(found: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def page(results: dict[str, Any], decode_markdown: str) -> str:
-    """All of RESULTS.md."""
+def page(results: dict[str, Any], decode_markdown: str, readme: str = "README.md") -> str:
+    """All of RESULTS.md; `readme` is the path from it to the method."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     parts = [
         "# Measurements",
-        "Written by `make bench`; how each figure is taken is in [README.md](README.md), every number in"
+        f"Written by `make bench`; how each figure is taken is in [README.md]({readme}), every number in"
         " [results.json](results.json).",
         f"{machine['processor']} ({', '.join(machine['instructions'])}), {machine['cores']} cores,"
         f" {machine['threads']} threads, {machine['memory_GiB']} GiB, {machine['system']}, {machine['dtype']},"
