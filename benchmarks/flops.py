@@ -21,9 +21,9 @@ Efficiency is `minimum / (peak * seconds)`, with the peak measured as a large fl
 between the steps. The optimizer, the softmax and everything elementwise are left out of the minimum, so 1 cannot be
 reached.
 
-By phase, the least seconds are those of the roofline: training at the peak; of sampling the prompts at the peak, and
-then each decode step of all that are left at the peak or, if that takes longer, at the bandwidth that the weights are
-read with, which is measured as well (a sum over 256 MiB).
+`least_seconds` is the roofline of each phase. Prompts and training take their operations at the peak. A decode step
+takes the operations of all sequences that are left at the peak, or the time in which the weights are read, whichever is
+longer; how fast memory is read is measured as a sum over 256 MiB.
 """
 
 from collections.abc import Sequence

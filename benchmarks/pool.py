@@ -90,10 +90,7 @@ class Worker:
             "options": options,
             "folder": tempfile.mkdtemp(prefix="bench-"),
         }
-        worker = cls(spec, log, threads, waiting=waiting)
-        worker.settings = worker.answer()["settings"]
-        worker.ask(lengths=workload.warm_up())
-        return worker
+        return cls(spec, log, threads, waiting=waiting)._after_first_step(workload.warm_up())
 
     @classmethod
     def running(
@@ -111,10 +108,7 @@ class Worker:
         """
         folder = tempfile.mkdtemp(prefix="bench-")
         spec = {"library": library, "script": str(script), "model": model, "arguments": arguments, "folder": folder}
-        worker = cls(spec, log, threads)
-        worker.settings = worker.answer()["settings"]
-        worker.ask(lengths=[])
-        return worker
+        return cls(spec, log, threads)._after_first_step([])
 
     @classmethod
     def multiplying(cls, log: Path, threads: int, size: int = 2048, warm_seconds: float = 2.0) -> "Worker":
@@ -122,6 +116,11 @@ class Worker:
         worker = cls({"library": "multiply", "size": size, "warm_seconds": warm_seconds}, log, threads)
         worker.answer()
         return worker
+
+    def _after_first_step(self, lengths: list[int]) -> "Worker":
+        self.settings = self.answer()["settings"]
+        self.ask(lengths=lengths)
+        return self
 
     settings: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
 

@@ -1,5 +1,6 @@
 """Rollouts of several strands against a forward pass of each strand by itself, in float64."""
 
+import os
 import random
 from itertools import groupby
 
@@ -206,7 +207,7 @@ def conversations(draw):
     return [(part(prompt, *turns), own) for prompt, turns, own in made]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=int(os.environ.get("COVEY_CONVERSATIONS", "150")), deadline=None)
 @given(conversations())
 def test_every_sampled_token_comes_once_after_its_own_context(parts):
     """The strands' rows hold every (context, token) that was sampled, and no more."""
