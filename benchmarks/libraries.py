@@ -123,7 +123,8 @@ def build(
         _leave_out(trainer, options[PROBE], forced)
     {"covey": _force_covey, "trl": _force_trl}[library](trainer, forced)
     {"covey": _time_covey, "trl": _time_trl}[library](trainer, watch)
-    watch.count_positions(trainer.model.get_decoder().layers[0].input_layernorm)  # a recomputed layer runs it again
+    decoder = trainer.model.get_decoder()
+    watch.count_positions(decoder.embed_tokens, decoder.layers[0].input_layernorm)
     return trainer
 
 

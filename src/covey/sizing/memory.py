@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.core.packing import ActivationRoom, derived_budget
-from covey.engines.native.inference_contexts import MOST_ROWS
+from covey.engines.native.packed_weights import MOST_ROWS
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
 from covey.policy.loading import sees_images

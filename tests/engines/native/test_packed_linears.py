@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from covey.engines.native import inference_contexts
-from covey.engines.native.inference_contexts import MOST_ROWS, packed_linears
+from covey.engines.native import packed_weights
+from covey.engines.native.packed_weights import MOST_ROWS, packed_linears
 
 
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
-    monkeypatch.setattr(inference_contexts, "WORTH_MEASURING", 0)
-    monkeypatch.setattr(inference_contexts, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(packed_weights, "WORTH_MEASURING", 0)
+    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: request.param == "onednn")
 
 
 @pytest.mark.usefixtures("library")

@@ -22,7 +22,9 @@ from covey.core.engine import SampleRequest
 from covey.core.model import cache_argument, compute_dtype, decoder_of, name_of
 from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
+from covey.engines.native.fused_step import FusedStep, find_fused_step
 from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
+from covey.engines.native.packed_weights import MOST_ROWS
 from covey.engines.native.per_sequence_cache import PerSequenceCache
 from covey.engines.native.prefill import PrefixStore, continue_prompts, score_in_tiles, verify_drafts
 from covey.engines.native.sampling import Batch, SequenceState, compaction_moves, sequences_of
@@ -52,6 +54,8 @@ class NativeEngine(PolicyEngine):
         self._cache: SharedPrefixCache | None = None
         self._prefixes = PrefixStore()
         self._shares_prefixes: bool | None = None  # None: not tried yet
+        self._fuses: bool | None = False if self.whole_calls else None  # None: not tried yet
+        self._fused_step: FusedStep | None = None
         self._use_graphs: bool | None = False if self.whole_calls else None  # None: on CUDA
         self._capture: Capture = capture_cuda_graph
         self._graph_step: GraphStep | None = None
@@ -98,7 +102,7 @@ class NativeEngine(PolicyEngine):
             self._drop_cache()  # the policy is about to change, and training needs the memory
 
     def _drop_cache(self) -> None:
-        self._cache = None
+        self._cache = self._fused_step = None
         if self._graph_step is not None:
             self._graph_step.begin(None)
 
@@ -253,6 +257,7 @@ class NativeEngine(PolicyEngine):
                 )
         if not self._shares_prefixes:
             return PerSequenceCache(dtype)
+        self._fused_step = self._new_fused_step(softcap)
         cache = SharedPrefixCache(dtype, softcap)
         if self._use_graphs if self._use_graphs is not None else self.input_device.type == "cuda":
             config = model.config.get_text_config()
@@ -268,25 +273,46 @@ class NativeEngine(PolicyEngine):
             return "its attention is its own implementation"
         # Rounding is no objection, so no autocast; but weights of two dtypes, as gathered ones have, need it.
         uniform = len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) == 1
-        tokens = [token % model.config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
         with torch.autocast(device.type, enabled=False) if uniform else nullcontext():
-            cache = SharedPrefixCache(model.dtype if uniform else dtype, softcap)
-            cache.add_sequences(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
-            expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[:, 2:].float()
-            steps = []
+            ids = torch.tensor([self._trial_tokens()], device=device)
+            expected = model(input_ids=ids, use_cache=False).logits[:, 2:].float()
             try:
-                for at in (2, 3):
-                    token, position = (torch.full((2,), value, device=device) for value in (tokens[at], at))
-                    steps.append(self._forward(cache, token, position))
+                attended, logits = self._trial(model.dtype if uniform else dtype, softcap)
             except (TypeError, AttributeError, RuntimeError) as error:  # no such keyword, no layer index, latents
                 if is_out_of_memory(error):
                     raise
                 return f"its attention does not accept a shared prompt ({type(error).__name__}: {error})"
-            difference = (torch.stack(steps, dim=1).float() - expected).abs().max()
+            difference = (logits - expected).abs().max()
         allowed = 0.05 if dtype.itemsize >= 4 else 0.2  # bfloat16 alone moves logits by a tenth of the largest
-        if not cache.attended or not difference <= allowed * expected.abs().max():
+        if not attended or not difference <= allowed * expected.abs().max():
             return f"its attention reads a shared prompt wrongly (logits differ by {difference.item():.2g})"
         return None
+
+    def _trial(self, dtype: torch.dtype, softcap: bool) -> tuple[int, Tensor]:
+        """Decode two tokens of two sequences that share a prompt: number of layers that attended, logits [2, 2, V]."""
+        cache, tokens, device = SharedPrefixCache(dtype, softcap), self._trial_tokens(), self.input_device
+        cache.add_sequences(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
+        steps = [self._forward(cache, *(torch.full((2,), x, device=device) for x in (tokens[i], i))) for i in (2, 3)]
+        return cache.attended, torch.stack(steps, dim=1).float()
+
+    def _trial_tokens(self) -> list[int]:
+        return [token % self._model().config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
+
+    def _new_fused_step(self, softcap: bool) -> FusedStep | None:
+        """Step of few operations, if the model has the parts for one and computes the same, which is tried once."""
+        step = None if self._fuses is False else find_fused_step(self._model())
+        if step is None or self._fuses:
+            return step
+        _, expected = self._trial(torch.float32, softcap)
+        self._fused_step = step
+        try:
+            _, logits = self._trial(torch.float32, softcap)
+            self._fuses = bool((logits - expected).abs().max() <= 1e-3 * expected.abs().max())
+        except (TypeError, AttributeError, RuntimeError) as error:  # rotations of another kind, say
+            if is_out_of_memory(error):
+                raise
+            self._fuses = False
+        return step if self._fuses else None
 
     def _decode(self) -> None:
         """Sample one token for every running sequence; finished ones leave."""
@@ -324,6 +350,8 @@ class NativeEngine(PolicyEngine):
     def _run(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
         """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
         model, shared = self._model(), cache.shares_prompts
+        if self._fused_step is not None and isinstance(masks, Tensor) and len(tokens) <= MOST_ROWS:
+            return self._fused_step(cache, tokens[:, 0], positions[:, 0], masks)
         fused = cache.fused and self.input_device.type == "cuda"
         inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": masks, "use_cache": True}
         inputs |= {cache_argument(model): cache, **({"prefix_cache": cache} if shared else {})}

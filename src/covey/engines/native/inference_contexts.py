@@ -1,12 +1,10 @@
-"""Contexts in which a model samples: attention implementation, packed CPU weights, lockstep; engines' common base."""
+"""Contexts in which a model samples: attention implementation, fused operations, lockstep; engines' common base."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +12,7 @@ from torch import Tensor, nn
 
 from covey.core.engine import EngineTraits, WeightUpdate
 from covey.core.model import inference_mode_of, sdpa_suits
-
-PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
-MOST_ROWS = 256  # most rows for which packed weights are faster; larger products are bound by arithmetic
-FEWEST_ROWS = 4  # of oneDNN's products: of one to three rows they take longer than of four
-WORTH_MEASURING = 1 << 25  # numbers in a model's linear layers from which the libraries are compared
-CLEARLY = 0.85  # ratio of oneDNN's time to MKL's, below which it is used: noise must not change a run's rounding
+from covey.engines.native.packed_weights import packed_linears
 
 
 def sampling_attention(model: Any) -> str:
@@ -46,88 +39,6 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = current
-
-
-@contextmanager
-def packed_linears(model: nn.Module) -> Iterator[None]:
-    """Multiply the model's plain float32 CPU `nn.Linear`s with copies of their weights packed by MKL or oneDNN.
-
-    The same product, 1.1 to 2 times as fast for 4 to 64 rows. The copies take as much memory as the weights, which
-    must not change within the context. Quantised weights, adapters and patched modules are left alone.
-    """
-    patched: list[Any] = []
-    try:
-        if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
-            numbers = 0
-            for module in model.modules():
-                plain = type(module) is nn.Linear and "forward" not in vars(module)
-                weight: Any = module.weight if plain else None
-                whole = type(weight) is nn.Parameter and weight.dim() == 2  # ZeRO-3 leaves other shapes
-                if whole and weight.device.type == "cpu" and weight.dtype == torch.float32:
-                    patched.append(module)
-                    numbers += weight.numel()
-            onednn = numbers >= WORTH_MEASURING and onednn_is_faster()
-            for module in patched:
-                module.forward = _packed_forward(module, onednn)
-        yield
-    finally:
-        for module in patched:
-            vars(module).pop("forward", None)
-
-
-def _packed_forward(module: Any, onednn: bool) -> Callable[[Tensor], Tensor]:
-    """`module.forward` that packs on the first call with few rows."""
-    weight = module.weight.detach()
-    bias = None if module.bias is None else module.bias.detach()
-    packed: list[Tensor] = []
-
-    def forward(x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if x.dtype != torch.float32 or not 0 < rows <= MOST_ROWS:
-            return nn.functional.linear(x, weight, bias)
-        if not packed:
-            library = torch.ops.mkldnn if onednn else torch.ops.mkl
-            pack = library._reorder_linear_weight if onednn else library._mkl_reorder_linear_weight
-            packed.append(pack(weight, PACKED_ROWS))
-        if not onednn:
-            # The operator ignores the packed copy unless its last argument equals the rows of x.
-            return torch.ops.mkl._mkl_linear(x, packed[0], weight, bias, rows)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        if rows >= FEWEST_ROWS:
-            return multiply(x, packed[0], bias, "none", [], "")
-        filled = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
-        return multiply(filled, packed[0], bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
-
-    return forward
-
-
-@cache
-def onednn_is_faster() -> bool:
-    """True where products of few rows take clearly less time with oneDNN, as on AMD's processors; takes 0.2 s once.
-
-    By processor time of one thread, which other programs hardly change, and with weights that no cache holds.
-    """
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not torch.backends.mkldnn.is_available():
-        return False
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        layers = [SimpleNamespace(weight=torch.ones(1024, 1024), bias=None) for _ in range(12)]
-        mkl, onednn = (_seconds([_packed_forward(layer, library) for layer in layers]) for library in (False, True))
-    finally:
-        torch.set_num_threads(threads)
-    return onednn < CLEARLY * mkl
-
-
-def _seconds(products: list[Callable[[Tensor], Tensor]]) -> float:
-    inputs, taken = [torch.ones(rows, 1024) for rows in (4, 16, 64)], []
-    for _ in range(4):  # the first one packs
-        began = time.thread_time()
-        for x in inputs:
-            for product in products:
-                product(x)
-        taken.append(time.thread_time() - began)
-    return min(taken)
 
 
 @contextmanager
