@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.stopwatch import Stopwatch
-from benchmarks.workloads import Workload, reward_for, rows
+from benchmarks.workloads import WARM_UPS, Workload, reward_for, rows
 
 LEARNING_RATE = 1e-6
 DEFAULT_MICRO_BATCH = 8
@@ -109,7 +109,7 @@ def build(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    dataset = Dataset.from_list(rows(workload, tokenizer, DATASET_STEPS))
+    dataset = Dataset.from_list(rows(workload, tokenizer, DATASET_STEPS, WARM_UPS))
     trainer = _trainer_class(library)[0](
         model=model,
         reward_funcs=reward_for(workload),

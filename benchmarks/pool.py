@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workloads import Workload
+from benchmarks.workloads import WARM_UPS, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,7 +72,7 @@ class Worker:
         threads: int,
         waiting: str | None = None,
     ) -> "Worker":
-        """A process with a trainer in it that has done its warm-up step.
+        """A process with a trainer in it that has done its warm-up steps.
 
         Args:
             library: `covey` or `trl`.
@@ -90,7 +90,7 @@ class Worker:
             "options": options,
             "folder": tempfile.mkdtemp(prefix="bench-"),
         }
-        return cls(spec, log, threads, waiting=waiting)._after_first_step(workload.warm_up())
+        return cls(spec, log, threads, waiting=waiting)._warm(WARM_UPS * [workload.warm_up()])
 
     @classmethod
     def running(
@@ -108,7 +108,7 @@ class Worker:
         """
         folder = tempfile.mkdtemp(prefix="bench-")
         spec = {"library": library, "script": str(script), "model": model, "arguments": arguments, "folder": folder}
-        return cls(spec, log, threads)._after_first_step([])
+        return cls(spec, log, threads)._warm([[]])
 
     @classmethod
     def multiplying(cls, log: Path, threads: int, size: int = 2048, warm_seconds: float = 2.0) -> "Worker":
@@ -117,9 +117,10 @@ class Worker:
         worker.answer()
         return worker
 
-    def _after_first_step(self, lengths: list[int]) -> "Worker":
+    def _warm(self, steps: list[list[int]]) -> "Worker":
         self.settings = self.answer()["settings"]
-        self.ask(lengths=lengths)
+        for lengths in steps:
+            self.ask(lengths=lengths)
         return self
 
     settings: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed

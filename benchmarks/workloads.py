@@ -22,7 +22,10 @@ WORDS = (
 
 
 WARM_UP_TOKENS = 8
-"""Length of prompts and completions in a first step that is not measured: it allocates the optimizer's state."""
+"""Length of prompts and completions in first steps that are not measured: one allocates the optimizer's state."""
+
+WARM_UPS = 2
+"""First, tiny steps. Covey compares the log-probs of a run's first two generations with the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Workload:
         return [min(max(draw, 1), self.cap) for draw in draws]
 
     def warm_up(self) -> list[int]:
-        """Completion lengths of the first step, which is not measured."""
+        """Completion lengths of a step that is not measured."""
         return [min(WARM_UP_TOKENS, self.longest)] * self.completions
 
     def grouped(self, lengths: list[int]) -> list[list[int]]:
@@ -105,10 +108,10 @@ TRIED_IN_CONTINUOUS_BATCHES = ("W1", "W3")
 `generate` on W1, and four minutes a round with W2's prompts, whose equal lengths leave it nothing to gain."""
 
 
-def rows(workload: Workload, tokenizer: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
-    """Dataset rows for a warm-up step and `steps` measured ones, in order.
+def rows(workload: Workload, tokenizer: Callable[..., Any], steps: int, warm_ups: int = 1) -> list[dict[str, Any]]:
+    """Dataset rows for warm-up steps and `steps` measured ones, in order.
 
-    Prompts are plain text of exactly `prompt_tokens` tokens (`WARM_UP_TOKENS` in the warm-up); no two are alike.
+    Prompts are plain text of exactly `prompt_tokens` tokens (`WARM_UP_TOKENS` in a warm-up); no two are alike.
 
     Raises:
         ValueError: the tokenizer gives a prompt another length.
@@ -116,8 +119,8 @@ def rows(workload: Workload, tokenizer: Callable[..., Any], steps: int) -> list[
     words = [word for word in WORDS.split() if len(tokenizer(" " + word)["input_ids"]) == 1]
     chance = random.Random(workload.name)
     made = []
-    for step in range(1 + steps):
-        wanted = workload.prompt_tokens if step else min(WARM_UP_TOKENS, workload.prompt_tokens)
+    for step in range(warm_ups + steps):
+        wanted = min(WARM_UP_TOKENS, workload.prompt_tokens) if step < warm_ups else workload.prompt_tokens
         for signal in workload.signals():
             prompt = "".join(" " + word for word in chance.choices(words, k=wanted))
             if (length := len(tokenizer(prompt)["input_ids"])) != wanted:

@@ -2,7 +2,7 @@
 
 With one token per sequence most of a step's operations are so small that calling them takes longer than computing them,
 and sharing them among threads longer still. Here layers that read one input are one product, and only products and
-attention to many tokens run on all threads.
+large products of attention run on all threads.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from covey.engines.native.packed_weights import PackedPart, PackedProduct
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
 SMALL = 1 << 17  # numbers in hidden states up to which one thread computes: torch would share them among four at most
-LONG = 1 << 19  # numbers in the keys of a layer from which all threads attend
+WORTH_SHARING = 1 << 19  # multiplications in attention's products from which all threads compute them
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,13 @@ class FusedStep:
         rotated = torch.addcmul(rows * cos, rows.roll(dim // 2, dims=-1), sin)  # (a, b) cos + (b, a) (-sin, sin)
         query, key = rotated[:, :heads, None] * layer.scaling, rotated[:, heads:, None]
         keys, values = cache.update(key, values[:, :, None], index)
-        if keys.numel() >= LONG:
+        attended: Tensor = cache.attend(index, query, keys, values, mask, matmul=self._matmul)
+        return attended.view(size, -1)
+
+    def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.numel() * b.shape[-1] >= WORTH_SHARING:
             torch.set_num_threads(self._threads)
-        out: Tensor = cache.attend(index, query, keys, values, mask).view(size, -1)
+        out = a @ b
         torch.set_num_threads(self._few)
         return out
 

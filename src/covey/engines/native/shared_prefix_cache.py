@@ -8,6 +8,7 @@ argument `prefix_cache` of the model's forward pass.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -322,6 +323,7 @@ class SharedPrefixCache(Cache):
         mask: Tensor,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
     ) -> Tensor:
         """Attend with one scaled query per sequence to its prompt and own tokens, in one softmax of float32 or wider.
 
@@ -343,10 +345,10 @@ class SharedPrefixCache(Cache):
             prompt, own = self._prompts[layer], (keys, values)
             out = decode_attention(query.to(self._dtype), prompt, own, slot_map, self._fixed_column)
             return out.reshape(size, 1, heads, -1)
-        scores = query @ keys.transpose(2, 3)
+        scores = matmul(query, keys.transpose(2, 3))
         if width:
             prompt_keys, prompt_values = self._prompts[layer]
-            of_prompt = slot_map.to_slots(query) @ prompt_keys[:, :, :width].transpose(2, 3)
+            of_prompt = matmul(slot_map.to_slots(query), prompt_keys[:, :, :width].transpose(2, 3))
             scores = torch.cat([slot_map.from_slots(of_prompt), scores], dim=-1)
         if softcap and self._softcap:
             scores = torch.tanh(scores / softcap) * softcap
@@ -359,9 +361,9 @@ class SharedPrefixCache(Cache):
             sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
             weights = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
         weights = weights.to(values.dtype)
-        out = weights[..., width:] @ values
+        out = matmul(weights[..., width:], values)
         if width:
-            out += slot_map.from_slots(slot_map.to_slots(weights[..., :width]) @ prompt_values[:, :, :width])
+            out += slot_map.from_slots(matmul(slot_map.to_slots(weights[..., :width]), prompt_values[:, :, :width]))
         return out.reshape(size, 1, heads, -1)
 
     def _fuses(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
