@@ -47,6 +47,8 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            # Importing Covey sets it, as the benchmark does in every process; TRL's users do not have it.
+            "THP_MEM_ALLOC_ENABLE": "1" if spec["library"] == "covey" else "0",
         } | ({"OMP_WAIT_POLICY": waiting} if waiting else {})
         with log.open("ab") as sink:
             self._process = subprocess.Popen(

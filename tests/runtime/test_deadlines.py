@@ -8,8 +8,9 @@ import threading
 import time
 
 import pytest
+import torch
 
-from covey.runtime.deadlines import CallTimeout, WorkerThread, call_with_deadline, run_in_thread
+from covey.runtime.deadlines import CallTimeout, WorkerThread, call_with_deadline, run_in_thread, torch_settings
 
 
 def sleeps():
@@ -174,3 +175,16 @@ def test_a_late_call_of_a_worker_leaves_its_thread_behind():
     assert worker.call(lambda: 4, 5.0) == 4
     release.set()
     worker.close()
+
+
+def test_another_thread_computes_with_as_many_threads_as_its_maker():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        worker = WorkerThread("covey-example", torch_settings())
+        torch.set_num_threads(1)  # as while a step is decoded
+        assert worker.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 1
+        worker.close()
+    finally:
+        torch.set_num_threads(before)

@@ -253,12 +253,17 @@ def _stop_calls() -> None:
 
 
 def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager[None]]:
-    """Context manager that gives another thread the gradient mode and the CUDA device of this one."""
+    """Context manager that gives another thread the gradient mode, CUDA device and CPU threads of this one.
+
+    Without it a thread computes with as many as any thread has set last, and an engine sets one while it decodes.
+    """
     grad_enabled = torch.is_grad_enabled() and not no_grad
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    threads = torch.get_num_threads()
 
     @contextmanager
     def settings() -> Iterator[None]:
+        torch.set_num_threads(threads)
         with torch.set_grad_enabled(grad_enabled), nullcontext() if device is None else torch.cuda.device(device):
             yield
 

@@ -1,8 +1,8 @@
-"""A decoding step of Llama-like models on a CPU, in a third of the operations that the model takes.
+"""A decoding step of Llama-like models on a CPU, in a third of the operations that a model takes.
 
 With one token per sequence most of a step's operations are so small that calling them takes longer than computing them,
-and sharing them among threads longer still. Here layers that read one input are one product, and only products and
-large products of attention run on all threads.
+and sharing them among threads longer still. Here layers that read one input are one product, and products alone run on
+all threads, those of attention if they are large.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ MOST_ROWS = 256  # most rows for which packed weights are faster; larger product
 FEWEST_ROWS = 4  # of oneDNN's products: of one to three rows they take longer than of four
 WORTH_MEASURING = 1 << 25  # numbers in a model's linear layers from which the libraries are compared
 CLEARLY = 0.85  # ratio of oneDNN's time to MKL's, below which it is used: noise must not change a run's rounding
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a module that read one input
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read one input
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def _groups(model: nn.Module) -> list[list[Any]]:
     """Plain layers, those that read one input together; each once, though modules may share it."""
     groups: list[list[Any]] = []
     for parent in model.modules():
-        for names in SIBLINGS:
+        for names in JOINED:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(_is_plain, layers)) and len({(x.in_features, x.bias is None) for x in layers}) == 1:
                 groups.append(layers)
