@@ -90,7 +90,8 @@ class PackedProduct:
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         library = torch.ops.mkldnn if self.onednn else torch.ops.mkl
         pack = library._reorder_linear_weight if self.onednn else library._mkl_reorder_linear_weight
-        packed: Tensor = pack(torch.cat(weights), PACKED_ROWS)
+        joined = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large: no second copy of it
+        packed: Tensor = pack(joined, PACKED_ROWS)
         return packed
 
     def part(self, index: int, x: Tensor) -> Tensor:
