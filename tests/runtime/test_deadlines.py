@@ -177,7 +177,7 @@ def test_a_late_call_of_a_worker_leaves_its_thread_behind():
     worker.close()
 
 
-def test_another_thread_computes_with_as_many_threads_as_its_maker():
+def test_other_threads_compute_with_as_many_as_their_maker():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
