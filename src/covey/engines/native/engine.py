@@ -300,7 +300,7 @@ class NativeEngine(PolicyEngine):
 
     def _new_fused_step(self, softcap: bool) -> FusedStep | None:
         """Step of few operations, if the model has the parts for one and computes the same, which is tried once."""
-        step = None if self._fuses is False else find_fused_step(self._model())
+        step = find_fused_step(self._model()) if self._packs and self._fuses is not False else None
         if step is None or self._fuses:
             return step
         _, expected = self._trial(torch.float32, softcap)
