@@ -47,9 +47,9 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-            # Importing Covey sets it, as the benchmark does in every process; TRL's users do not have it.
-            "THP_MEM_ALLOC_ENABLE": "1" if spec["library"] == "covey" else "0",
         } | ({"OMP_WAIT_POLICY": waiting} if waiting else {})
+        if spec["library"] != "covey":  # importing Covey sets it, as the benchmark does in every process
+            environment["THP_MEM_ALLOC_ENABLE"] = "0"
         with log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],

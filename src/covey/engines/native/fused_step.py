@@ -1,4 +1,4 @@
-"""A decoding step of Llama-like models on a CPU, in a third of the operations that a model takes.
+"""A decoding step of Llama-like models on a CPU, in two thirds of the operations that a model takes.
 
 With one token per sequence most of a step's operations are so small that calling them takes longer than computing them,
 and sharing them among threads longer still. Here layers that read one input are one product, and products alone run on
