@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.core.batch import TrainBatch
-from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of
+from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of, product
 from covey.core.records import Rollout
 from covey.core.strands import unfolded
 from covey.policy.attention import PACKED_ATTENTION
@@ -279,10 +279,10 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        gated, raised = rows @ gate.T, rows @ up.T
+        gated, raised = product(rows, gate), product(rows, up)
         read = x if any(ctx.needs_input_grad[1:3]) else None
         ctx.save_for_backward(read, gated, raised, gate, up, down)
-        return (nn.functional.silu(gated).mul_(raised) @ down.T).view(x.shape)
+        return product(nn.functional.silu(gated).mul_(raised), down).view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -293,12 +293,12 @@ class GatedMLP(torch.autograd.Function):
         grad = grads[0].flatten(0, -2)
         active = nn.functional.silu(gated)
         d_down = grad.T @ (active * raised) if by_down else None
-        d_product = grad @ down
+        d_product = product(grad, down.T)
         d_raised = active.mul_(d_product)
         d_gated = torch.ops.aten.silu_backward(d_product.mul_(raised), gated)
         d_gate = d_gated.T @ rows if by_gate else None
         d_up = d_raised.T @ rows if by_up else None
-        d_x = torch.addmm(d_gated @ gate, d_raised, up).view_as(grads[0]) if by_x else None
+        d_x = product(d_raised, up.T, onto=product(d_gated, gate.T)).view_as(grads[0]) if by_x else None
         return d_x, d_gate, d_up, d_down
 
 

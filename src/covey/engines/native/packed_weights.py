@@ -1,20 +1,19 @@
 """Products with packed copies of CPU weights, for the few rows of a decoding step."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from covey.core.model import onednn_is_faster
+
 PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
 MOST_ROWS = 256  # most rows for which packed weights are faster; larger products are bound by arithmetic
 FEWEST_ROWS = 4  # of oneDNN's products: of one to three rows they take longer than of four
 WORTH_MEASURING = 1 << 25  # numbers in a model's linear layers from which the libraries are compared
-CLEARLY = 0.85  # ratio of oneDNN's time to MKL's, below which it is used: noise must not change a run's rounding
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read one input
 
 
@@ -114,32 +113,3 @@ class PackedPart:
             return self.product.part(self.index, x)
         layer = self.product.layers[self.index]
         return nn.functional.linear(x, layer.weight, layer.bias)
-
-
-@cache
-def onednn_is_faster() -> bool:
-    """True where products of few rows take clearly less time with oneDNN, as on AMD's processors; takes 0.2 s once.
-
-    By processor time of one thread, which other programs hardly change, and with weights that no cache holds.
-    """
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not torch.backends.mkldnn.is_available():
-        return False
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        layers = [nn.Linear(1024, 1024, bias=False).requires_grad_(False) for _ in range(12)]
-        mkl, onednn = (_seconds([PackedProduct([layer], library) for layer in layers]) for library in (False, True))
-    finally:
-        torch.set_num_threads(threads)
-    return onednn < CLEARLY * mkl
-
-
-def _seconds(products: list[PackedProduct]) -> float:
-    inputs, taken = [torch.ones(rows, 1024) for rows in (4, 16, 64)], []
-    for _ in range(4):  # the first one packs
-        began = time.thread_time()
-        for x in inputs:
-            for product in products:
-                product(x)
-        taken.append(time.thread_time() - began)
-    return min(taken)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from covey.core.model import product
 from covey.policy.lm_head.support import SampledSupport
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
@@ -141,10 +142,12 @@ class _Tiles:
             inputs = self.inputs[part]
             size = len(inputs) * len(words)
             x = (self.buffer.new_empty(size) if self.plan.keeps else self.buffer[:size]).view(len(inputs), len(words))
-            if bias is None:
-                torch.addmm(x, inputs, words.T, beta=0, alpha=gain, out=x)
-            else:
+            if bias is not None:
                 torch.addmm(bias, inputs, words.T, beta=gain, alpha=gain, out=x)
+            elif self.plan.keeps and gain == 1.0:
+                x = product(inputs, words)
+            else:
+                torch.addmm(x, inputs, words.T, beta=0, alpha=gain, out=x)
             support = None if self.plan.support is None else self.plan.support.tile(part, start, len(words))
             yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words), support))
 
@@ -220,8 +223,10 @@ def _arithmetic_for(plan: Plan, device: torch.device) -> type[TorchTiles]:
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor, *, start: bool = False) -> None:
     """sums += a @ b (= with `start`), adding in the dtype of the sums."""
-    if a.dtype == sums.dtype:
-        torch.addmm(sums, a, b, beta=0 if start else 1, out=sums)
+    if a.dtype == sums.dtype and not start:
+        product(a, b.T, onto=sums)
+    elif a.dtype == sums.dtype:
+        torch.addmm(sums, a, b, beta=0, out=sums)
     elif start:
         sums.copy_(a @ b)
     else:
