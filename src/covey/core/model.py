@@ -58,6 +58,12 @@ def sdpa_suits(model: Any) -> bool:
     return bool(getattr(model, "_supports_sdpa", True)) and not capped
 
 
+def rms_norm_epsilon(module: Any) -> float | None:
+    """Epsilon of a module whose class is named as an RMS norm; None for any other module."""
+    named = type(module).__name__.endswith("RMSNorm")
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None)) if named else None
+
+
 def product(x: Tensor, weight: Tensor, *, onto: Tensor | None = None) -> Tensor:
     """x @ weight.T of [n, in] and [out, in], added to `onto` if given; on a CPU by the faster library. No gradients."""
     suits = x.device.type == "cpu" and x.is_contiguous() and x.dtype == weight.dtype == torch.float32

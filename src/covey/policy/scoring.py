@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.core.batch import TrainBatch
-from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of, product
+from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of, product, rms_norm_epsilon
 from covey.core.records import Rollout
 from covey.core.strands import unfolded
 from covey.policy.attention import PACKED_ATTENTION
@@ -352,11 +352,9 @@ def find_fused_layers(model: nn.Module) -> list[FusedLayer]:
 
 
 def _candidate(module: Any) -> FusedLayer | None:
-    name = type(module).__name__
-    if name.endswith("RMSNorm"):
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        return None if eps is None else FusedLayer(module, RMSNorm, (module,), (eps,))
-    if not name.endswith("MLP"):
+    if (epsilon := rms_norm_epsilon(module)) is not None:
+        return FusedLayer(module, RMSNorm, (module,), (epsilon,))
+    if not type(module).__name__.endswith("MLP"):
         return None
     linear: Any = tuple(getattr(module, f"{part}_proj", None) for part in ("gate", "up", "down"))
     plain = all(type(part) is nn.Linear and part.bias is None for part in linear)

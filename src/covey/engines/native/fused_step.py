@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.core.model import decoder_of, without_adapter
+from covey.core.model import decoder_of, rms_norm_epsilon, without_adapter
 from covey.engines.native.packed_weights import PackedPart, PackedProduct
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
@@ -92,11 +92,7 @@ class FusedStep:
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, _epsilon(norm))
-
-
-def _epsilon(norm: Any) -> Any:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, rms_norm_epsilon(norm))
 
 
 def find_fused_step(model: Any) -> FusedStep | None:
@@ -109,7 +105,7 @@ def find_fused_step(model: Any) -> FusedStep | None:
     capped = getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None)
     parts = [_parts_of(layer) for layer in getattr(decoder, "layers", ())]
     layers, product = [part for part in parts if part is not None], _product_of(head)
-    named = {"embed_tokens", "rotary_emb", "norm"} <= _children(decoder) and _is_norm(decoder.norm)
+    named = {"embed_tokens", "rotary_emb", "norm"} <= _children(decoder) and rms_norm_epsilon(decoder.norm) is not None
     if capped or not layers or len(layers) < len(parts) or product is None or not named:
         return None
     called = {decoder.embed_tokens, decoder.rotary_emb, *(layer.activation for layer in layers)}
@@ -130,7 +126,8 @@ def _parts_of(layer: Any) -> LayerParts | None:
     output, down = _product_of(attention.o_proj), _product_of(mlp.down_proj)
     gate_up = _product_of(mlp.gate_proj, mlp.up_proj)
     norm, mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-    if not all(map(_is_norm, (norm, mlp_norm, *head_norms))) or not (qkv and output and gate_up and down):
+    others = any(rms_norm_epsilon(x) is None for x in (norm, mlp_norm, *head_norms))
+    if others or not (qkv and output and gate_up and down):
         return None
     return LayerParts(norm, mlp_norm, head_norms, attention.scaling, mlp.act_fn, qkv, output, gate_up, down)
 
@@ -145,10 +142,6 @@ def _product_of(*layers: Any) -> PackedProduct | None:
 def _is_untouched(module: Any) -> bool:
     forward = vars(module).get("forward")
     return isinstance(forward, PackedPart | None) and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-def _is_norm(module: Any) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and _epsilon(module) is not None
 
 
 def _children(module: nn.Module) -> set[str]:
