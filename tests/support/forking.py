@@ -249,6 +249,9 @@ def become(request: dict[str, Any], path: str) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent.resolve()))
