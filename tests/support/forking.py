@@ -5,7 +5,9 @@ forks a process for each program, which then runs as if Python had been started 
 starts in such a process, and what it calls `os.execv` with, is forked, too. The server ends with the last of the
 processes that asked it for one, and a program with the process that asked for it.
 
-Usage as a program: forking.py SOCKET
+Usage as a program:
+    forking.py SOCKET                 the server
+    forking.py -u -c CODE             what `python -u -c CODE` does, in a process of the server's: workers of pytest-xdist
 """
 
 import array
@@ -258,5 +260,14 @@ def become(request: dict[str, Any], path: str) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def stand_in() -> int:
+    """Have the server run the program that Python would have been started with, to its end."""
+    sys.path[0] = str(Path(__file__).parents[2])
+    os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", f"of-{os.getppid()}")
+    return Forked([sys.executable, *sys.argv[1:]]).wait()
+
+
 if __name__ == "__main__":
+    if sys.argv[1].startswith("-"):
+        sys.exit(stand_in())
     become(serve(sys.argv[1]), sys.argv[1])
