@@ -6,8 +6,8 @@ starts in such a process, and what it calls `os.execv` with, is forked, too. The
 processes that asked it for one, and a program with the process that asked for it.
 
 Usage as a program:
-    forking.py SOCKET                 the server
-    forking.py -u -c CODE             what `python -u -c CODE` does, in a process of the server's: workers of pytest-xdist
+    forking.py SOCKET         the server
+    forking.py -u -c CODE     what `python -u -c CODE` does, in a process of the server's: for workers of pytest-xdist
 """
 
 import array
