@@ -412,6 +412,21 @@ WATCHED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", 
 PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau"}
 
 
+@pytest.fixture(scope="module")
+def began_with(tmp_path_factory):
+    """`began_with(settings)` -> the first checkpoint of a run with these, which tests leave as it is."""
+    known = {}
+
+    def begin(settings):
+        if (key := str(settings)) not in known:
+            folder = tmp_path_factory.mktemp("began")
+            runs.trainer(folder, parts={"eval_dataset": tiny.rows(3)}, **settings).train()
+            known[key] = str(folder / "checkpoint-1")
+        return known[key]
+
+    return begin
+
+
 @pytest.mark.parametrize(
     ("began", "goes_on", "says", "rates"),  # rates of steps 2 to 4, the first of which was set before the checkpoint
     [
@@ -428,14 +443,14 @@ PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau"}
     ],
     ids=["max_steps", "schedule", "warmup", "num_train_epochs", "kwargs of a plateau"],
 )
-def test_a_changed_schedule_does_as_is_said(tmp_path, began, goes_on, says, rates):
+def test_a_changed_schedule_does_as_is_said(tmp_path, began_with, began, goes_on, says, rates):
     usual = {"max_steps": 4, "lr_scheduler_type": "linear", **WATCHED}
     parts = {"eval_dataset": tiny.rows(3)}
-    runs.trainer(tmp_path, parts=parts, **{**usual, **began}).train()
+    checkpoint = began_with({**usual, **began})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed = runs.trainer(tmp_path, parts=parts, **{**usual, **goes_on})
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        resumed.train(resume_from_checkpoint=checkpoint)
     assert runs.history(resumed, "learning_rate")[1:] == pytest.approx(rates)
     heard = [str(one.message) for one in caught if "this run has changed" in str(one.message)]
     assert (says is None) == (not heard) and (says is None or re.search(says, heard[0])), heard
