@@ -266,6 +266,7 @@ def become(request: dict[str, Any], path: str) -> None:
 def stand_in() -> int:
     """Have the server run the program that Python would have been started with, to its end."""
     sys.path[0] = str(Path(__file__).parents[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest ends its workers in order
     os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", f"of-{os.getppid()}")
     return Forked([sys.executable, *sys.argv[1:]]).wait()
 
