@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def pytest_xdist_setupnodes(specs):
     """Fork the workers from one process that has imported what all of them need; CUDA does not outlive a fork."""
     if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
         for spec in specs:
-            spec.python = f"{sys.executable} {Path(__file__).parent}/support/forking.py"
+            spec.python = shlex.join([sys.executable, str(Path(__file__).parent / "support" / "forking.py")])
 
 
 def pytest_collection_finish():

@@ -241,7 +241,8 @@ scenes = {"question": texts, "script": conversations, "control": st.integers(0, 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes)
-def test_tokens_are_as_rendered_and_marked_where_sampled(name, question, script, control):
+def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, script, control):
+    """And `sampled` marks precisely what the policy said."""
     scene = Scene(name, question, script, control)
     rollout = scene.play()
     assert rollout.finish is FinishReason.STOP
