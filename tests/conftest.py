@@ -2,9 +2,13 @@
 
 import gc
 import os
+import shlex
 import signal
+import sys
+from pathlib import Path
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,6 +26,14 @@ def pytest_configure(config):
     """Load the fixtures where tests run; workers start when the process that hands out tests has come so far."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.support.fixtures")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Fork the workers from one process that has imported what all of them need; CUDA does not outlive a fork."""
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
+        for spec in specs:
+            spec.python = shlex.join([sys.executable, str(Path(__file__).parent / "support" / "forking.py")])
 
 
 def pytest_collection_finish():

@@ -15,6 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked, main
 from covey.runtime import files
+from tests.support import forking
+from tests.support.launching import environment, free_port, run
 
 
 @pytest.fixture
@@ -96,8 +98,6 @@ def test_a_config_is_found_in_the_installed_package(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
     """`covey grpo --accelerate_config cpu_2proc`, for real."""
-    from tests.support.launching import free_port, run
-
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8))
     )
@@ -157,5 +157,5 @@ sys.exit(main())
 @pytest.mark.parametrize("state", ["training", "starting"])
 def test_sigterm_ends_a_single_process_too(state):
     """Accelerate's launcher of one process would end alone, and leave it training."""
-    done = subprocess.run([sys.executable, "-c", ALONE, state], capture_output=True, text=True, timeout=25)
+    done = forking.run([sys.executable, "-c", ALONE, state], env=environment(), timeout=25)
     assert done.returncode == 143 and "Traceback" not in done.stderr, done.stderr

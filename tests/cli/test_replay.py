@@ -9,6 +9,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.cli.replay import span
+from tests.rewards.hostile_rewards import shares_of_digits
 from tests.support import runs, tiny
 
 
@@ -120,7 +121,7 @@ CASES = {
     "rows of several types": (lambda: {"train_dataset": [{"prompt": "a", "x": 1}, {"prompt": "b", "x": "c"}]}, {}),
     "environments": (lambda: {"environment_factory": Guess, "train_dataset": None, "reward_funcs": None}, {}),
     "an infinite norm": (dict, {"max_grad_norm": math.inf, "learning_rate": 1.0}),
-    "rewards in processes": (dict, {"reward_isolation": "process"}),
+    "rewards in processes": (lambda: {"reward_funcs": shares_of_digits}, {"reward_isolation": "process"}),
 }
 
 

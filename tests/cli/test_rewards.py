@@ -11,14 +11,15 @@ ROWS = [
     {"prompt": "2+3=", "completion": "It is 4", "answer": "5"},
     {"prompt": "2+4=", "completion": "It is six", "answer": "6"},
 ]
+# They import nothing of Covey, as each test starts a process.
 FUNCTIONS = """
 import itertools, time
-from covey.rewards import completion_text
 
 COUNT = itertools.count()
 
 def right(completions, answer, **kwargs):
-    return [float(completion_text(text).split()[-1:] == [one]) for text, one in zip(completions, answer)]
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    return [float(text.split()[-1:] == [one]) for text, one in zip(texts, answer)]
 
 def counts(completions, **kwargs):
     return [float(next(COUNT)) for _ in completions]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ import pytest
 from covey.runtime.deadlines import CallTimeout
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import UserCodeError
+from tests.support import forking, launching
 
 
 @pytest.fixture
@@ -269,5 +269,5 @@ except CallTimeout:
 
 def test_a_process_with_calls_under_way_exits_in_order():
     """Python before 3.14 ends daemon threads by unwinding them, and aborts where it meets torch's frames."""
-    ended = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
+    ended = forking.run([sys.executable, "-c", EXITS], env=launching.environment(), timeout=60)
     assert (ended.returncode, ended.stderr) == (3, "")

@@ -161,8 +161,8 @@ def test_what_was_printed_before_the_deadline_is_kept():
     assert run_python("print('begun', flush=True)\nwhile True: pass", timeout=1.0).stdout == "begun\n"
 
 
-def test_a_gigabyte_of_output_is_cut_and_the_program_runs_on():
-    code = "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))\nprint('end', file=sys.stderr)"
+def test_a_flood_of_output_is_cut_and_the_program_runs_on():
+    code = "import sys\nfor _ in range(128): sys.stdout.write('x' * (1 << 20))\nprint('end', file=sys.stderr)"
     result = run_python(code, timeout=60.0)
     assert result.truncated
     assert len(result.stdout) == LocalSandbox().max_output
@@ -333,7 +333,7 @@ def test_a_folder_that_its_program_has_shut_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-DEEP = "import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"
+DEEP = "import os\nfor i in range(2100): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"
 
 
 @either

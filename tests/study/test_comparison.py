@@ -77,15 +77,15 @@ def test_settings_of_all_need_not_make_a_run_by_themselves(tmp_path):
 def test_halving_acts_at_the_step_of_an_evaluation(tmp_path, saves):
     variants = {name: {"seed": seed} for seed, name in enumerate("abcd")}
     rule = Halving(certain=False)
-    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
+    made = study(tmp_path, variants, max_steps=4, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
     ended = made.train()
-    assert sorted(variant.step for variant in ended.values()) == [1, 1, 3, 5]
-    assert sorted(max(variant.evaluations) for variant in ended.values()) == [1, 1, 3, 5]
+    assert sorted(variant.step for variant in ended.values()) == [1, 1, 3, 4]
+    assert sorted(max(variant.evaluations) for variant in ended.values()) == [1, 1, 3, 4]
     assert {variant.status for variant in ended.values()} == {"stopped", "finished"}
     best = max(ended.values(), key=lambda variant: sum(variant.evaluations[1]))
     assert best.step > 1
     stopped = next(name for name, variant in ended.items() if variant.step == 1)
-    made = study(tmp_path, variants, max_steps=5, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
+    made = study(tmp_path, variants, max_steps=4, eval_dataset=tiny.rows(2), eval_steps=[1, 3], halving=rule, **saves)
     made.resume(stopped)  # at that step, of which it has a checkpoint
     assert list(made.train(resume=True)[stopped].evaluations)[:2] == [1, 3]
 

@@ -1,5 +1,6 @@
 """Studies: variants side by side are the runs that they would be alone."""
 
+import functools
 import json
 import os
 import signal
@@ -321,6 +322,19 @@ def test_only_a_clone_has_a_new_name_and_optimizer():
 SAME = {"a": {"learning_rate": 1e-3}, "b": {}}
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """`ended()` -> the folder of a study of `SAME` that has ended, which tests leave as it is."""
+
+    @functools.cache
+    def run():
+        folder = tmp_path_factory.mktemp("ended")
+        study(folder, SAME, max_steps=1).train()
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("variants", "base", "resume", "message"),
     [
@@ -337,12 +351,12 @@ SAME = {"a": {"learning_rate": 1e-3}, "b": {}}
         (SAME, {"learning_rate": 0.5}, True, "learning_rate=0.01 there and 0.5 here"),
     ],
 )
-def test_the_folder_of_another_study_is_refused(tmp_path, variants, base, resume, message):
-    study(tmp_path, SAME, max_steps=1).train()
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+def test_the_folder_of_another_study_is_refused(ended, variants, base, resume, message):
+    folder = ended()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=message):
-        study(tmp_path, variants, max_steps=1, **base).train(resume)
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        study(folder, variants, max_steps=1, **base).train(resume)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_further_setting_is_that_of_another_study(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Fixtures of all tests, with what they import."""
 
+import logging
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ from tests.support import known_attributes, runs, tiny
 def _quick():
     """Before each module, because what earlier ones leave would be gone through by every trainer that starts."""
     tiny.quick()
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True  # else pytest adds handlers to each of 80 and removes them, six times in every test
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,9 @@ forks a process for each program, which then runs as if Python had been started 
 starts in such a process, and what it calls `os.execv` with, is forked, too. The server ends with the last of the
 processes that asked it for one, and a program with the process that asked for it.
 
-Usage as a program: forking.py SOCKET
+Usage as a program:
+    forking.py SOCKET         the server
+    forking.py -u -c CODE     what `python -u -c CODE` does, in a process of the server's: for workers of pytest-xdist
 """
 
 import array
@@ -32,7 +34,10 @@ PRELOADED = (
     "accelerate.commands.launch",
     "covey.cli.main",
     "datasets",
+    "matplotlib.pyplot",
+    "optuna",
     "peft",
+    "reasoning_gym",
     "tests.support.mixtures",
     "tests.support.runs",
     "torch.distributed.fsdp",
@@ -249,11 +254,24 @@ def become(request: dict[str, Any], path: str) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent.resolve()))
         runpy.run_path(words[0], run_name="__main__")
 
 
+def stand_in() -> int:
+    """Have the server run the program that Python would have been started with, to its end."""
+    sys.path[0] = str(Path(__file__).parents[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest ends its workers in order
+    os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", f"of-{os.getppid()}")
+    return Forked([sys.executable, *sys.argv[1:]]).wait()
+
+
 if __name__ == "__main__":
+    if sys.argv[1].startswith("-"):
+        sys.exit(stand_in())
     become(serve(sys.argv[1]), sys.argv[1])

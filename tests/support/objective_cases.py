@@ -5,6 +5,7 @@ once from global counts, cuts out one optimizer step and differentiates `policy_
 """
 
 import random
+import struct
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -252,7 +253,7 @@ def assert_same(actual: Gradients, expected: Gradients, tolerance: float) -> Non
 
 
 def _f32(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float32).item()
+    return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def _flat_numbers(lists: list[list[float] | None], dtype: torch.dtype) -> Tensor | None:

@@ -28,8 +28,8 @@ VARIANTS = {
     "with a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "with an adaptive entropy bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 9.0},
     "in the second epoch": {"max_steps": 7},
-    "with dynamic sampling": {"max_steps": 7, "dynamic_sample": True},
-    "with prompts by difficulty": {"max_steps": 7, "prompt_sampler": "difficulty", "dynamic_sample": True},
+    "with dynamic sampling": {"dynamic_sample": True},
+    "with prompts by difficulty": {"prompt_sampler": "difficulty", "dynamic_sample": True},
     "in the middle of a refilled generation": {
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 2,
@@ -46,7 +46,6 @@ VARIANTS = {
     "with generations that share an optimizer step": {
         "gradient_accumulation_steps": 4,
         "steps_per_generation": 2,
-        "max_steps": 5,
         "prompt_sampler": "difficulty",
     },
 }
@@ -60,7 +59,7 @@ def sometimes_equal(prompts, completion_ids, **kwargs):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_resuming_is_exact(tmp_path, method, variant):
-    settings = {"max_steps": 6, **VARIANTS[variant]}
+    settings = {"max_steps": 5, **VARIANTS[variant]}
     parts = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}
     last = settings["max_steps"]
     stop = last - 1 if "epoch" in variant else 3
@@ -73,7 +72,7 @@ def test_resuming_is_exact(tmp_path, method, variant):
 
 
 def test_saving_a_checkpoint_changes_nothing(tmp_path):
-    settings = {"max_steps": 6, **VARIANTS["in the middle of a refilled generation"]}
+    settings = {"max_steps": 5, **VARIANTS["in the middle of a refilled generation"]}
     made = []
     for saving in ({}, {"save_strategy": "steps", "save_steps": 2}):
         made.append(runs.trainer(tmp_path, parts={"reward_funcs": sometimes_equal}, **{**settings, **saving}))
@@ -235,14 +234,21 @@ CHANGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run of two steps with a checkpoint after the first, which tests leave as it is."""
+    folder = tmp_path_factory.mktemp("saved")
+    runs.trainer(folder, save_strategy="steps", save_steps=1, max_steps=2).train()
+    return folder
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_since_the_checkpoint_are_listed(tmp_path, name):
+def test_changes_since_the_checkpoint_are_listed(saved, tmp_path, name):
     settings, parts, says = CHANGES[name]
-    runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resumed = runs.trainer(tmp_path, parts=parts, **{"max_steps": 2, **settings})
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        resumed = runs.trainer(tmp_path, parts=parts, **{"save_strategy": "steps", "max_steps": 2, **settings})
+        resumed.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
     heard = [str(one.message) for one in caught if "was saved, this run has changed" in str(one.message)]
     assert len(heard) == (says is not None), heard
     assert says is None or re.search(says, heard[0]), heard
@@ -275,6 +281,15 @@ def lora(**settings):
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
 
 
+@pytest.fixture(scope="module")
+def saved_adapter(tmp_path_factory):
+    """A checkpoint of an adapter, which tests leave as it is."""
+    folder = tmp_path_factory.mktemp("saved")
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    runs.trainer(folder, parts={"peft_config": lora(lora_alpha=8)}, **saving, max_steps=1).train()
+    return str(folder / "checkpoint-1")
+
+
 def ready():
     torch.manual_seed(3)
     return get_peft_model(tiny.model(), lora())
@@ -305,12 +320,10 @@ def test_the_reference_of_an_adapter_is_that_of_the_start(tmp_path, began):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_other_settings_of_an_adapter_are_refused_by_name(tmp_path, changed, says):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    runs.trainer(tmp_path, parts={"peft_config": lora(lora_alpha=8)}, **saving, max_steps=1).train()
+def test_other_settings_of_an_adapter_are_refused_by_name(saved_adapter, tmp_path, changed, says):
     resumed = runs.trainer(tmp_path, parts={"peft_config": lora(**{"lora_alpha": 8, **changed})}, max_steps=2)
     with pytest.raises(ValueError, match=says):
-        resumed.train(resume_from_checkpoint=True)
+        resumed.train(resume_from_checkpoint=saved_adapter)
 
 
 def test_settings_of_an_adapter_that_may_change_are_listed(tmp_path):
@@ -399,6 +412,21 @@ WATCHED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", 
 PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau"}
 
 
+@pytest.fixture(scope="module")
+def began_with(tmp_path_factory):
+    """`began_with(settings)` -> the first checkpoint of a run with these, which tests leave as it is."""
+    known = {}
+
+    def begin(settings):
+        if (key := str(settings)) not in known:
+            folder = tmp_path_factory.mktemp("began")
+            runs.trainer(folder, parts={"eval_dataset": tiny.rows(3)}, **settings).train()
+            known[key] = str(folder / "checkpoint-1")
+        return known[key]
+
+    return begin
+
+
 @pytest.mark.parametrize(
     ("began", "goes_on", "says", "rates"),  # rates of steps 2 to 4, the first of which was set before the checkpoint
     [
@@ -415,14 +443,14 @@ PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau"}
     ],
     ids=["max_steps", "schedule", "warmup", "num_train_epochs", "kwargs of a plateau"],
 )
-def test_a_changed_schedule_does_as_is_said(tmp_path, began, goes_on, says, rates):
+def test_a_changed_schedule_does_as_is_said(tmp_path, began_with, began, goes_on, says, rates):
     usual = {"max_steps": 4, "lr_scheduler_type": "linear", **WATCHED}
     parts = {"eval_dataset": tiny.rows(3)}
-    runs.trainer(tmp_path, parts=parts, **{**usual, **began}).train()
+    checkpoint = began_with({**usual, **began})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed = runs.trainer(tmp_path, parts=parts, **{**usual, **goes_on})
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        resumed.train(resume_from_checkpoint=checkpoint)
     assert runs.history(resumed, "learning_rate")[1:] == pytest.approx(rates)
     heard = [str(one.message) for one in caught if "this run has changed" in str(one.message)]
     assert (says is None) == (not heard) and (says is None or re.search(says, heard[0])), heard
@@ -446,12 +474,11 @@ def test_another_optimizer_is_refused_before_training(tmp_path):
     assert resumed.state.global_step == 2
 
 
-def test_what_is_said_to_have_no_effect_has_none(tmp_path):
-    runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2).train()
+def test_what_is_said_to_have_no_effect_has_none(saved, tmp_path):
     resumed = runs.trainer(
         tmp_path, max_steps=2, learning_rate=1e-5, weight_decay=0.5, adam_beta1=0.1, adam_epsilon=0.1
     )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed.train(resume_from_checkpoint=str(saved / "checkpoint-1"))
     group = resumed.optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"][0], group["eps"]) == (0.01, 0.0, 0.9, 1e-8)
 

@@ -1,6 +1,7 @@
 """What environments may do wrong: each fault costs the rollout in which it happens, and nothing else."""
 
 import gc
+import sys
 import threading
 import time
 import warnings
@@ -10,6 +11,7 @@ import pytest
 
 from covey.core.records import FinishReason
 from covey.rollout.environments import EnvironmentPool, EnvironmentWarning
+from tests.support import forking, launching
 from tests.support.playing import call, play, says, text_agent, tool_agent
 
 SECONDS = 0.4
@@ -310,9 +312,6 @@ def test_a_forgotten_pool_closes_its_environments():
 
 
 def test_environments_are_closed_when_the_process_ends(tmp_path):
-    import subprocess
-    import sys
-
     script = tmp_path / "forgets.py"
     script.write_text(
         "import asyncio\n"
@@ -329,7 +328,7 @@ def test_environments_are_closed_when_the_process_ends(tmp_path):
         "    asyncio.run(pool.acquire())\n"
         "raise SystemExit(3)\n"
     )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    ended = forking.run([sys.executable, str(script)], env=launching.environment(), timeout=60)
     assert ended.returncode == 3 and sorted(ended.stdout.split("\n")) == ["", "closed", "closed too"], ended.stderr
 
 

@@ -242,17 +242,11 @@ scenes = {"question": texts, "script": conversations, "control": st.integers(0, 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes)
 def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, script, control):
+    """And `sampled` marks precisely what the policy said."""
     scene = Scene(name, question, script, control)
     rollout = scene.play()
     assert rollout.finish is FinishReason.STOP
     assert rollout.prompt_ids + rollout.completion_ids == scene._encode(scene.whole(rollout.completion))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@given(**scenes)
-def test_sampled_marks_precisely_what_the_policy_said(name, question, script, control):
-    scene = Scene(name, question, script, control)
-    rollout = scene.play()
     runs, begin = [], 0
     for end in rollout.turn_ends:
         run = [i for i in range(begin, end + 1) if rollout.sampled[i]]

@@ -54,7 +54,7 @@ def threads():
 def test_samples_are_those_of_the_synchronous_run(tmp_path, cut):
     found = {}
     for staleness in (0, 1, 4):
-        trainer = ahead(tmp_path / str(staleness), staleness, max_steps=7, **cut)
+        trainer = ahead(tmp_path / str(staleness), staleness, max_steps=5, **cut)
         found[staleness] = noted(trainer)
         trainer.train()
     for staleness in (1, 4):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*was started with")
 def test_servers_sample_while_the_policy_trains(tmp_path, staleness):
     server = FakeVllm(tiny.model(), token_delay=0.05).start()
     given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": [server.url], "vllm_server_timeout": 10.0}
-    settings = {"max_steps": 8, "max_staleness": staleness, "max_completion_length": 12}
+    settings = {"max_steps": 5, "max_staleness": staleness, "max_completion_length": 12}
     trainer = runs.trainer(tmp_path, **settings, **given)
     share, ages = trainer.credit.gather, []
 
@@ -27,7 +27,7 @@ def test_servers_sample_while_the_policy_trains(tmp_path, staleness):
     finally:
         trainer.collector.engine.close()
         server.kill()
-    assert len(runs.history(trainer, "loss")) == 8
+    assert len(runs.history(trainer, "loss")) == 5
     assert 1 <= max(max(age) for age in ages) <= staleness and min(min(age) for age in ages) >= 0
     assert all(age == sorted(age, reverse=True) for age in ages)  # tokens of a completion only get fresher
     assert trainer.behaviour.engine_check._left == 0  # log-probs agreed before and after an update

@@ -1,7 +1,6 @@
 """The main thread is interrupted for what another thread sees, and only then."""
 
 import signal
-import subprocess
 import sys
 import time
 
@@ -9,6 +8,7 @@ import pytest
 
 from covey.trainer.distributed import collectives
 from covey.trainer.distributed.collectives import PeerFailure, interrupted_when
+from tests.support import forking, launching
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,6 @@ with collectives.interrupted_when(lambda: "rank 1 failed"):
     signal.signal(signal.SIGURG, signal.SIG_IGN)
     time.sleep(60)
 """
-    ended = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60)
+    ended = forking.run([sys.executable, "-c", stuck], env=launching.environment(), timeout=60)
     assert ended.returncode == 1
     assert ended.stderr.strip() == "rank 1 failed"

@@ -96,6 +96,7 @@ CASES = {
         "method": "grpo",
         "num_generations": 8,
         "num_iterations": 2,
+        "max_steps": 3,
         "beta": 0.05,
         "keep_sampling_mask": True,
         "top_p": 0.8,
@@ -128,7 +129,7 @@ SLOW = (
 """Cases that have most in common with another."""
 QUICK = [case for case in CASES if case not in SLOW]
 PADDED = "a layout that suits the last process alone"
-MICRO = {"gradient_accumulation_steps": 1, "max_steps": 3, "optim": "sgd"}
+MICRO = {"gradient_accumulation_steps": 1, "max_steps": 2, "optim": "sgd"}
 
 
 @pytest.fixture(scope="module")

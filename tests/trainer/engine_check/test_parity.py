@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -32,9 +33,15 @@ def batch(prompt=(10, 11, 12)):
     )
 
 
+@cache
+def scorer(temperature, model):
+    """One for each, since a new one tries layouts before it scores."""
+    return TokenScorer(lambda wrapped: wrapped, temperature=temperature, layout="padded")
+
+
 @torch.no_grad()
 def score(rollouts, temperature=1.0, model=MODEL):
-    return TokenScorer(lambda wrapped: wrapped, temperature=temperature, layout="padded")(model, rollouts).logprobs
+    return scorer(temperature, model)(model, rollouts).logprobs
 
 
 def alternating(size):

@@ -224,7 +224,7 @@ def test_an_engine_that_drops_every_update_is_found_at_once(tmp_path, rate):
     assert dropping.state.global_step <= 3
 
 
-@pytest.mark.parametrize(("rate", "until"), [(1e-6, 5), (1e-3, 12)])
+@pytest.mark.parametrize(("rate", "until"), [(1e-6, 5), (1e-3, 8)])
 def test_an_engine_that_stops_taking_updates_is_found_soon(tmp_path, rate, until):
     dropping = trainer(tmp_path, learning_rate=rate, max_completion_length=12)
     dropping.collector.engine.until = until
