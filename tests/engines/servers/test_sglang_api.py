@@ -110,7 +110,6 @@ def test_a_server_of_another_make_is_pointed_out():
         try:
             await SglangApi().probe(server, 5.0)
         finally:
-            await server.close()
             listening.close()
 
     with pytest.raises(ServerRefused, match=r"Is it SGLang's own server \(`covey sglang-serve`\)"):

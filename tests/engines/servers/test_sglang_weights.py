@@ -81,7 +81,7 @@ def send(transport, server, what, deadline=30.0):
             await transport.send([connection], what, deadline)
         finally:
             await dialect.resume(connection, 5.0)
-            await transport.close()
+            transport.close()
 
     call(server.url, once)
 
@@ -168,7 +168,7 @@ def test_only_the_latest_folder_is_kept_and_none_in_the_end(other, tmp_path):
         for version in (1, 2):
             await transport.send([connection], update(tiny.model(seed=version), version), 30.0)
         kept = [path.name for path in next(tmp_path.iterdir()).iterdir()]
-        await transport.close()
+        transport.close()
         await SglangApi().resume(connection, 5.0)
         return kept
 

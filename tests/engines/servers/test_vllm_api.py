@@ -30,11 +30,8 @@ def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
 
     async def once():
         connection = ServerClient(server.url, api_key)
-        try:
-            call = getattr(dialect or VllmApi(vocab_size=VOCABULARY), method)
-            return await call(connection, *args, deadline=5.0, **kwargs)
-        finally:
-            await connection.close()
+        call = getattr(dialect or VllmApi(vocab_size=VOCABULARY), method)
+        return await call(connection, *args, deadline=5.0, **kwargs)
 
     return asyncio.run(once())
 

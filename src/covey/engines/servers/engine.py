@@ -53,12 +53,11 @@ class RemoteEngine:
         self._awake = 0
         self._adapters: dict[str, int] = {}  # version of each adapter that has a name
         self._thread = LoopThread("covey-servers")
-        weakref.finalize(self, _finalize, self._thread, self.servers, self.sender)  # at the end of the program as well
+        self._end = weakref.finalize(self, _end, self._thread, self.sender)  # at the end of the program as well
         try:
             self._pool = self._thread.run(self._start())
         except BaseException:
-            self._thread.run(_release(self.servers), QUICK_SECONDS)
-            self._thread.close(seconds=10.0)
+            self.close()
             raise
         facts = [member.facts for member in self._pool.members]
         limits = [self.max_context, *(fact.max_context for fact in facts)]
@@ -214,31 +213,12 @@ class RemoteEngine:
                 await step()
 
     def close(self) -> None:
-        if self._thread.running:
-            try:
-                servers = [member.server for member in self._pool.members]
-                self._thread.run(_release(servers, self.sender, self._pool), 2 * QUICK_SECONDS)
-            finally:
-                self._thread.close(seconds=10.0)
+        self._end()
 
 
-def _finalize(thread: LoopThread, servers: Sequence[ServerClient], sender: WeightSender) -> None:
-    """`close` for an engine that was never closed."""
-    if thread.running and not thread.is_current_thread():
-        with contextlib.suppress(Exception):
-            thread.run(_release(servers, sender), QUICK_SECONDS)
+def _end(thread: LoopThread, sender: WeightSender) -> None:
     thread.close(seconds=10.0)
-
-
-async def _release(
-    servers: Sequence[ServerClient], sender: WeightSender | None = None, pool: ServerPool | None = None
-) -> None:
-    if pool is not None:
-        pool.close()
-    if sender is not None:
-        await sender.close()
-    for server in servers:
-        await server.close()
+    sender.close()
 
 
 async def connect(

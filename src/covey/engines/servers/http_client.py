@@ -1,6 +1,5 @@
 """HTTP client of one inference server: requests with a deadline, and errors with the server's own message."""
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -25,7 +24,11 @@ SHOWN = 2000  # characters of a server's answer that an error repeats
 
 
 class ServerClient:
-    """Client of one server, with a connection pool for every event loop that calls it; its key is never shown."""
+    """Client of one server; its key is never shown.
+
+    Every request has a connection of its own: servers close kept ones after an error, or after seconds of silence, and
+    a request that runs into that looks like a server that died.
+    """
 
     def __init__(self, url: str, api_key: str | None = None):
         if not re.match(r"https?://[^/\s]+/?$", url):
@@ -34,8 +37,7 @@ class ServerClient:
                 " http://127.0.0.1:8000."
             )
         self.url = url.rstrip("/")
-        self._api_key = api_key
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
 
     async def call(
         self, method: str, path: str, doing: str, deadline: float, body: Any = None, query: dict[str, Any] | None = None
@@ -48,10 +50,12 @@ class ServerClient:
         """
         connect = min(CONNECT_SECONDS, deadline)
         timeout = aiohttp.ClientTimeout(total=deadline, connect=connect)
+        connector = aiohttp.TCPConnector(force_close=True)
         try:
-            async with self._session().request(
-                method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
-            ) as answer:
+            async with (
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector) as session,
+                session.request(method, self.url + path, json=body, params=query, allow_redirects=False) as answer,
+            ):
                 text = (await answer.read()).decode(errors="replace")
                 status, elsewhere = answer.status, answer.headers.get("Location")
         except aiohttp.ConnectionTimeoutError as error:
@@ -76,23 +80,6 @@ class ServerClient:
         if not isinstance(answer, dict):
             raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")
         return answer
-
-    async def close(self) -> None:
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
-
-    def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        for other in [other for other in self._sessions if other.is_closed()]:
-            del self._sessions[other]
-        if loop not in self._sessions:
-            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else None
-            # A new connection each time: servers close kept ones after an error, or after seconds of silence, and a
-            # request that runs into that looks like a server that died.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._sessions[loop] = aiohttp.ClientSession(headers=headers, connector=connector)
-        return self._sessions[loop]
 
     def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:
         if status < 400:

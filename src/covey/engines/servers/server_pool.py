@@ -227,10 +227,6 @@ class ServerPool:
             await self._wait(min(left, FIRST_PAUSE))
         return [member for member in self.members if member.up or member.behind]
 
-    def close(self) -> None:
-        for task in [*self._revivals.values(), *([self._watch] if self._watch else [])]:
-            task.cancel()
-
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

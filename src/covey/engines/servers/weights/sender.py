@@ -70,7 +70,7 @@ class WeightSender:
         self._bases.discard((server.url, ""))
         self._loaded.pop((server.url, ""), None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for url in list(self._channels):
             self._disconnect(url)
         self.api.close()
