@@ -11,7 +11,7 @@ from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerBusy
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk
 from covey.engines.servers.sglang.api import SglangApi, chunk_of, facts_of
-from covey.engines.servers.sglang.weights import obstacles_of
+from covey.engines.servers.sglang.weights import SglangWeightApi, obstacles_of
 from tests.support import tiny
 from tests.support.servers.fake_sglang import check_fields
 from tests.support.servers.sglang_servers import InThread, call, greedy, logprobs_of, request
@@ -287,8 +287,9 @@ def test_a_cache_in_use_is_tried_again(running):
 
 
 def test_notes_last(running):
-    ask(running, "write_version", "covey-1-2")
-    assert ask(running, "read_version") == "covey-1-2"
+    dialect = SglangWeightApi()
+    ask(running, "write_version", "covey-1-2", dialect=dialect)
+    assert ask(running, "read_version", dialect=dialect) == "covey-1-2"
 
 
 def test_memory_is_released_and_taken_back(other):

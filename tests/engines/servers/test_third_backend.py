@@ -54,13 +54,6 @@ class StubApi:
     async def clear_prefix_cache(self, server, deadline):
         """The stub has none."""
 
-    async def write_version(self, server, version, deadline):
-        body = {"version": version}
-        await server.call("POST", "/version", doing="record its version", deadline=deadline, body=body)
-
-    async def read_version(self, server, deadline):
-        return (await server.call("GET", "/info", doing="read its version", deadline=deadline))["version"]
-
     async def sleep(self, server, level, deadline):
         """The stub keeps its memory."""
 
@@ -92,11 +85,12 @@ class StubWeightApi(WeightApi):
     async def end(self, endpoint, version, until):
         await self._post(endpoint, "/weights/end", until, {"version": str(version)})
 
-    async def read_version(self, server, seconds):
-        return await StubApi().read_version(server, seconds)
+    async def write_version(self, server, version, deadline):
+        body = {"version": version}
+        await server.call("POST", "/version", doing="record its version", deadline=deadline, body=body)
 
-    async def write_version(self, server, version, seconds):
-        await StubApi().write_version(server, version, seconds)
+    async def read_version(self, server, deadline):
+        return (await server.call("GET", "/info", doing="read its version", deadline=deadline))["version"]
 
     async def _post(self, endpoint, path, until, body, doing=None):
         server = endpoint.server

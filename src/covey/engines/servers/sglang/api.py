@@ -27,16 +27,6 @@ RESERVED = frozenset(
 FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
 
 
-async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
-    await server.call("POST", "/update_weight_version", doing, deadline, body)
-
-
-async def read_version(server: ServerClient, deadline: float) -> str | None:
-    version = (await model_info(server, deadline)).get("weight_version")
-    return None if version is None else str(version)
-
-
 @dataclass(kw_only=True, eq=False)
 class SglangApi:
     """A `ServerApi` for SGLang's server."""
@@ -49,8 +39,6 @@ class SglangApi:
     settings = SettingNames(
         "sglang_server_timeout", "sglang_request_timeout", "sglang_sync_timeout", "--context-length"
     )
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
 
     def __post_init__(self) -> None:
         self._released: dict[str, list[str]] = {}

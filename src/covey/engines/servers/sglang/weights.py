@@ -28,7 +28,7 @@ from torch.storage import TypedStorage
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError, ServerRefused, advised
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
+from covey.engines.servers.sglang.api import model_info, server_info
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket, Packer
 from covey.engines.servers.weights.channels import Channel, in_thread, nccl_that_raises, open_store
@@ -72,8 +72,12 @@ class SglangWeightApi(api.WeightApi):
         with advised("It must see this folder under the same name: set checkpoint_path to one that it shares."):
             await server.ask("/update_weights_from_disk", doing, until.left(server), body)
 
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
+    async def read_version(self, server: ServerClient, deadline: float) -> str:
+        return str((await model_info(server, deadline)).get("weight_version"))
+
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
+        body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
+        await server.call("POST", "/update_weight_version", doing, deadline, body)
 
     def packer(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[api.WeightEndpoint]

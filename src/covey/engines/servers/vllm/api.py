@@ -7,7 +7,6 @@ weights; `covey vllm-serve` does so. See also: `covey.engines.servers.vllm.weigh
 import contextlib
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,28 +34,6 @@ DEV_MODE = (
 )
 
 
-async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    with suppress_missing_route():
-        body, doing = {"new_version": version}, "record the version of its weights"
-        await server.call("POST", "/update_weight_version", doing, deadline, body)
-
-
-async def read_version(server: ServerClient, deadline: float) -> str | None:
-    answer = None
-    with suppress_missing_route():
-        answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
-    return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
-
-
-@contextlib.contextmanager
-def suppress_missing_route() -> Iterator[None]:
-    try:
-        yield
-    except ServerRefused as error:
-        if "HTTP 404" not in error.message:
-            raise
-
-
 @dataclass(kw_only=True, eq=False)
 class VllmApi:
     """A `ServerApi` for vLLM's server."""
@@ -69,8 +46,6 @@ class VllmApi:
     settings = SettingNames(
         "vllm_server_timeout", "vllm_server_request_timeout", "vllm_server_sync_timeout", "--max-model-len"
     )
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
 
     def __post_init__(self) -> None:
         completions.refuse_reserved(self.extra, RESERVED)

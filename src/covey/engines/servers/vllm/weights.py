@@ -15,7 +15,7 @@ import torch
 
 from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, ServerError, ServerUnreachable, advised
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.vllm.api import read_version, read_world_size, write_version
+from covey.engines.servers.vllm.api import get_path, read_world_size
 from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
@@ -65,10 +65,15 @@ class VllmWeightApi(api.WeightApi):
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await server.call("POST", "/collective_rpc", doing, until.left(server), body)
-        await write_version(server, str(version), until.left(server))
+        await self.write_version(server, str(version), until.left(server))
 
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
+    async def read_version(self, server: ServerClient, deadline: float) -> str:
+        answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
+        return str(get_path(answer, "weight_version"))
+
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
+        body, doing = {"new_version": version}, "record the version of its weights"
+        await server.call("POST", "/update_weight_version", doing, deadline, body)
 
     async def join_group(self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline) -> Channel:
         server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
@@ -131,7 +136,7 @@ class VllmWeightApi(api.WeightApi):
     async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model` and has been sent no weights since."""
         server = endpoint.server
-        if await read_version(server, until.left(server)) != AS_STARTED:
+        if await self.read_version(server, until.left(server)) != AS_STARTED:
             return False  # an earlier run used this server, and may have left any weights
         answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
         models = answer.get("data", []) if isinstance(answer, dict) else []

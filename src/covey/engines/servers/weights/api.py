@@ -99,12 +99,16 @@ class WeightApi(ABC):
         """Make the server read its weights from `folder`, and record their version."""
 
     @abstractmethod
-    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
-        """Version of its weights that the server reports; an update fails where it is not the one that was sent."""
+    async def read_version(self, server: ServerClient, deadline: float) -> str:
+        """Version of its weights that the server reports; an update fails where it is not the one that was sent.
+
+        It also distinguishes a server that still holds this run's weights from one that was restarted, or that another
+        run sends weights to.
+        """
 
     @abstractmethod
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Record the version of the server's weights."""
+        """Record the version of the server's weights, a text that lasts as long as they do."""
 
     def packer(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]

@@ -133,8 +133,8 @@ class ServerWeights:
                 for one in updates:
                     await self._send(members, one, until, doing)
                 members = await self.pool.each(members, self.api.clear_prefix_cache)
-                stamp = f"covey-{self._run}-{update.version}"
-                members = await self.pool.each(members, lambda one, left: self.api.write_version(one, stamp, left))
+                stamp, write = f"covey-{self._run}-{update.version}", self.sender.api.write_version
+                members = await self.pool.each(members, lambda server, left: write(server, stamp, left))
         finally:
             members = await self.pool.each(members, self.api.resume)
         for member in members:
@@ -239,9 +239,7 @@ class ServerWeights:
 
     async def _holds_version(self, member: PoolMember) -> bool:
         """Tell whether the server holds the weights recorded for it; `ServerRefused` if another run sends it some."""
-        stamp = await self.api.read_version(member.server, QUICK_SECONDS)
-        if stamp is None:  # it stores none: assume so unless it may have been restarted
-            return member.up
+        stamp = await self.sender.api.read_version(member.server, QUICK_SECONDS)
         _, _, rest = stamp.partition("covey-")
         run, _, version = rest.partition("-")
         if run and self.sends and run != self._run:
