@@ -60,10 +60,6 @@ def test_a_server_says_what_it_is(running, tiny_folder):
     assert (facts.max_context, facts.dtype) == (256, torch.float32)
 
 
-def test_older_names_of_routes_are_known(other):
-    assert ask(other("--old-names"), "probe").max_context == 256
-
-
 def test_replicas_take_weights_from_files_alone():
     assert set(obstacles_of({"tp_size": 2, "pp_size": 1, "dp_size": 4})) == {"group", "tensor"}
     assert set(obstacles_of({"pp_size": 2})) == {"group"} and not obstacles_of({})

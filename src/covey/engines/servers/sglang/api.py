@@ -218,25 +218,20 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
 
 
 async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    answer = await _either(server, "/model_info", "/get_model_info", deadline)
+    answer = await _properties(server, "/model_info", deadline)
     if not isinstance(answer.get("model_path"), str):
         raise BadAnswer(server.url, "read its properties", "it names no model_path", "Is it SGLang's own server?")
     return answer
 
 
 async def server_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    return await _either(server, "/server_info", "/get_server_info", deadline)
+    return await _properties(server, "/server_info", deadline)
 
 
-async def _either(server: ServerClient, path: str, older: str, deadline: float) -> dict[str, Any]:
+async def _properties(server: ServerClient, path: str, deadline: float) -> dict[str, Any]:
     doing, hint = "read its properties", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
-    try:
+    with advised(hint, "HTTP 404"):
         answer = await server.call("GET", path, doing, deadline)
-    except ServerRefused as refused:
-        if "HTTP 404" not in refused.message:
-            raise
-        with advised(hint):
-            answer = await server.call("GET", older, doing, deadline)
     if not isinstance(answer, dict):
         raise BadAnswer(server.url, doing, f"{path} answered {answer!r:.100}", hint)
     return answer
