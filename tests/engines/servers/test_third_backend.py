@@ -197,7 +197,7 @@ def test_a_stub_backend_has_failover(stub_engine):
     broken.failing = "/weights/bucket"
     with pytest.warns(UserWarning, match=f"{broken.url}.*out of memory"):
         engine.load_weights(update(7, 1))
-    assert engine.holders == [healthy.url]
+    assert engine.export_state()["urls"] == [healthy.url]
     assert sampled(engine) == [([7] * 3, [1] * 3)] * 2
 
 

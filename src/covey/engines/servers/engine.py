@@ -170,25 +170,13 @@ class RemoteEngine:
             self._thread.run(self._pool.unhold(), QUICK_SECONDS)
 
     def export_state(self) -> Any:
-        """State after `load_weights` for the `import_state` of other processes; JSON."""
+        """State after `load_weights` for the `import_state` of other processes: servers that hold the version; JSON."""
         return {"urls": self._weights.holders, "sender": self.sender.export_state()}
 
     def import_state(self, version: int, state: Any) -> None:
+        """Record that servers hold `version`, which another process has sent."""
         self.sender.import_state(state["sender"])
-        self.adopt(version, state["urls"])
-
-    def adopt(self, version: int, urls: Sequence[str] | None = None) -> None:
-        """Record that `urls` (None: all that are up) hold `version`, which another process has sent."""
-        self._thread.run(self._weights.adopt(version, urls), QUICK_SECONDS)
-
-    @property
-    def version(self) -> int | None:
-        """Version of the weights that completions are sampled with; None before any were sent."""
-        return self._weights.version
-
-    @property
-    def holders(self) -> list[str]:
-        return self._weights.holders
+        self._thread.run(self._weights.adopt(version, state["urls"]), QUICK_SECONDS)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:

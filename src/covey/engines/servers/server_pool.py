@@ -122,7 +122,7 @@ class ServerPool:
                 patience = empty_since + self.timeout - time.monotonic()
                 if patience <= 0:
                     raise self.none_left("generate", self.timeout)
-            await self._wait(patience)
+            await self.wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:
         return NoServerLeft(
@@ -224,13 +224,14 @@ class ServerPool:
             left = until - time.monotonic()
             if left <= 0:
                 raise self.none_left(doing, round(until - began, 1))
-            await self._wait(min(left, FIRST_PAUSE))
+            await self.wait(min(left, FIRST_PAUSE))
         return [member for member in self.members if member.up or member.behind]
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait(self, seconds: float | None) -> None:
+    async def wait(self, seconds: float | None) -> None:
+        """Wait until a server is admitted or left out, or a request ends, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
