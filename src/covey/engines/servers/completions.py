@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.media import images_of, unexpanded
+from covey.core.media import images_of
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
@@ -135,10 +135,6 @@ def refuse_reserved(extra: dict[str, Any], reserved: frozenset[str]) -> None:
             f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
             f" {', '.join(taken)}."
         )
-
-
-def sent_ids(request: SampleRequest) -> list[int]:
-    return unexpanded(request.prompt_ids, request.media) if request.media else request.prompt_ids
 
 
 def sent_images(request: SampleRequest) -> list[str]:

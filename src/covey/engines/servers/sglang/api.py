@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.media import unexpanded
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerRefused, advised, same_vocabulary
@@ -96,7 +97,7 @@ class SglangApi:
     ) -> list[SampledChunk]:
         """Sample `request.n` completions in one request; those that another token than `ends` ended are unfinished."""
         body: dict[str, Any] = {
-            "input_ids": [completions.sent_ids(request)] * request.n,
+            "input_ids": [unexpanded(request.prompt_ids, request.media)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
             "return_logprob": True,
         }

@@ -139,8 +139,7 @@ class VllmWeightApi(api.WeightApi):
         if await self.read_version(server, until.left(server)) != AS_STARTED:
             return False  # an earlier run used this server, and may have left any weights
         answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
-        models = answer.get("data", []) if isinstance(answer, dict) else []
-        return model in {name for listed in models for name in (listed.get("root"), listed.get("id"))}
+        return any(model in (listed.get("root"), listed.get("id")) for listed in get_path(answer, "data") or [])
 
     async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
         server, name, source, channel = endpoint.server, adapter.name, adapter.source, adapter.channel
