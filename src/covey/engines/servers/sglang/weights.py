@@ -187,12 +187,14 @@ class SglangWeightApi(api.WeightApi):
         }
         return inline(tensors), checksums
 
-    async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
-        server, name, (text, checksums) = endpoint.server, adapter.name, adapter.source
+    async def load_adapter(
+        self, endpoint: api.WeightEndpoint, name: str, config: Any, source: Any, channel: Any, until: api.Deadline
+    ) -> None:
+        server, (text, checksums) = endpoint.server, source
         await self._try("/unload_lora_adapter", endpoint, {"lora_name": name})  # an earlier attempt may have loaded it
         body = {
             "lora_name": name,
-            "config_dict": adapter.config,
+            "config_dict": config,
             "expected_checksums": checksums,
             "serialized_named_tensors": [text] * endpoint.processes,
         }

@@ -141,12 +141,14 @@ class VllmWeightApi(api.WeightApi):
         answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
         return any(model in (listed.get("root"), listed.get("id")) for listed in get_path(answer, "data") or [])
 
-    async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
-        server, name, source, channel = endpoint.server, adapter.name, adapter.source, adapter.channel
+    async def load_adapter(
+        self, endpoint: api.WeightEndpoint, name: str, config: Any, source: Any, channel: Any, until: api.Deadline
+    ) -> None:
+        server = endpoint.server
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
             seconds = until.left(server)
-            kwargs = {"name": _folder(endpoint, name), "config": json.dumps(adapter.config), "seconds": seconds}
+            kwargs = {"name": _folder(endpoint, name), "config": json.dumps(config), "seconds": seconds}
             kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
             answers, _ = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))

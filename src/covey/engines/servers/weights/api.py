@@ -62,16 +62,6 @@ class BucketTransfer:
     doing: str
 
 
-@dataclass(frozen=True)
-class AdapterUpdate:
-    """A version of an adapter: its `config`, and its weights in a folder or as `encode_adapter` made them."""
-
-    name: str
-    config: dict[str, Any]
-    source: Any
-    channel: Channel | None = None  # for bytes that no request carries
-
-
 class WeightApi(ABC):
     """Requests of one backend about weights; each ends within the time that is left until its deadline.
 
@@ -146,8 +136,10 @@ class WeightApi(ABC):
         """Form of an adapter's bytes that `load_adapter` takes; computed once for all servers, in a thread."""
         return bucket
 
-    async def load_adapter(self, endpoint: WeightEndpoint, adapter: AdapterUpdate, until: Deadline) -> None:
-        """Load an adapter under its name."""
+    async def load_adapter(
+        self, endpoint: WeightEndpoint, name: str, config: Any, source: Any, channel: Channel | None, until: Deadline
+    ) -> None:
+        """Load an adapter from a folder, or from what `encode_adapter` made; `channel` is for bytes beyond requests."""
         raise NotImplementedError(f"{self.name} takes no adapters, and one was sent")
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:

@@ -13,7 +13,7 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
-from covey.engines.servers.weights.api import AdapterUpdate, BucketTransfer, Deadline, WeightApi, WeightEndpoint
+from covey.engines.servers.weights.api import BucketTransfer, Deadline, WeightApi, WeightEndpoint
 from covey.engines.servers.weights.buckets import BUCKET_BYTES
 from covey.engines.servers.weights.channels import Channel, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
@@ -195,13 +195,11 @@ class WeightSender:
             loaded = self._loaded.setdefault((server.url, endpoint.start_id), {}).setdefault(update.adapter_name, [])
             if name in loaded:
                 return
-            source, channel = folder, None
-            if endpoint in far:
-                source = encoded
-                if self.api.adapters_from_disk:
-                    channel = await self._connect(endpoint, "group", on_gpu, until)
+            source, channel = (encoded if endpoint in far else folder), None
+            if endpoint in far and self.api.adapters_from_disk:
+                channel = await self._connect(endpoint, "group", on_gpu, until)
             try:
-                await self.api.load_adapter(endpoint, AdapterUpdate(name, config, source, channel), until)
+                await self.api.load_adapter(endpoint, name, config, source, channel, until)
             except BaseException:
                 if channel is not None:
                     self._disconnect(server.url)
