@@ -333,10 +333,10 @@ class Batch:
         for params, indices in self._by_settings:
             alone = len(indices) == len(self.sequences)
             at = slice(None) if alone else torch.tensor(indices, device=logits.device)
-            changed = params.extra or params.repetition_penalty != 1.0
-            adjusted = self._adjusted(logits[at], indices) if changed else None
+            rows = logits[at]
             own: list[list[int]] = []
-            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted, own))
+            adjusted = self._adjusted(rows, indices)
+            chunks.append(sample_tokens(rows, self._seeds[at], self.steps[at], params, adjusted, own))
             masks += own or [[]] * len(indices)
             order += indices
         sampled = chunks[0]
