@@ -122,7 +122,7 @@ def preserved_process_state() -> Iterator[None]:
     start_method = multiprocessing.get_start_method(allow_none=True)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     frozen = gc.get_freeze_count()
     try:
         yield
@@ -138,25 +138,19 @@ def preserved_process_state() -> Iterator[None]:
                 signal.signal(number, handler)
         if not frozen:
             gc.unfreeze()
-        for name in set(os.environ) | set(environment):
-            if name.startswith("VLLM_") or os.environ.get(name) == environment.get(name):
-                continue
-            if name in environment:
-                os.environ[name] = environment[name]
-            else:
-                del os.environ[name]
+        for name in {name for name in os.environ if not name.startswith("VLLM_")} - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
 
 
-def repack_heads(model: Any) -> int:
-    """Pack the output heads of a vLLM model on a CPU again after new weights; returns their number.
+def repack_heads(model: Any) -> None:
+    """Pack the output heads of a vLLM model on a CPU again after new weights.
 
     vLLM does not pack a head again that is tied to the embedding: the model would continue with its old one.
     """
-    heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
-    packed = [head for head in heads if hasattr(head, "cpu_linear")]
-    for head in packed:
-        head.quant_method.process_weights_after_loading(head)
-    return len(packed)
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 @cache
