@@ -37,7 +37,6 @@ INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text t
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
 SHARING_ATTEMPTS = 5  # torch gives its manager of shared memory a second to answer, which a busy machine may exceed
 SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB of it
-AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout does not come first
 
 
@@ -113,10 +112,7 @@ class SglangWeightApi(api.WeightApi):
             "group_name": group.name,
             "backend": group.backend,
         }
-
-        async def ask(seconds: float) -> None:
-            await server.ask("/init_weights_update_group", doing, seconds, body)
-
+        ask = partial(server.ask, "/init_weights_update_group", doing, body=body)
         try:
             await api.meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
         except BaseException:
@@ -177,7 +173,7 @@ class SglangWeightApi(api.WeightApi):
     async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model`; its version shows whether an earlier run used it."""
         found = endpoint.details
-        return found["model_path"] == model and str(found.get("weight_version")) == AS_STARTED
+        return found["model_path"] == model and str(found.get("weight_version")) == api.AS_STARTED
 
     def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
         tensors = dict(own_copies(bucket.tensors().items()))
@@ -221,11 +217,8 @@ class SglangGroup:
         self.address, self.size, self.backend = address, size, backend
         self.name = f"covey-{uuid.uuid4().hex}"
         self._store: Any = open_store(address, port, SPARE_SECONDS)
+        self.port: int = self._store.port
         self._group: Any = None
-
-    @property
-    def port(self) -> int:
-        return int(self._store.port)
 
     def join(self, seconds: float) -> None:
         # The two ends meet under keys of the store that only this private helper knows; the server uses it too.

@@ -16,7 +16,7 @@ import torch
 from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, ServerError, ServerUnreachable, advised
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import get_path, read_world_size
-from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
+from covey.engines.servers.vllm.launch import ADAPTERS, BACKEND
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
@@ -136,7 +136,7 @@ class VllmWeightApi(api.WeightApi):
     async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model` and has been sent no weights since."""
         server = endpoint.server
-        if await self.read_version(server, until.left(server)) != AS_STARTED:
+        if await self.read_version(server, until.left(server)) != api.AS_STARTED:
             return False  # an earlier run used this server, and may have left any weights
         answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
         return any(model in (listed.get("root"), listed.get("id")) for listed in get_path(answer, "data") or [])

@@ -18,6 +18,7 @@ from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket, Packer
 from covey.engines.servers.weights.channels import Channel, in_thread, own_address
 
+AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
 JOIN_SECONDS = 60.0  # for a server to join a group, lest a firewall that drops packets uses up all the time
 

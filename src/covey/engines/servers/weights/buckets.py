@@ -1,7 +1,7 @@
 """Buckets: tensors packed into flat buffers, with a JSON manifest that both ends check; pure torch."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,7 +127,7 @@ def _packed(
 ) -> Iterator[Bucket]:
     """Buckets of a `Packer`, which this must not refer to: the buffers are to go with it."""
     buffers: dict[int, Tensor] = {}
-    largest = max(map(_size, plan), default=0)
+    largest = max((sum(_aligned(spec.nbytes) for spec in specs) for specs in plan), default=0)
     for number, specs in enumerate(plan):
         slot, entries, offset = number % 2, [], 0
         for spec, (_, tensor) in zip(specs, tensors, strict=False):
@@ -159,10 +159,6 @@ def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = Fal
 
 def _view(data: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     return data[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-
-
-def _size(specs: Sequence[TensorSpec]) -> int:
-    return sum(_aligned(spec.nbytes) for spec in specs)
 
 
 def _aligned(nbytes: int) -> int:
