@@ -83,14 +83,7 @@ class RemoteEngine:
             weights = weights_ref()
             return weights is not None and await weights.readmit(member)
 
-        pool = ServerPool(
-            members,
-            check_alive=self.api.check_alive,
-            readmit=readmit,
-            concurrency=self.concurrency,
-            timeout=self.timeout,
-            timeout_setting=self.api.settings.timeout,
-        )
+        pool = ServerPool(members, self.api, readmit, self.concurrency, self.timeout)
         self._weights = ServerWeights(pool, self.api, self.sender, self.sync_timeout, self.resend, self.sleeps)
         weights_ref = weakref.ref(self._weights)  # the pool's tasks must keep neither the engine nor its weights alive
         return pool

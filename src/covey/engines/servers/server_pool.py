@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from covey.engines.servers.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.protocols import ServerFacts
+from covey.engines.servers.protocols import ServerApi, ServerFacts
 
 T = TypeVar("T")
 Request = Callable[[ServerClient, float], Awaitable[None]]  # to a server, within the seconds
@@ -46,11 +46,10 @@ class PoolMember:
 @dataclass(eq=False)
 class ServerPool:
     members: list[PoolMember]
-    check_alive: Request  # `ServerError` without an answer
+    api: ServerApi
     readmit: Callable[[PoolMember], Awaitable[bool]]  # True if a server that was left out may take part again
     concurrency: int  # most completions in flight at a server; a larger request has a server to itself
     timeout: float  # seconds to wait for a server when none is left
-    timeout_setting: str  # name of that setting, for errors
     _held: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _revivals: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict)
@@ -128,7 +127,7 @@ class ServerPool:
         return NoServerLeft(
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
-            f" ({self.timeout_setting}). The last error of each:",
+            f" ({self.api.settings.timeout}). The last error of each:",
             {member.url: member.last_error for member in self.members},
         )
 
@@ -176,7 +175,7 @@ class ServerPool:
 
     async def _check(self, member: PoolMember) -> None:
         try:
-            await self.check_alive(member.server, QUICK_SECONDS)
+            await self.api.check_alive(member.server, QUICK_SECONDS)
             member.misses = 0
         except ServerError as error:
             member.misses += 1
