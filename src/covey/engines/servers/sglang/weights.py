@@ -10,7 +10,6 @@ import hashlib
 import io
 import pickle
 import shutil
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import model_info, server_info
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.channels import Channel, in_thread, nccl_that_raises, open_store
+from covey.engines.servers.weights.channels import Channel, Group, in_thread, nccl_that_raises, open_store
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
@@ -210,8 +209,8 @@ def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-class SglangGroup:
-    """Rank 0 of a group in which the trainer broadcasts weights to one SGLang server, with deadlines; a `Channel`."""
+class SglangGroup(Group):
+    """Rank 0 of a group whose other members are one SGLang server's."""
 
     def __init__(self, address: str, size: int, backend: str, port: int = 0):
         self.address, self.size, self.backend = address, size, backend
@@ -236,18 +235,6 @@ class SglangGroup:
                 timeout=timedelta(seconds=seconds if self.backend == "gloo" else seconds + SPARE_SECONDS),
             )
         self._group = group
-
-    def send(self, data: Tensor, seconds: float) -> None:
-        if self._group is None:
-            raise RuntimeError("the connection was closed")
-        work = self._group.broadcast(data, 0)
-        until, pause = time.monotonic() + seconds, 1e-4
-        while not work.is_completed():
-            if time.monotonic() > until:
-                raise RuntimeError(f"timed out: {data.nbytes} bytes were not taken within {seconds:g} seconds")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-        work.wait()
 
     def close(self) -> None:
         group, self._group = self._group, None

@@ -41,7 +41,7 @@ class Group:
     """A process group of one trainer, rank 0, and one server, which meet under `name` on a store: gloo or NCCL."""
 
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
-        self._backend = backend
+        self.backend = backend
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
         timeout = timedelta(seconds=seconds)
@@ -60,18 +60,18 @@ class Group:
         return {}
 
     def send(self, data: Tensor, seconds: float) -> None:
-        self._broadcast(data.cpu() if self._backend == "gloo" else data, seconds)
+        self._broadcast(data.cpu() if self.backend == "gloo" else data, seconds)
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
         """Receive rank 0's broadcast into a new buffer, since loading may keep views of it for a while."""
-        where = torch.device("cpu") if self._backend == "gloo" else device
+        where = torch.device("cpu") if self.backend == "gloo" else device
         data = torch.empty(nbytes, dtype=torch.uint8, device=where)
         self._broadcast(data, seconds)
         return data.to(device)
 
     def close(self) -> None:
         group, self._group = self._group, None
-        if group is not None and self._backend == "nccl":
+        if group is not None and self.backend == "nccl":
             group.abort()
 
     def _broadcast(self, data: Tensor, seconds: float) -> None:
