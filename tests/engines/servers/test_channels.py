@@ -134,8 +134,8 @@ def test_trainers_of_one_process_share_a_port():
     with socket.socket() as one:
         one.bind((HERE, 0))
         port = one.getsockname()[1]
-    store = shared_store(HERE, port, 30.0)
-    assert shared_store(HERE, port, 30.0) is store
+    store = shared_store(HERE, port)
+    assert shared_store(HERE, port) is store
     with pytest.raises(OSError, match="in use"):
         open_store(HERE, port, 30.0)
     del store

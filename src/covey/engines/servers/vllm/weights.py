@@ -41,7 +41,6 @@ class VllmWeightApi(api.WeightApi):
     def __init__(self, port: int = 0):
         self._port = port
         self._run = uuid.uuid4().hex[:8]
-        self._stores: dict[str, Any] = {}  # by address of this machine
         self._groups = 0
 
     async def probe(self, server: ServerClient, until: api.Deadline) -> api.WeightEndpoint:
@@ -83,7 +82,7 @@ class VllmWeightApi(api.WeightApi):
                 mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
                 kind = "gloo" if facts["gpu"] == mine else "nccl"
             hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
-            address, store = api.listen_for(server, self._port, hint, self._listen)
+            address, store = api.listen_for(server, self._port, hint, lambda own: (own, shared_store(own, self._port)))
         self._groups += 1
         name, world_size = f"{self._run}/{self._groups}", 1 + endpoint.processes
         doing, port = f"join a {kind} group for weights", 0 if store is None else store.port
@@ -97,11 +96,6 @@ class VllmWeightApi(api.WeightApi):
             return Ipc() if store is None else Group(kind, store, name, 0, world_size, address, seconds)
 
         return await api.meet(server, doing, until, f"{address}, port {port}", ask, join)
-
-    def _listen(self, address: str) -> tuple[str, Any]:
-        if address not in self._stores:
-            self._stores[address] = shared_store(address, self._port, seconds=60.0)
-        return address, self._stores[address]
 
     async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         server = endpoint.server
@@ -168,9 +162,6 @@ class VllmWeightApi(api.WeightApi):
         await server.call("POST", "/v1/unload_lora_adapter", doing, until.left(server), body)
         if endpoint.details:
             await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=_folder(endpoint, name))
-
-    def close(self) -> None:
-        self._stores.clear()
 
 
 def _folder(endpoint: api.WeightEndpoint, name: str) -> str:

@@ -147,10 +147,6 @@ class WeightApi(ABC):
         """Drop an adapter that no request samples from."""
         return None
 
-    def close(self) -> None:
-        """Release ports."""
-        return None
-
 
 def is_local(server: ServerClient) -> bool:
     return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")

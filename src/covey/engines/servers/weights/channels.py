@@ -41,7 +41,7 @@ class Group:
     """A process group of one trainer, rank 0, and one server, which meet under `name` on a store: gloo or NCCL."""
 
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
-        self.backend = backend
+        self.backend, self._store = backend, store  # which `shared_store` returns as long as a group needs it
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
         timeout = timedelta(seconds=seconds)
@@ -185,11 +185,11 @@ def open_store(address: str, port: int, seconds: float) -> Any:
         raise
 
 
-def shared_store(address: str, port: int, seconds: float) -> Any:
+def shared_store(address: str, port: int) -> Any:
     """`open_store`, or the store that is open there already: a failed trainer keeps its port until it is collected."""
     store = _shared.get((address, port))
     if store is None:
-        store = open_store(address, port, seconds)
+        store = open_store(address, port, seconds=60.0)
         if port:
             _shared[address, port] = store
     return store

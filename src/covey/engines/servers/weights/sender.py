@@ -73,7 +73,6 @@ class WeightSender:
     def close(self) -> None:
         for url in list(self._channels):
             self._disconnect(url)
-        self.api.close()
         self._files.clear()
 
     async def _send_model(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
