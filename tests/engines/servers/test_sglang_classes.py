@@ -18,7 +18,7 @@ from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import SglangApi
 from covey.engines.servers.sglang.weights import by_name, inline, own_copies, shared_buffer
-from covey.engines.servers.weights.buckets import Packer
+from covey.engines.servers.weights.buckets import pack
 from covey.policy.weights import weight_update
 from tests.support import tiny, tiny_vision
 from tests.support.servers.senders import sglang_sender
@@ -141,9 +141,8 @@ def test_sglang_finds_the_tensors_of_a_bucket_where_they_are(real, dtypes):
 
     named = {f"t{i}": torch.randn(3 + i, 5).to(dtypes[i % len(dtypes)]) for i in range(7)}
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
-    packer = Packer(WeightUpdate(1, specs, lambda: iter(named.items())), 1000, dense=True)
     found = {}
-    while (bucket := packer.next()) is not None:
+    for bucket in pack(WeightUpdate(1, specs, lambda: iter(named.items())), 1000, dense=True):
         inside = [entry.spec for entry in bucket.entries]
         empty = FlattenedTensorBucket.empty(
             [spec.name for spec in inside],

@@ -77,10 +77,10 @@ class StubWeightApi(WeightApi):
     async def begin(self, endpoint, until):
         await self._post(endpoint, "/weights/begin", until, {})
 
-    async def push(self, endpoint, channel, transfer, until):
-        data = base64.b64encode(transfer.bucket.data.numpy().tobytes()).decode()
-        body = {"manifest": transfer.bucket.manifest(), "data": data}
-        await self._post(endpoint, "/weights/bucket", until, body, transfer.doing)
+    async def push(self, endpoint, channel, bucket, version, until):
+        data = base64.b64encode(bucket.data.numpy().tobytes()).decode()
+        body = {"manifest": bucket.manifest(), "data": data}
+        await self._post(endpoint, "/weights/bucket", until, body, f"{until.doing} ({bucket})")
 
     async def end(self, endpoint, version, until):
         await self._post(endpoint, "/weights/end", until, {"version": str(version)})

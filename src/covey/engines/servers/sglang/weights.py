@@ -29,7 +29,7 @@ from covey.engines.servers.errors import ServerError, ServerRefused, advised
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import model_info, server_info
 from covey.engines.servers.weights import api
-from covey.engines.servers.weights.buckets import Bucket, Packer
+from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
 from covey.engines.servers.weights.channels import Channel, Group, in_thread, nccl_that_raises, open_store
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
@@ -77,20 +77,20 @@ class SglangWeightApi(api.WeightApi):
         body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
         await server.call("POST", "/update_weight_version", doing, deadline, body)
 
-    def packer(
+    def pack(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[api.WeightEndpoint]
-    ) -> Packer:
+    ) -> Buckets:
         """Dense buckets for a group; for "tensor", buckets in shared memory where all servers can open it."""
         if method == "group":
-            return Packer(update, bucket_bytes, self._device, dense=True)
+            return pack(update, bucket_bytes, self._device, dense=True)
         cpu = torch.device("cpu")
         if method == "adapter":
-            return Packer(update, bucket_bytes, cpu)
+            return pack(update, bucket_bytes, cpu)
         largest = max(bucket_bytes, *(spec.nbytes for spec in update.specs))
         room = shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
         if room and all(endpoint.same_machine for endpoint in endpoints):
-            return Packer(update, bucket_bytes, cpu, allocate=shared_buffer)
-        return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
+            return pack(update, bucket_bytes, cpu, allocate=shared_buffer)
+        return pack(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
     async def join_group(
         self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline
@@ -129,12 +129,12 @@ class SglangWeightApi(api.WeightApi):
             await self._post("/begin_weight_update", endpoint, until)
 
     async def push(
-        self, endpoint: api.WeightEndpoint, channel: Channel | None, transfer: api.BucketTransfer, until: api.Deadline
+        self, endpoint: api.WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: api.Deadline
     ) -> None:
-        server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
+        server, doing = endpoint.server, f"{until.doing} ({bucket})"
         body: dict[str, Any] = {"flush_cache": False}
-        if transfer.number + 1 == transfer.count:
-            body["weight_version"] = str(transfer.version)
+        if bucket.number + 1 == bucket.count:
+            body["weight_version"] = str(version)
         if channel is None:
             tensors = list(bucket.tensors().items())
             body["serialized_named_tensors"] = await in_thread(

@@ -112,14 +112,15 @@ class VllmWeightApi(api.WeightApi):
                 await self._finish(server, {}, until)
 
     async def push(
-        self, endpoint: api.WeightEndpoint, channel: Channel | None, transfer: api.BucketTransfer, until: api.Deadline
+        self, endpoint: api.WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: api.Deadline
     ) -> None:
         assert isinstance(channel, Group | Ipc), "`join_group` made it"
-        server, data, seconds = endpoint.server, transfer.bucket.data, until.left(endpoint.server)
-        piece = {"version": transfer.version, "number": transfer.number, "count": transfer.count, "seconds": seconds}
-        body = {"update_info": {**piece, "manifest": transfer.bucket.manifest(), "note": channel.note(data)}}
-        request = server.call("POST", "/update_weights", transfer.doing, seconds, body)
-        await api.together(server, transfer.doing, request, partial(channel.send, data, seconds))
+        server, data, seconds = endpoint.server, bucket.data, until.left(endpoint.server)
+        doing = f"{until.doing} ({bucket})"
+        piece = {"version": version, "number": bucket.number, "count": bucket.count, "seconds": seconds}
+        body = {"update_info": {**piece, "manifest": bucket.manifest(), "note": channel.note(data)}}
+        request = server.call("POST", "/update_weights", doing, seconds, body)
+        await api.together(server, doing, request, partial(channel.send, data, seconds))
 
     async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
         await self._finish(endpoint.server, {"weight_version": str(version)}, until)

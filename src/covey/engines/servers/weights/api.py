@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerRefused, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.weights.buckets import Bucket, Packer
+from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
 from covey.engines.servers.weights.channels import Channel, in_thread, own_address
 
 AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
@@ -52,21 +52,10 @@ class WeightEndpoint:
     details: dict[str, Any] = field(default_factory=dict)  # further facts for the backend itself
 
 
-@dataclass(frozen=True)
-class BucketTransfer:
-    """One bucket of an update: the `number`th, from 0, of `count`; `doing` describes it in errors."""
-
-    bucket: Bucket
-    number: int
-    count: int
-    version: int
-    doing: str
-
-
 class WeightApi(ABC):
     """Requests of one backend about weights; each ends within the time that is left until its deadline.
 
-    A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `packer`;
+    A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `pack`;
     one with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
     `adapters_kept` do not promise are never called.
     """
@@ -101,11 +90,11 @@ class WeightApi(ABC):
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
         """Record the version of the server's weights, a text that lasts as long as they do."""
 
-    def packer(
+    def pack(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
-    ) -> Packer:
+    ) -> Buckets:
         """Buckets of `update` in the layout that `method` needs."""
-        return Packer(update, bucket_bytes)
+        return pack(update, bucket_bytes)
 
     async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
         """Connect to the server for `method`, with buckets on a GPU or not; None where requests carry the bytes."""
@@ -116,9 +105,9 @@ class WeightApi(ABC):
         return None
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: Deadline
     ) -> None:
-        """Send one bucket."""
+        """Send one bucket of a version."""
         raise NotImplementedError(f"{self.name} promises a transfer method for buckets and has no `push`")
 
     async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:

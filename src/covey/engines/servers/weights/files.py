@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import WeightUpdate
-from covey.engines.servers.weights.buckets import Packer, check
+from covey.engines.servers.weights.buckets import check, pack
 
 MANIFEST = "covey_manifest.json"
 
@@ -74,12 +74,11 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
     staging.mkdir(parents=True)
     try:
         limit = bucket_bytes if update.adapter is None else max(update.nbytes * 2, 1)  # an adapter is one file
-        packer = Packer(update, limit, device=torch.device("cpu"))
-        count = len(packer.plan)
         index: dict[str, str] = {}
         sums: dict[str, int] = {}
-        for number, bucket in enumerate(iter(packer.next, None), 1):
-            file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        for bucket in pack(update, limit, torch.device("cpu")):
+            count = bucket.count
+            file = "model.safetensors" if count == 1 else f"model-{bucket.number + 1:05d}-of-{count:05d}.safetensors"
             file = "adapter_model.safetensors" if update.adapter is not None else file
             tensors = bucket.tensors()
             save_file(tensors, staging / file, metadata={"format": "pt"})
@@ -87,7 +86,7 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
             sums |= {entry.spec.name: entry.checksum for entry in bucket.entries}
         if update.adapter is not None:
             (staging / "adapter_config.json").write_text(json.dumps(update.adapter, indent=2))
-        elif count > 1:
+        elif len(set(index.values())) > 1:
             listing = {"metadata": {"total_size": update.nbytes}, "weight_map": index}
             (staging / "model.safetensors.index.json").write_text(json.dumps(listing))
         manifest = {"version": update.version, "files": index, "checksums": sums}

@@ -13,8 +13,8 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
-from covey.engines.servers.weights.api import BucketTransfer, Deadline, WeightApi, WeightEndpoint
-from covey.engines.servers.weights.buckets import BUCKET_BYTES
+from covey.engines.servers.weights.api import Deadline, WeightApi, WeightEndpoint
+from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket
 from covey.engines.servers.weights.channels import Channel, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
 
@@ -99,8 +99,9 @@ class WeightSender:
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
     ) -> None:
         """Push every bucket to every server. A server that fails is skipped from then on, and its error raised last."""
-        packer = self.api.packer(update, method, self.bucket_bytes, endpoints)
-        remaining, number = list(endpoints), 0
+        buckets = self.api.pack(update, method, self.bucket_bytes, endpoints)
+        pack_next = partial(next, buckets, None)
+        remaining = list(endpoints)
         failures: list[BaseException] = []
 
         async def each(do: Callable[[WeightEndpoint], Awaitable[None]]) -> None:
@@ -108,21 +109,19 @@ class WeightSender:
             failures.extend(result for result in results if isinstance(result, BaseException))
             remaining[:] = [one for one, result in zip(remaining, results, strict=True) if result is None]
 
-        gathering = asyncio.ensure_future(in_thread(packer.next))
+        gathering = asyncio.ensure_future(in_thread(pack_next))
         try:
             bucket = await asyncio.shield(gathering)
             on_gpu = bucket is not None and bucket.data.is_cuda
             await each(lambda endpoint: self._begin(endpoint, method, on_gpu, until))
             while bucket is not None and remaining:
-                gathering = asyncio.ensure_future(in_thread(packer.next))
-                doing = f"{until.doing} (bucket {number + 1} of {len(packer.plan)}: {bucket})"
-                transfer = BucketTransfer(bucket, number, len(packer.plan), update.version, doing)
-                await each(lambda endpoint: self._push(endpoint, transfer, until))  # noqa: B023 - awaited in this turn
-                bucket, number = await asyncio.shield(gathering), number + 1
+                gathering = asyncio.ensure_future(in_thread(pack_next))
+                await each(partial(self._push, bucket=bucket, version=update.version, until=until))
+                bucket = await asyncio.shield(gathering)
             await each(lambda endpoint: self.api.end(endpoint, update.version, until))
         finally:
             await asyncio.wait([gathering])
-            packer.close()
+            buckets.close()
             await asyncio.gather(*(self._abandon(one) for one in endpoints if one not in remaining))
         if failures:
             raise failures[0]
@@ -131,10 +130,10 @@ class WeightSender:
         await self._connect(endpoint, method, on_gpu, until)
         await self.api.begin(endpoint, until)
 
-    async def _push(self, endpoint: WeightEndpoint, transfer: BucketTransfer, until: Deadline) -> None:
+    async def _push(self, endpoint: WeightEndpoint, bucket: Bucket, version: int, until: Deadline) -> None:
         url = endpoint.server.url
         try:
-            await self.api.push(endpoint, self._channels[url][1], transfer, until)
+            await self.api.push(endpoint, self._channels[url][1], bucket, version, until)
         except BaseException:  # cancelled as well: the two ends may disagree about the bytes that were sent
             self._disconnect(url)
             raise
@@ -183,10 +182,8 @@ class WeightSender:
         if far:
             if self.api.adapters_from_disk:  # the bytes need a group instead
                 choose_method(self.api, "group", far, shared_folder=False)
-            packer = self.api.packer(update, "adapter", max(2 * update.nbytes, 1), far)
-            bucket = await in_thread(packer.next)
-            await in_thread(packer.next)  # ends the iteration, which is collective under sharding
-            assert bucket is not None, "an adapter has tensors"
+            buckets = self.api.pack(update, "adapter", max(2 * update.nbytes, 1), far)
+            [bucket] = await in_thread(lambda: list(buckets))
             encoded, on_gpu = await in_thread(partial(self.api.encode_adapter, bucket)), bucket.data.is_cuda
 
         async def load(endpoint: WeightEndpoint) -> None:
