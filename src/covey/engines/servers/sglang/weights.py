@@ -30,7 +30,7 @@ from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import model_info, server_info
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
-from covey.engines.servers.weights.channels import Channel, Group, in_thread, nccl_that_raises, open_store
+from covey.engines.servers.weights.channels import Channel, Group, in_thread, nccl_that_raises
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
@@ -100,24 +100,20 @@ class SglangWeightApi(api.WeightApi):
         server, doing = endpoint.server, "join a group for weights"
         port = self._port and self._port + self._offsets.setdefault(server.url, len(self._offsets))
         hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
+        address, store = api.listen_for(server, port, hint)
         size, kind = 1 + endpoint.processes, "nccl" if self._device.type == "cuda" else "gloo"
-        group = api.listen_for(server, port, hint, lambda address: SglangGroup(address, size, kind, port))
-        self._group_names[server.url] = group.name
+        name = self._group_names[server.url] = f"covey-{uuid.uuid4().hex}"
         body = {
-            "master_address": group.address,
-            "master_port": group.port,
+            "master_address": address,
+            "master_port": store.port,
             "rank_offset": 1,
-            "world_size": group.size,
-            "group_name": group.name,
-            "backend": group.backend,
+            "world_size": size,
+            "group_name": name,
+            "backend": kind,
         }
         ask = partial(server.ask, "/init_weights_update_group", doing, body=body)
-        try:
-            await api.meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
-        except BaseException:
-            group.close()
-            raise
-        return group
+        join = partial(SglangGroup, kind, store, name, size)
+        return await api.meet(server, doing, until, f"{address}, port {store.port}", ask, join)
 
     async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         try:
@@ -212,29 +208,22 @@ def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
 class SglangGroup(Group):
     """Rank 0 of a group whose other members are one SGLang server's."""
 
-    def __init__(self, address: str, size: int, backend: str, port: int = 0):
-        self.address, self.size, self.backend = address, size, backend
-        self.name = f"covey-{uuid.uuid4().hex}"
-        self._store: Any = open_store(address, port, SPARE_SECONDS)
-        self.port: int = self._store.port
-        self._group: Any = None
-
-    def join(self, seconds: float) -> None:
+    def __init__(self, backend: str, store: Any, name: str, world_size: int, seconds: float):
         # The two ends meet under keys of the store that only this private helper knows; the server uses it too.
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
-        self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
+        self.backend, self._store = backend, store
+        store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
         with nccl_that_raises():
-            group, _ = _new_process_group_helper(
-                self.size,
+            self._group, _ = _new_process_group_helper(
+                world_size,
                 0,
                 [],
-                Backend(self.backend),
-                dist.PrefixStore(self.name, self._store),
-                group_name=self.name,  # type: ignore[arg-type]
-                timeout=timedelta(seconds=seconds if self.backend == "gloo" else seconds + SPARE_SECONDS),
+                Backend(backend),
+                dist.PrefixStore(name, store),
+                group_name=name,  # type: ignore[arg-type]
+                timeout=timedelta(seconds=seconds if backend == "gloo" else seconds + SPARE_SECONDS),
             )
-        self._group = group
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -243,7 +232,6 @@ class SglangGroup(Group):
                 group.abort()
             with suppress(Exception):
                 dist.destroy_process_group(group)
-        self._store = None
 
 
 def encode(named: list[tuple[str, Tensor]], copies: int, *, shared: bool) -> list[str]:

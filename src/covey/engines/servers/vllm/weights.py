@@ -19,7 +19,7 @@ from covey.engines.servers.vllm.api import get_path, read_world_size
 from covey.engines.servers.vllm.launch import ADAPTERS, BACKEND
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
-from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
+from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class VllmWeightApi(api.WeightApi):
                 mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
                 kind = "gloo" if facts["gpu"] == mine else "nccl"
             hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
-            address, store = api.listen_for(server, self._port, hint, lambda own: (own, shared_store(own, self._port)))
+            address, store = api.listen_for(server, self._port, hint)
         self._groups += 1
         name, world_size = f"{self._run}/{self._groups}", 1 + endpoint.processes
         doing, port = f"join a {kind} group for weights", 0 if store is None else store.port

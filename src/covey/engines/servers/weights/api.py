@@ -16,7 +16,7 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerRefused, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
-from covey.engines.servers.weights.channels import Channel, in_thread, own_address
+from covey.engines.servers.weights.channels import Channel, in_thread, own_address, shared_store
 
 AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
@@ -141,12 +141,17 @@ def is_local(server: ServerClient) -> bool:
     return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-def listen_for(server: ServerClient, port: int, hint: str, listen: Callable[[str], T]) -> T:
-    """Result of `listen`, given this machine's address as the server sees it; `ServerRefused` if the port is taken."""
+def listen_for(server: ServerClient, port: int, hint: str) -> tuple[str, Any]:
+    """This machine's address as the server sees it, and a store that listens there (0: at any free port).
+
+    Raises:
+        ServerRefused: the port is taken.
+    """
     target = urlsplit(server.url)
     assert target.hostname is not None, "checked by `ServerClient`"
     try:
-        return listen(own_address(target.hostname, target.port or 80))
+        address = own_address(target.hostname, target.port or 80)
+        return address, shared_store(address, port)
     except OSError as error:
         message = f"this machine cannot listen on port {port} for it ({error})"
         raise ServerRefused(server.url, "join a group for weights", message, hint) from error
