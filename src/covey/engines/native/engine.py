@@ -92,10 +92,10 @@ class NativeEngine(PolicyEngine):
                 self._decode()
                 await asyncio.sleep(0)
         except BaseException as error:
-            for sequence in [*self._running, *self._admitted, *self._waiting]:
-                if not sequence.done.done():
-                    sequence.done.set_exception(error)
             for sequences in (self._running, self._admitted, self._waiting):
+                for sequence in sequences:
+                    if not sequence.done.done():
+                        sequence.done.set_exception(error)
                 sequences.clear()
             self._batch = None
             self._drop_cache()
