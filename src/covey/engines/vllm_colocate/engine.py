@@ -49,18 +49,15 @@ class ModelGroup:
         if self._group is None:
             return [message]
         messages: list[Any] = [None] * self.size
-        try:
-            torch.distributed.all_gather_object(messages, message, group=self._group)
-        except Exception:
-            self.broken = True
-            raise
+        self.broken = True  # until all have exchanged
+        torch.distributed.all_gather_object(messages, message, group=self._group)
         failed = [rank for rank, sent in enumerate(messages) if sent[0] == FAILED]
         if failed:
-            self.broken = True
             raise RuntimeError(
                 f"process {failed[0]} of the {self.size} that share vLLM's model failed while sampling; see its"
                 " own error."
             )
+        self.broken = False
         return messages
 
 
