@@ -172,17 +172,10 @@ def join(channel: str, address: str, port: int, name: str, rank: int, world_size
 def open_store(address: str, port: int, seconds: float) -> Any:
     """Store for a group's members to meet, listening on `address` alone; OSError if the port is taken."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(128)
-        port = listening.getsockname()[1]
-        fd, timeout = listening.detach(), timedelta(seconds=seconds)
-        return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
-    except BaseException:
-        listening.close()
-        raise
+    with socket.create_server((address, port), family=family, backlog=128) as listening:
+        port, fd = listening.getsockname()[1], listening.detach()
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
 
 
 def shared_store(address: str, port: int) -> Any:
