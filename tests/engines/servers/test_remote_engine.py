@@ -76,6 +76,11 @@ def generate(engine, *requests):
     return answers if requests else answers[0]
 
 
+def behind(engine):
+    """True if a server answers and waits for the current weights."""
+    return any(not (member.up or member.last_error) for member in engine._pool.members)
+
+
 def update(model, version):
     named = dict(model.named_parameters())
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
@@ -430,7 +435,7 @@ def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
         time.sleep(0.05)
     one.mend()
     one.start()
-    while not any(member.behind for member in engine._pool.members) and time.monotonic() < until + 20:
+    while not behind(engine) and time.monotonic() < until + 20:
         time.sleep(0.05)
     engine.load_weights(update(tiny.model(seed=9), 3))
     assert set(engine.export_state()["urls"]) == {one.url, other.url}
@@ -447,7 +452,7 @@ def test_a_returning_server_without_weights_does_not_end_the_run(servers, engine
         pass
     assert engine.export_state()["urls"] == [other.url]
     until = time.monotonic() + 10
-    while not any(member.behind for member in engine._pool.members) and time.monotonic() < until:
+    while not behind(engine) and time.monotonic() < until:
         time.sleep(0.05)
     one.misbehave("/collective_rpc", fake_vllm.drop(), times=99)
     engine.load_weights(update(tiny.model(seed=7), 2))
@@ -539,7 +544,7 @@ def test_the_sender_is_invalidated_for_a_server_left_out(servers, engines):
     with engine.awake():
         pass
     until = time.monotonic() + 10
-    while not any(member.behind for member in engine._pool.members) and time.monotonic() < until:
+    while not behind(engine) and time.monotonic() < until:
         time.sleep(0.05)
     engine.load_weights(update(tiny.model(seed=8), 2))
     assert forgotten == [one.url]

@@ -29,18 +29,13 @@ class PoolMember:
     version: int | None = None  # of the weights it holds; None: those it was started with
     up: bool = True  # it may be given requests
     load: int = 0  # completions in flight
-    last_error: str = ""  # text of its last failure; empty if it is healthy
+    last_error: str = ""  # text of its last failure; empty if it is healthy, also while it waits for weights
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # requests in flight
     misses: int = 0  # failed health checks in a row
 
     @property
     def url(self) -> str:
         return self.server.url
-
-    @property
-    def behind(self) -> bool:
-        """True if it is healthy and waits for the current weights."""
-        return not self.up and not self.last_error
 
 
 @dataclass(eq=False)
@@ -219,12 +214,12 @@ class ServerPool:
         """Members that can be sent weights; waits for the first one, at most until `until` (monotonic clock)."""
         began = time.monotonic()
         until = min(until, began + self.timeout)
-        while not any(member.up or member.behind for member in self.members):
+        while all(member.last_error for member in self.members):
             left = until - time.monotonic()
             if left <= 0:
                 raise self.none_left(doing, round(until - began, 1))
             await self.wait(min(left, FIRST_PAUSE))
-        return [member for member in self.members if member.up or member.behind]
+        return [member for member in self.members if not member.last_error]
 
     def _notify(self) -> None:
         self._changed.set()
