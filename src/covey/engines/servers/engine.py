@@ -164,7 +164,9 @@ class RemoteEngine:
 
     def export_state(self) -> Any:
         """State after `load_weights` for the `import_state` of other processes: servers that hold the version; JSON."""
-        return {"urls": self._weights.holders, "sender": self.sender.export_state()}
+        version, members = self._weights.version, self._pool.members
+        urls = [member.url for member in members if member.up and member.version == version]
+        return {"urls": urls, "sender": self.sender.export_state()}
 
     def import_state(self, version: int, state: Any) -> None:
         """Record that servers hold `version`, which another process has sent."""

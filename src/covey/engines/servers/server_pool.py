@@ -61,13 +61,13 @@ class ServerPool:
         last `ServerError` of servers that answer, or `NoServerLeft` when all failed and none came back in time.
         """
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.get_running_loop().create_task(self._watch_requests())
+            self._watch = asyncio.create_task(self._watch_requests())
         failed: set[PoolMember] = set()
         strikes = late = lost = 0
         since: float | None = None
         while True:
             member = await self._select(load, failed)
-            task = asyncio.get_running_loop().create_task(call(member))
+            task = asyncio.create_task(call(member))
             member.calls.add(task)
             member.load += load
             try:
@@ -131,7 +131,7 @@ class ServerPool:
         member.last_error = str(error) or type(error).__name__
         member.up = False
         if member not in self._revivals:
-            self._revivals[member] = asyncio.get_running_loop().create_task(self._revive(member))
+            self._revivals[member] = asyncio.create_task(self._revive(member))
         self._notify()
 
     def admit(self, member: PoolMember) -> None:

@@ -46,10 +46,6 @@ class ServerWeights:
     _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they answer and take no weights
     _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
 
-    @property
-    def holders(self) -> list[str]:
-        return [member.url for member in self.pool.members if member.up and member.version == self.version]
-
     async def load(self, update: WeightUpdate, device: int | None) -> None:
         """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it."""
         if device is not None:
