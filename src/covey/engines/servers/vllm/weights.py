@@ -40,8 +40,6 @@ class VllmWeightApi(api.WeightApi):
 
     def __init__(self, port: int = 0):
         self._port = port
-        self._run = uuid.uuid4().hex[:8]
-        self._groups = 0
 
     async def probe(self, server: ServerClient, until: api.Deadline) -> api.WeightEndpoint:
         doing = "find out how it takes weights"
@@ -83,8 +81,7 @@ class VllmWeightApi(api.WeightApi):
                 kind = "gloo" if facts["gpu"] == mine else "nccl"
             hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
             address, store = api.listen_for(server, self._port, hint)
-        self._groups += 1
-        name, world_size = f"{self._run}/{self._groups}", 1 + endpoint.processes
+        name, world_size = uuid.uuid4().hex, 1 + endpoint.processes
         doing, port = f"join a {kind} group for weights", 0 if store is None else store.port
         meeting = {"channel": kind, "address": address, "port": port, "name": name, "world_size": world_size}
 

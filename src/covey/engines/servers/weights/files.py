@@ -22,21 +22,17 @@ MANIFEST = "covey_manifest.json"
 
 @dataclass(eq=False)
 class CheckpointDir:
-    """Directory of one run's weight folders in `folder` (None: a temporary one), removed with this object."""
+    """Directory for weight folders of its own in `folder` (None: a temporary one), removed with this object."""
 
     folder: str | None
-    run: str
     _remove: Callable[[], object] = lambda: None
 
     @cached_property
     def path(self) -> Path:
         parent = Path(self.folder or tempfile.gettempdir()).absolute()
-        created = parent / f"covey-weights-{self.run}"
+        created = parent / f"covey-weights-{uuid.uuid4().hex[:8]}"
         try:
-            if self.folder is None:
-                created = Path(tempfile.mkdtemp(prefix="covey-weights-"))
-            else:
-                created.mkdir(parents=True)
+            created.mkdir(mode=0o700 if self.folder is None else 0o777, parents=True)
         except OSError as error:
             raise _cannot_write(parent, error) from error
         self._remove = weakref.finalize(self, shutil.rmtree, created, ignore_errors=True)

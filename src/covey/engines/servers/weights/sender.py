@@ -32,8 +32,8 @@ class WeightSender:
         known = ("auto", *self.api.methods)
         if self.method not in known:
             raise ValueError(f"weights cannot be transferred by {self.method!r}; choose one of: {', '.join(known)}.")
-        self._shared_folder, self._run = self.folder is not None, uuid.uuid4().hex[:8]
-        self._files = CheckpointDir(self.folder, self._run)
+        self._shared_folder = self.folder is not None
+        self._files = CheckpointDir(self.folder)
         self._loaded_folder: Path | None = None
         # By URL: the start of the server, the method and the device that the channel belongs to; and the channel.
         self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
@@ -42,7 +42,6 @@ class WeightSender:
         # Adapter names by URL, start and `WeightUpdate.adapter_name`, the oldest first.
         self._loaded: dict[tuple[str, str], dict[str | None, list[str]]] = {}
         self._named: tuple[WeightUpdate, str] | None = None
-        self._updates = 0
 
     async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
         """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches."""
@@ -170,8 +169,7 @@ class WeightSender:
                 raise ServerRefused(endpoint.server.url, until.doing, why, self.api.adapter_hint)
         await self._send_bases(endpoints, update, config, until)
         if self._named is None or self._named[0] is not update:  # another attempt at an update keeps its name
-            self._updates += 1
-            self._named = update, f"{ADAPTER_PREFIX}{self._run}-v{update.version}-{self._updates}"
+            self._named = update, f"{ADAPTER_PREFIX}v{update.version}-{uuid.uuid4().hex[:8]}"
         name = self._named[1]
         from_disk = self.api.adapters_from_disk and self.method != "group"
         near = [one for one in endpoints if from_disk and (one.same_machine or self._shared_folder)]
