@@ -12,7 +12,7 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -214,7 +214,7 @@ class SglangGroup(Group):
 
         self.backend, self._store = backend, store
         store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
-        with nccl_that_raises():
+        with nccl_that_raises() if backend == "nccl" else nullcontext():
             self._group, _ = _new_process_group_helper(
                 world_size,
                 0,

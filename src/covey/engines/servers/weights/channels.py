@@ -102,26 +102,19 @@ def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> N
 def nccl_that_raises() -> Iterator[None]:
     """Context in which new NCCL groups raise when a wait expires; torch's default is to end the process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with _inside_lock:  # groups of several servers form at once, in a thread each
-        if not _inside:
-            _before.update({name: os.environ.get(name) for name in wanted})
-            os.environ.update(wanted)
-        _inside.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _inside_lock:
-            _inside.pop()
-            if not _inside:
-                for name, value in _before.items():
-                    os.environ.pop(name, None)
-                    if value is not None:
-                        os.environ[name] = value
+    with _environment:  # groups of several servers form at once, in a thread each; members connect later
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
-_inside: list[int] = []  # threads in `nccl_that_raises`
-_inside_lock = threading.Lock()
-_before: dict[str, str | None] = {}  # the environment outside of it
+_environment = threading.Lock()
 
 
 class Ipc:
