@@ -188,19 +188,23 @@ async def meet(
     until: Deadline,
     where: str,
     request: Callable[[float], Awaitable[Any]],
-    join: Callable[[float], T],
-) -> T:
+    join: Callable[[float], Channel],
+) -> Channel:
     """Form a group of a server, which `request` asks to connect to `where`, and this process, which calls `join`.
 
     Both get their seconds, `JOIN_SECONDS` at most. Returns the result of `join`; raises `GroupNotJoined` after those.
     """
     seconds = min(JOIN_SECONDS, until.left(server))
     ends = time.monotonic() + seconds
+    joined: list[Channel] = []
     try:
-        _, joined = await together(server, doing, request(seconds), lambda: join(seconds))
+        await together(server, doing, request(seconds), lambda: joined.append(join(seconds)))
+        return joined.pop()
     except ServerError as error:
         if not isinstance(error, DeadlineExceeded) and time.monotonic() < ends:
             raise
         hint = f"It must be able to connect to this machine at {where}: open that to it, or send weights as files."
         raise GroupNotJoined(server.url, doing, error.message, hint) from error
-    return joined
+    finally:
+        for channel in joined:  # the server failed meanwhile
+            channel.close()
