@@ -82,7 +82,13 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(seconds, 0.001))
-        group.broadcast([data], options).wait(options.timeout)
+        try:
+            group.broadcast([data], options).wait(options.timeout)
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
+            message = f"timed out: {data.nbytes} bytes were not transferred within {seconds:g} seconds"
+            raise RuntimeError(message) from error
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
 
