@@ -1,5 +1,6 @@
 """HTTP client of one inference server: requests with a deadline, and errors with the server's own message."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -24,7 +25,7 @@ SHOWN = 2000  # characters of a server's answer that an error repeats
 
 
 class ServerClient:
-    """Client of one server; its key is never shown.
+    """Client of one server, used in one event loop at a time; its key is never shown.
 
     Every request has a connection of its own: servers close kept ones after an error, or after seconds of silence, and
     a request that runs into that looks like a server that died.
@@ -38,6 +39,8 @@ class ServerClient:
             )
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connector: aiohttp.TCPConnector | None = None  # of that loop
 
     async def call(
         self, method: str, path: str, doing: str, deadline: float, body: Any = None, query: dict[str, Any] | None = None
@@ -50,10 +53,10 @@ class ServerClient:
         """
         connect = min(CONNECT_SECONDS, deadline)
         timeout = aiohttp.ClientTimeout(total=deadline, connect=connect)
-        connector = aiohttp.TCPConnector(force_close=True)
+        session = self._session(timeout)
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector) as session,
+                session,
                 session.request(method, self.url + path, json=body, params=query, allow_redirects=False) as answer,
             ):
                 text = (await answer.read()).decode(errors="replace")
@@ -80,6 +83,14 @@ class ServerClient:
         if not isinstance(answer, dict):
             raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")
         return answer
+
+    def _session(self, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the connector remembers the server's address, and keeps no connection
+            self._loop, self._connector = loop, aiohttp.TCPConnector(limit=0, force_close=True)
+        return aiohttp.ClientSession(
+            headers=self._headers, timeout=timeout, connector=self._connector, connector_owner=False
+        )
 
     def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:
         if status < 400:
