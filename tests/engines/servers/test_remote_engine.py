@@ -15,6 +15,7 @@ from aiohttp import web
 
 from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.core.records import FinishReason
+from covey.engines.servers import engine as engine_module
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import (
@@ -706,6 +707,35 @@ def test_a_dropped_engine_ends_while_a_server_is_down(servers):
     assert gone() is None
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_closing_does_not_wait_for_a_sender_that_hangs(servers, engines, monkeypatch):
+    monkeypatch.setattr(engine_module, "QUICK_SECONDS", 0.5)
+    engine, released, closed = engines(servers()), threading.Event(), []
+
+    def close():
+        closed.append(True)
+        released.wait(60)
+
+    monkeypatch.setattr(engine.sender, "close", close)
+    thread, begun = engine._thread._current.thread, time.monotonic()
+    engine.close()
+    engine.close()
+    assert closed == [True] and time.monotonic() - begun < 30
+    released.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_does_not_start_leaves_no_thread(servers, monkeypatch):
+    server, sender = servers(), RecordingSender()
+    server.kill()
+    closed = []
+    monkeypatch.setattr(sender, "close", lambda: closed.append(threading.current_thread()))
+    with pytest.raises(NoServerLeft):
+        RemoteEngine([ServerClient(server.url)], VllmApi(), sender, ends=ENDS, timeout=0.5)
+    [thread] = closed
+    assert thread.name == "covey-servers" and not thread.is_alive()
 
 
 def test_a_cancelled_transfer_leaves_no_unread_exception(caplog):

@@ -200,8 +200,17 @@ class RemoteEngine:
 
 
 def _end(thread: LoopThread, sender: WeightSender) -> None:
-    thread.close(seconds=10.0)
-    sender.close()
+    """Close `sender`, which a connection or a disk that hangs can delay by `QUICK_SECONDS` at most, and the loop."""
+
+    async def close_sender() -> None:
+        sender.close()
+
+    try:
+        if not thread.is_current_thread():  # collected as garbage there: waiting would be a deadlock
+            with contextlib.suppress(Exception):  # of the clean-up: those before it are the ones to report
+                thread.run(close_sender(), QUICK_SECONDS)
+    finally:
+        thread.close(seconds=10.0)
 
 
 async def connect(
