@@ -144,6 +144,25 @@ def test_buffers_can_be_of_a_special_kind():
     assert [len(one) for one in made] == [32, 32]  # two that take turns, of the largest bucket's size
 
 
+def test_an_error_does_not_keep_the_tensors_open():
+    ended = []
+
+    def tensors():
+        try:
+            yield "a", torch.ones(8)
+            yield "b", torch.ones(8)
+        finally:
+            ended.append(True)
+
+    def allocate(size):
+        raise MemoryError
+
+    specs = tuple(TensorSpec(name, (8,), torch.float32) for name in "ab")
+    with pytest.raises(MemoryError) as raised:  # which keeps the frames
+        next(pack(WeightUpdate(1, specs, tensors), 32, allocate=allocate))
+    assert ended and raised
+
+
 def test_buffers_are_gone_with_packing_that_did_not_finish():
     made = []
 

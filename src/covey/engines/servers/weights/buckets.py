@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,23 +111,24 @@ def pack(
     A bucket is valid until the next but one is packed, so one can be sent while the next is filled. With `dense`, for
     receivers that expect no gaps, a tensor that would not begin at a multiple of `ALIGNED` begins the next bucket.
     """
-    plan, tensors = planned(update.specs, bucket_bytes, dense=dense), update.checked()
-    buffers: dict[int, Tensor] = {}
+    plan = planned(update.specs, bucket_bytes, dense=dense)
     largest = max((sum(_aligned(spec.nbytes) for spec in specs) for specs in plan), default=0)
-    for number, specs in enumerate(plan):
-        slot, entries, offset = number % 2, [], 0
-        for spec, (_, tensor) in zip(specs, tensors, strict=False):
-            if slot not in buffers:
-                zeros = partial(torch.zeros, dtype=torch.uint8, device=device or tensor.device)
-                buffers[slot] = (allocate or zeros)(largest)
-            placed = _view(buffers[slot], offset, spec)
-            placed.copy_(tensor)
-            entries.append(BucketEntry(spec, offset, checksum(placed)))
-            offset += _aligned(spec.nbytes)
-        assert len(entries) == len(specs), "`checked` raises where tensors are missing"
-        yield Bucket(tuple(entries), buffers[slot][:offset], number, len(plan))
-    for _ in tensors:  # raises if there are more tensors than announced
-        pass
+    buffers: dict[int, Tensor] = {}
+    with closing(update.checked()) as tensors:  # an error does not keep it open: other processes may take part in it
+        for number, specs in enumerate(plan):
+            slot, entries, offset = number % 2, [], 0
+            for spec, (_, tensor) in zip(specs, tensors, strict=False):
+                if slot not in buffers:
+                    zeros = partial(torch.zeros, dtype=torch.uint8, device=device or tensor.device)
+                    buffers[slot] = (allocate or zeros)(largest)
+                placed = _view(buffers[slot], offset, spec)
+                placed.copy_(tensor)
+                entries.append(BucketEntry(spec, offset, checksum(placed)))
+                offset += _aligned(spec.nbytes)
+            assert len(entries) == len(specs), "`checked` raises where tensors are missing"
+            yield Bucket(tuple(entries), buffers[slot][:offset], number, len(plan))
+        for _ in tensors:  # raises if there are more tensors than announced
+            pass
 
 
 def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:
