@@ -143,7 +143,7 @@ class VllmWeightApi(api.WeightApi):
             kwargs = {"name": _folder(endpoint, name), "config": json.dumps(config), "seconds": seconds}
             kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
-            answers, _ = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
+            answers = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
             source = answers[0]["folder"]
         doing, body = f"load the adapter {name}", {"lora_name": name, "lora_path": str(source)}
         try:

@@ -22,7 +22,6 @@ AS_STARTED = "default"  # weight version that vLLM and SGLang report until a tra
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
 JOIN_SECONDS = 60.0  # for a server to join a group, lest a firewall that drops packets uses up all the time
 
-R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -157,8 +156,8 @@ def listen_for(server: ServerClient, port: int, hint: str) -> tuple[str, Any]:
         raise ServerRefused(server.url, "join a group for weights", message, hint) from error
 
 
-async def together(server: ServerClient, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
-    """Run a request and the transfer it announces; both must succeed, or a `ServerError` is raised."""
+async def together(server: ServerClient, doing: str, request: Awaitable[T], transfer: Callable[[], object]) -> T:
+    """Result of a request, run with the transfer it announces; both must succeed, or a `ServerError` is raised."""
     asked = asyncio.ensure_future(request)
     moved = asyncio.ensure_future(in_thread(transfer))
     try:
@@ -175,7 +174,7 @@ async def together(server: ServerClient, doing: str, request: Awaitable[R], tran
             line = str(cause).strip().partition("\n")[0]
             line = line.split("] ", 1)[-1].split(" This is typically", 1)[0]  # torch puts the source file before it
             raise kind(server.url, doing, line) from cause
-        return asked.result(), moved.result()
+        return asked.result()
     finally:  # cancelled, or one of them failed; the thread ends at its own deadline, or when the channel is closed
         asked.cancel()
         moved.cancel()
