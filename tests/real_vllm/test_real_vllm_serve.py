@@ -24,10 +24,7 @@ PROMPT = [2, 20, 30, 40]
 def call(url: str, method: str, path: str, body: Any = None, key: str | None = None, **query: Any) -> Any:
     async def once() -> Any:
         server = ServerClient(url, key)
-        try:
-            return await server.call(method, path, doing="test", deadline=60.0, body=body, query=query or None)
-        finally:
-            await server.close()
+        return await server.call(method, path, doing="test", deadline=60.0, body=body, query=query or None)
 
     return asyncio.run(once())
 

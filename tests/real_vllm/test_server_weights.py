@@ -58,19 +58,16 @@ def run(running, weights, *updates, deadline=60.0):
     async def all_of_them():
         server = ServerClient(running.url)
         decoded = []
-        try:
-            for update in updates:
-                await weights.send([server], update, deadline)
-                await server.call("POST", "/reset_prefix_cache", doing="test", deadline=60.0)
-                body = {
-                    "model": weights.model_name(ServerFacts(model=running.model), update.version),
-                    "prompt": PROMPT, "max_tokens": 16, "temperature": 0.0, "return_token_ids": True,
-                    "ignore_eos": True,
-                }  # fmt: skip
-                answer = await server.ask("/v1/completions", doing="test", deadline=60.0, body=body)
-                decoded.append(answer["choices"][0]["token_ids"])
-        finally:
-            await server.close()
+        for update in updates:
+            await weights.send([server], update, deadline)
+            await server.call("POST", "/reset_prefix_cache", doing="test", deadline=60.0)
+            body = {
+                "model": weights.model_name(ServerFacts(model=running.model), update.version),
+                "prompt": PROMPT, "max_tokens": 16, "temperature": 0.0, "return_token_ids": True,
+                "ignore_eos": True,
+            }  # fmt: skip
+            answer = await server.ask("/v1/completions", doing="test", deadline=60.0, body=body)
+            decoded.append(answer["choices"][0]["token_ids"])
         return decoded
 
     return asyncio.run(all_of_them())
@@ -87,7 +84,7 @@ def weights():
 
     yield make
     for one in made:
-        asyncio.run(one.close())
+        one.close()
 
 
 @pytest.mark.parametrize("way", ["group", "disk"])

@@ -5,7 +5,7 @@ class with the three methods of `RolloutEngine`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -54,7 +54,7 @@ class WeightUpdate:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
-    def checked(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+    def checked(self) -> Generator[tuple[TensorSpec, Tensor], None, None]:
         """Iterate over the tensors; RuntimeError where one has another name, shape or dtype than its spec."""
         for index, (spec, sent) in enumerate(zip_longest(self.specs, self.tensors())):
             if sent is None:

@@ -40,10 +40,6 @@ class LoopThread:
         self._lock = threading.Lock()
         self._relay = CallbackRelay()
 
-    @property
-    def running(self) -> bool:
-        return self._current is not None
-
     def is_current_thread(self) -> bool:
         """True for code that runs on the loop, and so must not wait for it."""
         return self._current is not None and threading.current_thread() is self._current.thread

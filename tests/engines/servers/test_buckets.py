@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.engine import TensorSpec, WeightUpdate
-from covey.engines.servers.weights.buckets import ROW, Packer, checksum, planned, unpack
+from covey.engines.servers.weights.buckets import ROW, checksum, pack, planned, unpack
 from covey.engines.servers.weights.files import MANIFEST, read_folder, write_folder
 
 
@@ -22,8 +22,7 @@ def update(*tensors, version=3):
 
 def through_json(update, bucket_bytes):
     """Every bucket with its manifest, as the other side gets them."""
-    packer = Packer(update, bucket_bytes)
-    while (bucket := packer.next()) is not None:
+    for bucket in pack(update, bucket_bytes):
         yield json.loads(json.dumps(bucket.manifest())), bucket.data.clone()
 
 
@@ -139,13 +138,32 @@ def test_buffers_can_be_of_a_special_kind():
         made.append(torch.empty(size, dtype=torch.uint8))
         return made[-1]
 
-    packer = Packer(update(torch.arange(8.0), torch.ones(8), torch.ones(2)), 32, dense=True, allocate=allocate)
-    while (bucket := packer.next()) is not None:
+    sent = update(torch.arange(8.0), torch.ones(8), torch.ones(2))
+    for bucket in pack(sent, 32, dense=True, allocate=allocate):
         assert bucket.data.data_ptr() in {one.data_ptr() for one in made}
     assert [len(one) for one in made] == [32, 32]  # two that take turns, of the largest bucket's size
 
 
-def test_buffers_are_gone_with_a_packer_that_did_not_finish():
+def test_an_error_does_not_keep_the_tensors_open():
+    ended = []
+
+    def tensors():
+        try:
+            yield "a", torch.ones(8)
+            yield "b", torch.ones(8)
+        finally:
+            ended.append(True)
+
+    def allocate(size):
+        raise MemoryError
+
+    specs = tuple(TensorSpec(name, (8,), torch.float32) for name in "ab")
+    with pytest.raises(MemoryError) as raised:  # which keeps the frames
+        next(pack(WeightUpdate(1, specs, tensors), 32, allocate=allocate))
+    assert ended and raised
+
+
+def test_buffers_are_gone_with_packing_that_did_not_finish():
     made = []
 
     def allocate(size):
@@ -155,9 +173,9 @@ def test_buffers_are_gone_with_a_packer_that_did_not_finish():
 
     gc.disable()
     try:
-        packer = Packer(update(torch.arange(8.0), torch.ones(8)), 32, allocate=allocate)
-        packer.next()
-        del packer
+        buckets = pack(update(torch.arange(8.0), torch.ones(8)), 32, allocate=allocate)
+        next(buckets)
+        del buckets
         assert made[0]() is None, "no cycle keeps it until the next collection"
     finally:
         gc.enable()

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -134,8 +135,8 @@ def test_trainers_of_one_process_share_a_port():
     with socket.socket() as one:
         one.bind((HERE, 0))
         port = one.getsockname()[1]
-    store = shared_store(HERE, port, 30.0)
-    assert shared_store(HERE, port, 30.0) is store
+    store = shared_store(HERE, port)
+    assert shared_store(HERE, port) is store
     with pytest.raises(OSError, match="in use"):
         open_store(HERE, port, 30.0)
     del store
@@ -146,13 +147,19 @@ def test_trainers_of_one_process_share_a_port():
 def test_groups_that_form_at_once_leave_the_environment_alone(monkeypatch):
     name = "TORCH_NCCL_BLOCKING_WAIT"
     monkeypatch.delenv(name, raising=False)
-    first, second = nccl_that_raises(), nccl_that_raises()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert os.environ[name] == "1"  # the second still needs it
-    second.__exit__(None, None, None)
-    assert name not in os.environ
+    seen = []
+
+    def form():
+        with nccl_that_raises():
+            time.sleep(0.02)
+            seen.append(os.environ[name])
+
+    threads = [threading.Thread(target=form) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["1"] * 3 and name not in os.environ
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.core.records import FinishReason
+from covey.engines.servers import engine as engine_module
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import (
@@ -74,6 +75,11 @@ def generate(engine, *requests):
 
     answers = asyncio.run(all_of_them())
     return answers if requests else answers[0]
+
+
+def behind(engine):
+    """True if a server answers and waits for the current weights."""
+    return any(not (member.up or member.last_error) for member in engine._pool.members)
 
 
 def update(model, version):
@@ -338,7 +344,7 @@ def test_after_an_update_every_server_samples_new_weights(servers, engines):
     assert after.token_ids != before.token_ids
     assert after.logprobs == pytest.approx(logprobs_of(new, [5, 6, 7], after.token_ids), abs=1e-4)
     assert (before.versions, set(after.versions)) == (None, {1})
-    assert engine.holders == [one.url, other.url]
+    assert engine.export_state()["urls"] == [one.url, other.url]
     for server in (one, other):
         assert not server.paused and server.stamp.endswith("-1")
         assert server.asked("/reset_prefix_cache")
@@ -395,7 +401,7 @@ def test_a_server_that_dies_during_an_update_is_left_out(servers, engines):
     one.misbehave("/collective_rpc", fake_vllm.drop())
     one.misbehave("/health", fake_vllm.drop(), times=999)
     engine.load_weights(update(tiny.model(seed=7), 1))
-    assert engine.holders == [other.url]
+    assert engine.export_state()["urls"] == [other.url]
     assert not other.paused
     assert set(greedy(engine).versions) == {1}
 
@@ -407,7 +413,7 @@ def test_a_server_that_takes_no_weights_is_left_out(servers, engines):
     one.misbehave("/collective_rpc", fake_vllm.status(500, "out of memory"), times=99)
     with pytest.warns(UserWarning, match=f"{one.url}.*out of memory.*goes on without it"):
         engine.load_weights(update(tiny.model(seed=7), 1))
-    assert engine.holders == [other.url]
+    assert engine.export_state()["urls"] == [other.url]
     assert set(greedy(engine).versions) == {1}
     # Tried together, then the one that is well, then the other one by itself until its third failure.
     assert [urls for _, urls in transport.sent] == [[one.url, other.url], [other.url], [one.url], [one.url]]
@@ -430,10 +436,10 @@ def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
         time.sleep(0.05)
     one.mend()
     one.start()
-    while not any(member.behind for member in engine._pool.members) and time.monotonic() < until + 20:
+    while not behind(engine) and time.monotonic() < until + 20:
         time.sleep(0.05)
     engine.load_weights(update(tiny.model(seed=9), 3))
-    assert set(engine.holders) == {one.url, other.url}
+    assert set(engine.export_state()["urls"]) == {one.url, other.url}
 
 
 def test_a_returning_server_without_weights_does_not_end_the_run(servers, engines):
@@ -445,13 +451,13 @@ def test_a_returning_server_without_weights_does_not_end_the_run(servers, engine
     greedy(engine)
     with engine.awake():
         pass
-    assert engine.holders == [other.url]
+    assert engine.export_state()["urls"] == [other.url]
     until = time.monotonic() + 10
-    while not any(member.behind for member in engine._pool.members) and time.monotonic() < until:
+    while not behind(engine) and time.monotonic() < until:
         time.sleep(0.05)
     one.misbehave("/collective_rpc", fake_vllm.drop(), times=99)
     engine.load_weights(update(tiny.model(seed=7), 2))
-    assert engine.holders == [other.url]
+    assert engine.export_state()["urls"] == [other.url]
 
 
 def test_a_failed_group_join_leaves_time_for_the_others(servers, engines, monkeypatch):
@@ -462,7 +468,7 @@ def test_a_failed_group_join_leaves_time_for_the_others(servers, engines, monkey
     began = time.monotonic()
     with pytest.warns(UserWarning, match="cannot join a gloo group.*must be able to connect to this machine"):
         engine.load_weights(update(tiny.model(seed=7), 1))
-    assert engine.holders == [other.url]
+    assert engine.export_state()["urls"] == [other.url]
     assert len(one.asked("/init_weight_transfer_engine")) == 1
     assert time.monotonic() - began < 60  # not the 120 s that all of it may take
 
@@ -507,10 +513,10 @@ def test_a_restarted_server_samples_after_it_has_the_weights(servers, engines):
     one.kill()
     one.start()  # the address answers again, with the first weights
     with engine.awake():
-        assert engine.holders == [other.url]
+        assert engine.export_state()["urls"] == [other.url]
         assert {version for completion in generate(engine) for version in completion.versions} == {1}
     engine.load_weights(update(tiny.model(seed=8), 2))
-    assert other.url in engine.holders
+    assert other.url in engine.export_state()["urls"]
 
 
 def test_resend_brings_a_returning_server_up_to_date(servers, engines):
@@ -539,7 +545,7 @@ def test_the_sender_is_invalidated_for_a_server_left_out(servers, engines):
     with engine.awake():
         pass
     until = time.monotonic() + 10
-    while not any(member.behind for member in engine._pool.members) and time.monotonic() < until:
+    while not behind(engine) and time.monotonic() < until:
         time.sleep(0.05)
     engine.load_weights(update(tiny.model(seed=8), 2))
     assert forgotten == [one.url]
@@ -572,18 +578,18 @@ def test_other_processes_sample_from_the_sent_adapter(servers, engines):
     sender.load_weights(update(tiny.model(seed=7), 3))
     other.import_state(3, json.loads(json.dumps(sender.export_state())))
     assert told == [{"3": "covey-v3"}]
-    assert other.version == 3 and other.holders == [server.url]
+    assert other._weights.version == 3 and other.export_state()["urls"] == [server.url]
 
 
 def test_requests_aborted_by_another_process_await_its_version(servers, engines):
     server = servers(token_delay=0.05)
     sender, other = engines(server), engines(server)
     sender.load_weights(update(tiny.model(), 1))
-    other.adopt(1)
+    other.import_state(1, sender.export_state())
 
     def change():
         sender.load_weights(update(tiny.model(seed=7), 2))
-        other.adopt(2)
+        other.import_state(2, sender.export_state())
 
     timer = threading.Timer(0.4, change)
     timer.start()
@@ -602,7 +608,7 @@ def test_a_request_begun_after_anothers_update_has_its_version(servers, engines)
     server = servers()
     sender, other = engines(server), engines(server)
     sender.load_weights(update(tiny.model(), 1))
-    other.adopt(1)
+    other.import_state(1, sender.export_state())
     arrived = len(server.asked("/v1/completions")) + 1
     sender._thread.run(sender.api.pause(sender._pool.members[0].server, 5.0))
 
@@ -611,7 +617,7 @@ def test_a_request_begun_after_anothers_update_has_its_version(servers, engines)
         while len(server.asked("/v1/completions")) < arrived and time.monotonic() < until:
             time.sleep(0.01)
         server.model = tiny.model(seed=7)
-        other.adopt(2)
+        other.import_state(2, sender.export_state())
         sender._thread.run(sender.api.resume(sender._pool.members[0].server, 5.0))
 
     changing = threading.Thread(target=change)
@@ -701,6 +707,35 @@ def test_a_dropped_engine_ends_while_a_server_is_down(servers):
     assert gone() is None
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_closing_does_not_wait_for_a_sender_that_hangs(servers, engines, monkeypatch):
+    monkeypatch.setattr(engine_module, "QUICK_SECONDS", 0.5)
+    engine, released, closed = engines(servers()), threading.Event(), []
+
+    def close():
+        closed.append(True)
+        released.wait(60)
+
+    monkeypatch.setattr(engine.sender, "close", close)
+    thread, begun = engine._thread._current.thread, time.monotonic()
+    engine.close()
+    engine.close()
+    assert closed == [True] and time.monotonic() - begun < 30
+    released.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_does_not_start_leaves_no_thread(servers, monkeypatch):
+    server, sender = servers(), RecordingSender()
+    server.kill()
+    closed = []
+    monkeypatch.setattr(sender, "close", lambda: closed.append(threading.current_thread()))
+    with pytest.raises(NoServerLeft):
+        RemoteEngine([ServerClient(server.url)], VllmApi(), sender, ends=ENDS, timeout=0.5)
+    [thread] = closed
+    assert thread.name == "covey-servers" and not thread.is_alive()
 
 
 def test_a_cancelled_transfer_leaves_no_unread_exception(caplog):

@@ -11,7 +11,7 @@ from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerBusy
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk
 from covey.engines.servers.sglang.api import SglangApi, chunk_of, facts_of
-from covey.engines.servers.sglang.weights import obstacles_of
+from covey.engines.servers.sglang.weights import SglangWeightApi, obstacles_of
 from tests.support import tiny
 from tests.support.servers.fake_sglang import check_fields
 from tests.support.servers.sglang_servers import InThread, call, greedy, logprobs_of, request
@@ -60,10 +60,6 @@ def test_a_server_says_what_it_is(running, tiny_folder):
     assert (facts.max_context, facts.dtype) == (256, torch.float32)
 
 
-def test_older_names_of_routes_are_known(other):
-    assert ask(other("--old-names"), "probe").max_context == 256
-
-
 def test_replicas_take_weights_from_files_alone():
     assert set(obstacles_of({"tp_size": 2, "pp_size": 1, "dp_size": 4})) == {"group", "tensor"}
     assert set(obstacles_of({"pp_size": 2})) == {"group"} and not obstacles_of({})
@@ -110,7 +106,6 @@ def test_a_server_of_another_make_is_pointed_out():
         try:
             await SglangApi().probe(server, 5.0)
         finally:
-            await server.close()
             listening.close()
 
     with pytest.raises(ServerRefused, match=r"Is it SGLang's own server \(`covey sglang-serve`\)"):
@@ -288,8 +283,9 @@ def test_a_cache_in_use_is_tried_again(running):
 
 
 def test_notes_last(running):
-    ask(running, "write_version", "covey-1-2")
-    assert ask(running, "read_version") == "covey-1-2"
+    dialect = SglangWeightApi()
+    ask(running, "write_version", "covey-1-2", dialect=dialect)
+    assert ask(running, "read_version", dialect=dialect) == "covey-1-2"
 
 
 def test_memory_is_released_and_taken_back(other):

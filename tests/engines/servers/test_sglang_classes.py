@@ -12,13 +12,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 
-from covey.core.media import Media
-from covey.engines.servers.completions import sent_ids, sent_images
+from covey.core.media import Media, unexpanded
+from covey.engines.servers.completions import sent_images
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import SglangApi
 from covey.engines.servers.sglang.weights import by_name, inline, own_copies, shared_buffer
-from covey.engines.servers.weights.buckets import Packer
+from covey.engines.servers.weights.buckets import pack
 from covey.policy.weights import weight_update
 from tests.support import tiny, tiny_vision
 from tests.support.servers.senders import sglang_sender
@@ -103,7 +103,11 @@ def test_images_are_read_as_one_list_for_each_completion(real):
     pictures = tuple(tiny_vision.picture(number) for number in (0, 1))
     media = Media(pictures, {}, {}, start=1, length=6, short_ids=(7, 7))
     shown = replace(request(n=2), prompt_ids=[5, 9, 9, 9, 9, 9, 9, 6], media=(media,))
-    body = {"input_ids": [sent_ids(shown)] * 2, "image_data": [sent_images(shown)] * 2, "sampling_params": [{}, {}]}
+    body = {
+        "input_ids": [unexpanded(shown.prompt_ids, shown.media)] * 2,
+        "image_data": [sent_images(shown)] * 2,
+        "sampling_params": [{}, {}],
+    }
     made = TypeAdapter(real.io.GenerateReqInput).validate_python(body)
     made.normalize_batch_and_arguments()
     assert made.batch_size == 2 and made.modalities == ["multi-images", "multi-images"]
@@ -137,9 +141,8 @@ def test_sglang_finds_the_tensors_of_a_bucket_where_they_are(real, dtypes):
 
     named = {f"t{i}": torch.randn(3 + i, 5).to(dtypes[i % len(dtypes)]) for i in range(7)}
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
-    packer = Packer(WeightUpdate(1, specs, lambda: iter(named.items())), 1000, dense=True)
     found = {}
-    while (bucket := packer.next()) is not None:
+    for bucket in pack(WeightUpdate(1, specs, lambda: iter(named.items())), 1000, dense=True):
         inside = [entry.spec for entry in bucket.entries]
         empty = FlattenedTensorBucket.empty(
             [spec.name for spec in inside],

@@ -17,6 +17,7 @@ from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerE
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import weights as sglang_weights
 from covey.engines.servers.sglang.api import SglangApi
+from covey.engines.servers.weights.api import Deadline, meet
 from covey.policy.weights import weight_update
 from tests.support import tiny
 from tests.support.servers.senders import sglang_sender
@@ -81,7 +82,7 @@ def send(transport, server, what, deadline=30.0):
             await transport.send([connection], what, deadline)
         finally:
             await dialect.resume(connection, 5.0)
-            await transport.close()
+            transport.close()
 
     call(server.url, once)
 
@@ -168,7 +169,7 @@ def test_only_the_latest_folder_is_kept_and_none_in_the_end(other, tmp_path):
         for version in (1, 2):
             await transport.send([connection], update(tiny.model(seed=version), version), 30.0)
         kept = [path.name for path in next(tmp_path.iterdir()).iterdir()]
-        await transport.close()
+        transport.close()
         await SglangApi().resume(connection, 5.0)
         return kept
 
@@ -359,6 +360,24 @@ def test_completions_in_flight_continue_with_new_weights(tiny_folder, engines):
         assert seen == {1, 2}
     finally:
         server.stop()
+
+
+def test_a_group_is_left_where_the_server_refuses():
+    class Opened:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    server, opened = ServerClient("http://127.0.0.1:8000"), Opened()
+
+    async def refuse(seconds):
+        await asyncio.sleep(0.5)
+        raise ServerRefused(server.url, "join", "HTTP 400")
+
+    with pytest.raises(ServerRefused):
+        asyncio.run(meet(server, "join", Deadline("join", 30.0), "here", refuse, lambda seconds: opened))
+    assert opened.closed
 
 
 def test_unknown_ways_are_refused():

@@ -54,13 +54,6 @@ class StubApi:
     async def clear_prefix_cache(self, server, deadline):
         """The stub has none."""
 
-    async def write_version(self, server, version, deadline):
-        body = {"version": version}
-        await server.call("POST", "/version", doing="record its version", deadline=deadline, body=body)
-
-    async def read_version(self, server, deadline):
-        return (await server.call("GET", "/info", doing="read its version", deadline=deadline))["version"]
-
     async def sleep(self, server, level, deadline):
         """The stub keeps its memory."""
 
@@ -84,19 +77,20 @@ class StubWeightApi(WeightApi):
     async def begin(self, endpoint, until):
         await self._post(endpoint, "/weights/begin", until, {})
 
-    async def push(self, endpoint, channel, transfer, until):
-        data = base64.b64encode(transfer.bucket.data.numpy().tobytes()).decode()
-        body = {"manifest": transfer.bucket.manifest(), "data": data}
-        await self._post(endpoint, "/weights/bucket", until, body, transfer.doing)
+    async def push(self, endpoint, channel, bucket, version, until):
+        data = base64.b64encode(bucket.data.numpy().tobytes()).decode()
+        body = {"manifest": bucket.manifest(), "data": data}
+        await self._post(endpoint, "/weights/bucket", until, body, f"{until.doing} ({bucket})")
 
     async def end(self, endpoint, version, until):
         await self._post(endpoint, "/weights/end", until, {"version": str(version)})
 
-    async def read_version(self, server, seconds):
-        return await StubApi().read_version(server, seconds)
+    async def write_version(self, server, version, deadline):
+        body = {"version": version}
+        await server.call("POST", "/version", doing="record its version", deadline=deadline, body=body)
 
-    async def write_version(self, server, version, seconds):
-        await StubApi().write_version(server, version, seconds)
+    async def read_version(self, server, deadline):
+        return (await server.call("GET", "/info", doing="read its version", deadline=deadline))["version"]
 
     async def _post(self, endpoint, path, until, body, doing=None):
         server = endpoint.server
@@ -203,7 +197,7 @@ def test_a_stub_backend_has_failover(stub_engine):
     broken.failing = "/weights/bucket"
     with pytest.warns(UserWarning, match=f"{broken.url}.*out of memory"):
         engine.load_weights(update(7, 1))
-    assert engine.holders == [healthy.url]
+    assert engine.export_state()["urls"] == [healthy.url]
     assert sampled(engine) == [([7] * 3, [1] * 3)] * 2
 
 

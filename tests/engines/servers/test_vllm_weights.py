@@ -61,18 +61,14 @@ def weights():
 
     yield make
     for one in made:
-        asyncio.run(one.close())
+        one.close()
 
 
 def send(weights, servers, *updates, deadline=20.0):
     async def all_of_them():
         reached = [ServerClient(server.url) for server in servers]
-        try:
-            for one in updates:
-                await weights.send(reached, one, deadline)
-        finally:
-            for server in reached:
-                await server.close()
+        for one in updates:
+            await weights.send(reached, one, deadline)
 
     asyncio.run(all_of_them())
 
@@ -113,7 +109,7 @@ def test_nothing_is_left_on_the_disk(servers, weights, tmp_path):
     one = weights("disk", folder=str(folder))
     send(one, [servers()], update(tiny.model(seed=7)))
     assert not [path for path in folder.rglob("*") if path.is_file()]
-    asyncio.run(one.close())
+    one.close()
     assert not list(folder.iterdir())
 
 

@@ -11,7 +11,7 @@ from covey.engines.servers.errors import ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.weights import VllmWeightApi, endpoint_of
 from covey.engines.servers.weights.api import Deadline
-from covey.engines.servers.weights.buckets import Packer, unpack
+from covey.engines.servers.weights.buckets import pack, unpack
 from covey.engines.servers.weights.sender import choose_method
 from covey.policy.weights import weight_update
 from covey.trainer.distributed.collectives import Collectives
@@ -67,8 +67,8 @@ def untied(bench: Bench):
 
 def spoiled(bench: Bench):
     named = [("lm_head.weight", torch.randn(4))]
-    packer = Packer(WeightUpdate(0, (TensorSpec("lm_head.weight", (4,), torch.float32),), lambda: iter(named)), 100)
-    bucket = packer.next()
+    specs = (TensorSpec("lm_head.weight", (4,), torch.float32),)
+    bucket = next(pack(WeightUpdate(0, specs, lambda: iter(named)), 100))
     bucket.data[0] ^= 1
     unpack(bucket.manifest(), bucket.data)
 

@@ -219,10 +219,9 @@ class FakeSglang:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30, middlewares=[self.gate])
-        info = ("/get_model_info", "/get_server_info") if self.options.old_names else ("/model_info", "/server_info")
         app.router.add_get("/health", self.health)
-        app.router.add_get(info[0], self.model_info)
-        app.router.add_get(info[1], self.server_info)
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/server_info", self.server_info)
         app.router.add_post("/generate", self.generate)
         app.router.add_route("*", "/flush_cache", self.flush_cache)
         for path in RECORD["bodies"]:
@@ -549,7 +548,6 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=256)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
-    parser.add_argument("--old-names", action="store_true", help="routes of older releases")
     parser.add_argument("--original-logprobs", action="store_true", help="as with SGLANG_RETURN_ORIGINAL_LOGPROB=1")
     parser.add_argument("--seconds-per-token", type=float, default=0.0)
     parser.add_argument("--in-process", action="store_true", help="dying is an HTTP 500")

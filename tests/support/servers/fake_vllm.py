@@ -202,7 +202,6 @@ class FakeVllm:
         max_model_len: tokens of prompt and completion.
         token_delay: seconds a token takes.
         dtype: that it claims to compute in.
-        keeps_stamp: whether it has /weight_info.
         buckets: whether it takes weights over a group, as one that `covey vllm-serve` started does.
         host: where it listens.
         processor: of a vision-language model, which makes it take images.
@@ -221,7 +220,6 @@ class FakeVllm:
         token_delay: float = 0.0,
         dtype: str = "torch.float32",
         in_pieces: bool = False,
-        keeps_stamp: bool = True,
         buckets: bool = False,
         host: str = "127.0.0.1",
         processor: Any = None,
@@ -230,7 +228,7 @@ class FakeVllm:
         self._original = copy.deepcopy(model).eval()
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
-        self.token_delay, self.dtype, self.keeps_stamp = token_delay, dtype, keeps_stamp
+        self.token_delay, self.dtype = token_delay, dtype
         self.in_pieces = in_pieces
         self.buckets, self.host = buckets, host
         self.port = 0
@@ -365,9 +363,10 @@ class FakeVllm:
             web.post("/start_weight_update", self._start_update),
             web.post("/update_weights", self._take_bucket),
             web.post("/finish_weight_update", self._finish_update),
+            web.get("/weight_info", self._weight_info),
+            web.post("/update_weight_version", self._stamp),
         ]
-        notes = [web.get("/weight_info", self._weight_info), web.post("/update_weight_version", self._stamp)]
-        return plain + (training + (notes if self.keeps_stamp else []) if self.dev_mode else [])
+        return plain + (training if self.dev_mode else [])
 
     # ---- what it is ------------------------------------------------------------------------------------------------
 

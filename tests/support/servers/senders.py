@@ -3,7 +3,6 @@
 import torch
 
 from covey.engines.servers.sglang.weights import SglangWeightApi
-from covey.engines.servers.vllm.api import read_version, write_version
 from covey.engines.servers.vllm.weights import VllmWeightApi
 from covey.engines.servers.weights.api import WeightApi, WeightEndpoint
 from covey.engines.servers.weights.sender import WeightSender
@@ -30,11 +29,7 @@ class CheckpointApi(WeightApi):
         await server.ask("/collective_rpc", doing=until.doing, deadline=until.left(server), body=body)
         await self.write_version(server, str(version), until.left(server))
 
-    async def read_version(self, server, seconds):
-        return await read_version(server, seconds)
-
-    async def write_version(self, server, version, seconds):
-        await write_version(server, version, seconds)
+    read_version, write_version = VllmWeightApi.read_version, VllmWeightApi.write_version
 
 
 class RecordingSender(WeightSender):

@@ -106,15 +106,7 @@ def request(n: int = 2, max_tokens: int = 6, prompt: Any = (5, 6, 7), seed: int 
 
 def call(url: str, work: Any, api_key: str | None = None) -> Any:
     """The result of the coroutine `work(server)`, in a loop of its own."""
-
-    async def once() -> Any:
-        server = ServerClient(url, api_key)
-        try:
-            return await work(server)
-        finally:
-            await server.close()
-
-    return asyncio.run(once())
+    return asyncio.run(work(ServerClient(url, api_key)))
 
 
 def update(model: Any, version: int, dtype: torch.dtype | None = None) -> WeightUpdate:

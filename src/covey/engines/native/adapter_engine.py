@@ -18,7 +18,7 @@ from covey.core.engine import SampleRequest
 from covey.core.model import patched_forward
 from covey.core.records import Completion
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.sampling import Batch, SequenceState
+from covey.engines.native.sampling import SequenceState
 
 # Per layer, by the name of its module in the model: A [rank, in] and B [out, rank], scaled. A layer adds x @ A^T @ B^T.
 LowRank = Mapping[str, tuple[Tensor, Tensor]]
@@ -62,7 +62,6 @@ class AdapterEngine(NativeEngine):
     def _decode(self) -> None:
         if self._batch is None and self._running:
             self._rows.select([sequence.request.adapter for sequence in self._running])
-            self._batch = Batch(self._running, self.input_device, self.check_interval)
         super()._decode()
 
 

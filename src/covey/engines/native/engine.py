@@ -26,7 +26,7 @@ from covey.engines.native.fused_step import FusedStep, find_fused_step
 from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
 from covey.engines.native.packed_weights import MOST_ROWS
 from covey.engines.native.per_sequence_cache import PerSequenceCache
-from covey.engines.native.prefill import PrefixStore, continue_prompts, score_in_tiles, verify_drafts
+from covey.engines.native.prefill import PrefixStore, continue_prompts, verify_drafts
 from covey.engines.native.sampling import Batch, SequenceState, compaction_moves, sequences_of
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
@@ -69,29 +69,6 @@ class NativeEngine(PolicyEngine):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
         return list(await asyncio.gather(*map(attrgetter("done"), sequences)))
 
-    def score(
-        self, prompt_ids: list[int], completions: list[list[int]], temperature: float = 1.0
-    ) -> list[tuple[list[float], list[float]]]:
-        """Log-probs and entropies of given tokens, as sampling them would have reported; within `awake()`.
-
-        The prompt is computed once for all completions. For tokens that the engine did not sample (reuse rules, another
-        model's answers); training does not need it.
-        """
-        scores: list[tuple[list[float], list[float]]] = [([], []) for _ in completions]
-        model = self._model()
-        prefilled = self._compute_prompts([prompt_ids])
-        indices = [i for i, tokens in enumerate(completions) if tokens]
-        for batch in _batches(indices, [len(completions[i]) for i in indices]):
-            tokens = [completions[i] for i in batch]
-            hidden, _ = continue_prompts(model, prefilled, [prompt_ids], [0] * len(tokens), tokens)
-            given = torch.tensor([token for some in tokens for token in some], device=hidden.device)
-            scored = score_in_tiles(model, hidden, given, temperature)
-            lengths = [len(some) for some in tokens]
-            split = zip(batch, scored.logprobs.split(lengths), scored.entropies.split(lengths), strict=True)
-            for i, logprobs, entropies in split:
-                scores[i] = (logprobs.tolist(), entropies.tolist())
-        return scores
-
     @contextmanager
     def awake(self) -> Iterator[None]:
         try:
@@ -115,10 +92,10 @@ class NativeEngine(PolicyEngine):
                 self._decode()
                 await asyncio.sleep(0)
         except BaseException as error:
-            for sequence in [*self._running, *self._admitted, *self._waiting]:
-                if not sequence.done.done():
-                    sequence.done.set_exception(error)
             for sequences in (self._running, self._admitted, self._waiting):
+                for sequence in sequences:
+                    if not sequence.done.done():
+                        sequence.done.set_exception(error)
                 sequences.clear()
             self._batch = None
             self._drop_cache()
@@ -141,17 +118,15 @@ class NativeEngine(PolicyEngine):
                 groups.setdefault((request.adapter, tuple(request.prompt_ids)), []).append(sequence)
         continued: list[SequenceState] = []  # all but the end of their prompts is computed already
         new: list[list[SequenceState]] = []
-        lengths: list[int] = []
         for (_, prompt), group in groups.items():
             shared = prompt[: group[0].request.shared]
             if len(group) == 1 and shared != prompt and not group[0].draft and shared in self._prefixes.layers:
                 continued.append(group[0])
             else:
                 new.append(group)
-                lengths.append(len(prompt))
         if continued:
             self._continue_prefixes(continued)
-        for batch in _batches(new, lengths):
+        for batch in _batches(new, [len(group[0].request.prompt_ids) for group in new]):
             self._prefill(batch)
         self._cache.move([], len(self._running))  # drops prompts whose sequences have all finished
         self._admitted.clear()

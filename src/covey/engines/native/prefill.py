@@ -127,11 +127,6 @@ def logit_tiles(model: Any, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield tile, torch.tanh(logits / cap) * cap if cap else logits
 
 
-def score_in_tiles(model: Any, hidden: Tensor, tokens: Tensor, temperature: float) -> SampledTokens:
-    """Score tokens [N] that hidden states [N, H] predict."""
-    return concatenate([score_tokens(logits, tokens[tile], temperature) for tile, logits in logit_tiles(model, hidden)])
-
-
 def verify_drafts(
     model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], sequences: list[SequenceState]
 ) -> tuple[ContinuationCache, list[int]]:

@@ -304,15 +304,13 @@ class Batch:
         self.history: list[SampledTokens] = []
         self._masks: list[list[list[int]]] = []  # of each step of `history` and each sequence
         self._count = 0
-        self._stops = False
-        end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
+        self._stops = any(sequence.settings.stop for sequence in sequences)
+        end_ids = {token for sequence in sequences for token in sequence.end_ids}  # another's cost a check, no more
         columns = []
         self._by_settings: list[tuple[SamplingParams, list[int]]] = []
         for index, sequence in enumerate(sequences):
             prompt, sampled = sequence.request.prompt_ids, sequence.token_ids
             length = len(prompt) + len(sampled)
-            self._stops |= bool(sequence.settings.stop)
-            end_ids.update(sequence.end_ids)
             columns.append(((sampled or prompt)[-1], length - 1, len(sampled), sequence.seed, sequence.budget))
             params = replace(sequence.request.params, max_tokens=0)  # budgets may differ
             for known, indices in self._by_settings:
@@ -333,10 +331,10 @@ class Batch:
         for params, indices in self._by_settings:
             alone = len(indices) == len(self.sequences)
             at = slice(None) if alone else torch.tensor(indices, device=logits.device)
-            changed = params.extra or params.repetition_penalty != 1.0
-            adjusted = self._adjusted(logits[at], indices) if changed else None
+            rows = logits[at]
             own: list[list[int]] = []
-            chunks.append(sample_tokens(logits[at], self._seeds[at], self.steps[at], params, adjusted, own))
+            adjusted = self._adjusted(rows, indices)
+            chunks.append(sample_tokens(rows, self._seeds[at], self.steps[at], params, adjusted, own))
             masks += own or [[]] * len(indices)
             order += indices
         sampled = chunks[0]

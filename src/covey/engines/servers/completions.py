@@ -1,13 +1,13 @@
 """Checks of the completions that a server returns, and the concatenation of their parts."""
 
 import base64
-import math
+import sys
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.media import images_of, unexpanded
+from covey.core.media import images_of
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
@@ -56,10 +56,7 @@ def _check_logprobs(url: str, completion: Completion) -> None:
 
 
 def _is_finite(number: Any) -> bool:
-    try:
-        return isinstance(number, int | float) and math.isfinite(number)
-    except OverflowError:  # an integer that no float can hold
-        return False
+    return isinstance(number, int | float) and abs(number) <= sys.float_info.max  # an integer may be larger
 
 
 def _check_end(url: str, request: SampleRequest, completion: Completion, ends: frozenset[int]) -> None:
@@ -135,10 +132,6 @@ def refuse_reserved(extra: dict[str, Any], reserved: frozenset[str]) -> None:
             f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
             f" {', '.join(taken)}."
         )
-
-
-def sent_ids(request: SampleRequest) -> list[int]:
-    return unexpanded(request.prompt_ids, request.media) if request.media else request.prompt_ids
 
 
 def sent_images(request: SampleRequest) -> list[str]:

@@ -53,12 +53,11 @@ class RemoteEngine:
         self._awake = 0
         self._adapters: dict[str, int] = {}  # version of each adapter that has a name
         self._thread = LoopThread("covey-servers")
-        weakref.finalize(self, _finalize, self._thread, self.servers, self.sender)  # at the end of the program as well
+        self._end = weakref.finalize(self, _end, self._thread, self.sender)  # at the end of the program as well
         try:
             self._pool = self._thread.run(self._start())
         except BaseException:
-            self._thread.run(_release(self.servers), QUICK_SECONDS)
-            self._thread.close(seconds=10.0)
+            self.close()
             raise
         facts = [member.facts for member in self._pool.members]
         limits = [self.max_context, *(fact.max_context for fact in facts)]
@@ -84,14 +83,7 @@ class RemoteEngine:
             weights = weights_ref()
             return weights is not None and await weights.readmit(member)
 
-        pool = ServerPool(
-            members,
-            check_alive=self.api.check_alive,
-            readmit=readmit,
-            concurrency=self.concurrency,
-            timeout=self.timeout,
-            timeout_setting=self.api.settings.timeout,
-        )
+        pool = ServerPool(members, self.api, readmit, self.concurrency, self.timeout)
         self._weights = ServerWeights(pool, self.api, self.sender, self.sync_timeout, self.resend, self.sleeps)
         weights_ref = weakref.ref(self._weights)  # the pool's tasks must keep neither the engine nor its weights alive
         return pool
@@ -171,25 +163,15 @@ class RemoteEngine:
             self._thread.run(self._pool.unhold(), QUICK_SECONDS)
 
     def export_state(self) -> Any:
-        """State after `load_weights` for the `import_state` of other processes; JSON."""
-        return {"urls": self._weights.holders, "sender": self.sender.export_state()}
+        """State after `load_weights` for the `import_state` of other processes: servers that hold the version; JSON."""
+        version, members = self._weights.version, self._pool.members
+        urls = [member.url for member in members if member.up and member.version == version]
+        return {"urls": urls, "sender": self.sender.export_state()}
 
     def import_state(self, version: int, state: Any) -> None:
+        """Record that servers hold `version`, which another process has sent."""
         self.sender.import_state(state["sender"])
-        self.adopt(version, state["urls"])
-
-    def adopt(self, version: int, urls: Sequence[str] | None = None) -> None:
-        """Record that `urls` (None: all that are up) hold `version`, which another process has sent."""
-        self._thread.run(self._weights.adopt(version, urls), QUICK_SECONDS)
-
-    @property
-    def version(self) -> int | None:
-        """Version of the weights that completions are sampled with; None before any were sent."""
-        return self._weights.version
-
-    @property
-    def holders(self) -> list[str]:
-        return self._weights.holders
+        self._thread.run(self._weights.adopt(version, state["urls"]), QUICK_SECONDS)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -214,31 +196,21 @@ class RemoteEngine:
                 await step()
 
     def close(self) -> None:
-        if self._thread.running:
-            try:
-                servers = [member.server for member in self._pool.members]
-                self._thread.run(_release(servers, self.sender, self._pool), 2 * QUICK_SECONDS)
-            finally:
-                self._thread.close(seconds=10.0)
+        self._end()
 
 
-def _finalize(thread: LoopThread, servers: Sequence[ServerClient], sender: WeightSender) -> None:
-    """`close` for an engine that was never closed."""
-    if thread.running and not thread.is_current_thread():
-        with contextlib.suppress(Exception):
-            thread.run(_release(servers, sender), QUICK_SECONDS)
-    thread.close(seconds=10.0)
+def _end(thread: LoopThread, sender: WeightSender) -> None:
+    """Close `sender`, which a connection or a disk that hangs can delay by `QUICK_SECONDS` at most, and the loop."""
 
+    async def close_sender() -> None:
+        sender.close()
 
-async def _release(
-    servers: Sequence[ServerClient], sender: WeightSender | None = None, pool: ServerPool | None = None
-) -> None:
-    if pool is not None:
-        pool.close()
-    if sender is not None:
-        await sender.close()
-    for server in servers:
-        await server.close()
+    try:
+        if not thread.is_current_thread():  # collected as garbage there: waiting would be a deadlock
+            with contextlib.suppress(Exception):  # of the clean-up: those before it are the ones to report
+                thread.run(close_sender(), QUICK_SECONDS)
+    finally:
+        thread.close(seconds=10.0)
 
 
 async def connect(

@@ -25,7 +25,11 @@ SHOWN = 2000  # characters of a server's answer that an error repeats
 
 
 class ServerClient:
-    """Client of one server, with a connection pool for every event loop that calls it; its key is never shown."""
+    """Client of one server, used in one event loop at a time; its key is never shown.
+
+    Every request has a connection of its own: servers close kept ones after an error, or after seconds of silence, and
+    a request that runs into that looks like a server that died.
+    """
 
     def __init__(self, url: str, api_key: str | None = None):
         if not re.match(r"https?://[^/\s]+/?$", url):
@@ -34,8 +38,9 @@ class ServerClient:
                 " http://127.0.0.1:8000."
             )
         self.url = url.rstrip("/")
-        self._api_key = api_key
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connector: aiohttp.TCPConnector | None = None  # of that loop
 
     async def call(
         self, method: str, path: str, doing: str, deadline: float, body: Any = None, query: dict[str, Any] | None = None
@@ -48,10 +53,12 @@ class ServerClient:
         """
         connect = min(CONNECT_SECONDS, deadline)
         timeout = aiohttp.ClientTimeout(total=deadline, connect=connect)
+        session = self._session(timeout)
         try:
-            async with self._session().request(
-                method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
-            ) as answer:
+            async with (
+                session,
+                session.request(method, self.url + path, json=body, params=query, allow_redirects=False) as answer,
+            ):
                 text = (await answer.read()).decode(errors="replace")
                 status, elsewhere = answer.status, answer.headers.get("Location")
         except aiohttp.ConnectionTimeoutError as error:
@@ -77,22 +84,13 @@ class ServerClient:
             raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")
         return answer
 
-    async def close(self) -> None:
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
-
-    def _session(self) -> aiohttp.ClientSession:
+    def _session(self, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
-        for other in [other for other in self._sessions if other.is_closed()]:
-            del self._sessions[other]
-        if loop not in self._sessions:
-            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else None
-            # A new connection each time: servers close kept ones after an error, or after seconds of silence, and a
-            # request that runs into that looks like a server that died.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._sessions[loop] = aiohttp.ClientSession(headers=headers, connector=connector)
-        return self._sessions[loop]
+        if loop is not self._loop:  # the connector remembers the server's address, and keeps no connection
+            self._loop, self._connector = loop, aiohttp.TCPConnector(limit=0, force_close=True)
+        return aiohttp.ClientSession(
+            headers=self._headers, timeout=timeout, connector=self._connector, connector_owner=False
+        )
 
     def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:
         if status < 400:

@@ -86,16 +86,6 @@ class ServerApi(Protocol):
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache, which was computed with other weights."""
 
-    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Store a text that lasts as long as the server's weights; ignored by a server that stores none."""
-
-    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
-        """Text of `write_version`, or any other where none was stored; None if the server stores none.
-
-        It distinguishes a server that still holds this run's weights from one that was restarted, or that another run
-        sends weights to.
-        """
-
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory: 1 keeps weights in host memory, 2 drops them."""
 

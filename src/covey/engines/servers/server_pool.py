@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from covey.engines.servers.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.protocols import ServerFacts
+from covey.engines.servers.protocols import ServerApi, ServerFacts
 
 T = TypeVar("T")
 Request = Callable[[ServerClient, float], Awaitable[None]]  # to a server, within the seconds
@@ -29,7 +29,7 @@ class PoolMember:
     version: int | None = None  # of the weights it holds; None: those it was started with
     up: bool = True  # it may be given requests
     load: int = 0  # completions in flight
-    last_error: str = ""  # text of its last failure; empty if it is healthy
+    last_error: str = ""  # text of its last failure; empty if it is healthy, also while it waits for weights
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # requests in flight
     misses: int = 0  # failed health checks in a row
 
@@ -37,20 +37,14 @@ class PoolMember:
     def url(self) -> str:
         return self.server.url
 
-    @property
-    def behind(self) -> bool:
-        """True if it is healthy and waits for the current weights."""
-        return not self.up and not self.last_error
-
 
 @dataclass(eq=False)
 class ServerPool:
     members: list[PoolMember]
-    check_alive: Request  # `ServerError` without an answer
+    api: ServerApi
     readmit: Callable[[PoolMember], Awaitable[bool]]  # True if a server that was left out may take part again
     concurrency: int  # most completions in flight at a server; a larger request has a server to itself
     timeout: float  # seconds to wait for a server when none is left
-    timeout_setting: str  # name of that setting, for errors
     _held: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _revivals: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict)
@@ -67,13 +61,13 @@ class ServerPool:
         last `ServerError` of servers that answer, or `NoServerLeft` when all failed and none came back in time.
         """
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.get_running_loop().create_task(self._watch_requests())
+            self._watch = asyncio.create_task(self._watch_requests())
         failed: set[PoolMember] = set()
         strikes = late = lost = 0
         since: float | None = None
         while True:
             member = await self._select(load, failed)
-            task = asyncio.get_running_loop().create_task(call(member))
+            task = asyncio.create_task(call(member))
             member.calls.add(task)
             member.load += load
             try:
@@ -122,13 +116,13 @@ class ServerPool:
                 patience = empty_since + self.timeout - time.monotonic()
                 if patience <= 0:
                     raise self.none_left("generate", self.timeout)
-            await self._wait(patience)
+            await self.wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:
         return NoServerLeft(
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
-            f" ({self.timeout_setting}). The last error of each:",
+            f" ({self.api.settings.timeout}). The last error of each:",
             {member.url: member.last_error for member in self.members},
         )
 
@@ -137,7 +131,7 @@ class ServerPool:
         member.last_error = str(error) or type(error).__name__
         member.up = False
         if member not in self._revivals:
-            self._revivals[member] = asyncio.get_running_loop().create_task(self._revive(member))
+            self._revivals[member] = asyncio.create_task(self._revive(member))
         self._notify()
 
     def admit(self, member: PoolMember) -> None:
@@ -176,7 +170,7 @@ class ServerPool:
 
     async def _check(self, member: PoolMember) -> None:
         try:
-            await self.check_alive(member.server, QUICK_SECONDS)
+            await self.api.check_alive(member.server, QUICK_SECONDS)
             member.misses = 0
         except ServerError as error:
             member.misses += 1
@@ -220,21 +214,18 @@ class ServerPool:
         """Members that can be sent weights; waits for the first one, at most until `until` (monotonic clock)."""
         began = time.monotonic()
         until = min(until, began + self.timeout)
-        while not any(member.up or member.behind for member in self.members):
+        while all(member.last_error for member in self.members):
             left = until - time.monotonic()
             if left <= 0:
                 raise self.none_left(doing, round(until - began, 1))
-            await self._wait(min(left, FIRST_PAUSE))
-        return [member for member in self.members if member.up or member.behind]
-
-    def close(self) -> None:
-        for task in [*self._revivals.values(), *([self._watch] if self._watch else [])]:
-            task.cancel()
+            await self.wait(min(left, FIRST_PAUSE))
+        return [member for member in self.members if not member.last_error]
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait(self, seconds: float | None) -> None:
+    async def wait(self, seconds: float | None) -> None:
+        """Wait until a server is admitted or left out, or a request ends, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)

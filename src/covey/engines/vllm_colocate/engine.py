@@ -49,18 +49,15 @@ class ModelGroup:
         if self._group is None:
             return [message]
         messages: list[Any] = [None] * self.size
-        try:
-            torch.distributed.all_gather_object(messages, message, group=self._group)
-        except Exception:
-            self.broken = True
-            raise
+        self.broken = True  # until all have exchanged
+        torch.distributed.all_gather_object(messages, message, group=self._group)
         failed = [rank for rank, sent in enumerate(messages) if sent[0] == FAILED]
         if failed:
-            self.broken = True
             raise RuntimeError(
                 f"process {failed[0]} of the {self.size} that share vLLM's model failed while sampling; see its"
                 " own error."
             )
+        self.broken = False
         return messages
 
 
@@ -104,10 +101,9 @@ class VllmColocateEngine:
         settings = self._settings(request)
         loop = asyncio.get_running_loop()
         waiting = []
-        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        prompt: dict[str, Any] = {"prompt_token_ids": unexpanded(request.prompt_ids, request.media)}
         if request.media:  # vLLM expands the single token of each image with its own processor
-            ids = unexpanded(request.prompt_ids, request.media)
-            prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
+            prompt["multi_modal_data"] = {"image": images_of(request.media)}
         expanded = list(request.prompt_ids) if request.media else None
         for seed in request.seeds:
             name = f"covey-{next(self._names)}"
@@ -324,9 +320,8 @@ class VllmColocateEngine:
             return
         self.vllm.sleep(level=self.sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        self._has_base = self._has_base and self.sleep_level != 2
-        self._discarded = self.sleep_level == 2 and self._has_weights
-        self._has_weights = self._has_weights and not self._discarded
+        if self.sleep_level == 2:
+            self._discarded, self._has_weights, self._has_base = self._has_weights, False, False
 
     def _wake_up(self, parts: set[str]) -> None:
         """Allocate these parts of vLLM again; discarded weights are loaded again from the last update."""

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -108,55 +108,44 @@ def _shut_down(core: Any, shared: bool) -> None:
 @contextlib.contextmanager
 def preserved_process_state() -> Iterator[None]:
     """Restore the process-wide state, which vLLM changes, except the variables VLLM_*, which it reads later."""
-    restore: list[tuple[Callable[[Any], object], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-        (torch.set_rng_state, torch.get_rng_state()),
-        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
-        (torch.set_default_dtype, torch.get_default_dtype()),
-        (torch.set_grad_enabled, torch.is_grad_enabled()),
-    ]
-    if torch.cuda.is_initialized():
-        restore.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    start_method = multiprocessing.get_start_method(allow_none=True)
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    environment = dict(os.environ)
-    frozen = gc.get_freeze_count()
-    try:
+    with contextlib.ExitStack() as restored:
+        restored.callback(_restore_environment, dict(os.environ))
+        restored.callback(random.setstate, random.getstate())
+        restored.callback(np.random.set_state, np.random.get_state())
+        restored.callback(torch.set_rng_state, torch.get_rng_state())
+        if torch.cuda.is_initialized():
+            restored.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        restored.callback(torch.set_default_dtype, torch.get_default_dtype())
+        restored.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        restored.callback(torch.set_num_threads, torch.get_num_threads())
+        restored.callback(setattr, torch, "set_num_threads", torch.set_num_threads)
+        start_method = multiprocessing.get_start_method(allow_none=True)  # None: not set yet
+        restored.callback(multiprocessing.set_start_method, start_method, force=True)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if (handler := signal.getsignal(number)) is not None:
+                    restored.callback(signal.signal, number, handler)
+        if not gc.get_freeze_count():
+            restored.callback(gc.unfreeze)
         yield
-    finally:
-        for put_back, value in restore:
-            put_back(value)
-        torch.set_num_threads = set_threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        multiprocessing.set_start_method(start_method, force=True)  # None: not set yet
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        if not frozen:
-            gc.unfreeze()
-        for name in set(os.environ) | set(environment):
-            if name.startswith("VLLM_") or os.environ.get(name) == environment.get(name):
-                continue
-            if name in environment:
-                os.environ[name] = environment[name]
-            else:
-                del os.environ[name]
 
 
-def repack_heads(model: Any) -> int:
-    """Pack the output heads of a vLLM model on a CPU again after new weights; returns their number.
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in os.environ.keys() - before.keys():
+        if not name.startswith("VLLM_"):
+            del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if not name.startswith("VLLM_")})
+
+
+def repack_heads(model: Any) -> None:
+    """Pack the output heads of a vLLM model on a CPU again after new weights.
 
     vLLM does not pack a head again that is tied to the embedding: the model would continue with its old one.
     """
-    heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
-    packed = [head for head in heads if hasattr(head, "cpu_linear")]
-    for head in packed:
-        head.quant_method.process_weights_after_loading(head)
-    return len(packed)
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 @cache

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.media import unexpanded
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerRefused, advised, same_vocabulary
@@ -27,16 +28,6 @@ RESERVED = frozenset(
 FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
 
 
-async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
-    await server.call("POST", "/update_weight_version", doing, deadline, body)
-
-
-async def read_version(server: ServerClient, deadline: float) -> str | None:
-    version = (await model_info(server, deadline)).get("weight_version")
-    return None if version is None else str(version)
-
-
 @dataclass(kw_only=True, eq=False)
 class SglangApi:
     """A `ServerApi` for SGLang's server."""
@@ -49,8 +40,6 @@ class SglangApi:
     settings = SettingNames(
         "sglang_server_timeout", "sglang_request_timeout", "sglang_sync_timeout", "--context-length"
     )
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
 
     def __post_init__(self) -> None:
         self._released: dict[str, list[str]] = {}
@@ -108,7 +97,7 @@ class SglangApi:
     ) -> list[SampledChunk]:
         """Sample `request.n` completions in one request; those that another token than `ends` ended are unfinished."""
         body: dict[str, Any] = {
-            "input_ids": [completions.sent_ids(request)] * request.n,
+            "input_ids": [unexpanded(request.prompt_ids, request.media)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
             "return_logprob": True,
         }
@@ -230,25 +219,20 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
 
 
 async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    answer = await _either(server, "/model_info", "/get_model_info", deadline)
+    answer = await _properties(server, "/model_info", deadline)
     if not isinstance(answer.get("model_path"), str):
         raise BadAnswer(server.url, "read its properties", "it names no model_path", "Is it SGLang's own server?")
     return answer
 
 
 async def server_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    return await _either(server, "/server_info", "/get_server_info", deadline)
+    return await _properties(server, "/server_info", deadline)
 
 
-async def _either(server: ServerClient, path: str, older: str, deadline: float) -> dict[str, Any]:
+async def _properties(server: ServerClient, path: str, deadline: float) -> dict[str, Any]:
     doing, hint = "read its properties", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
-    try:
+    with advised(hint, "HTTP 404"):
         answer = await server.call("GET", path, doing, deadline)
-    except ServerRefused as refused:
-        if "HTTP 404" not in refused.message:
-            raise
-        with advised(hint):
-            answer = await server.call("GET", older, doing, deadline)
     if not isinstance(answer, dict):
         raise BadAnswer(server.url, doing, f"{path} answered {answer!r:.100}", hint)
     return answer

@@ -10,10 +10,9 @@ import hashlib
 import io
 import pickle
 import shutil
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,16 +27,15 @@ from torch.storage import TypedStorage
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError, ServerRefused, advised
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
+from covey.engines.servers.sglang.api import model_info, server_info
 from covey.engines.servers.weights import api
-from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.channels import Channel, in_thread, nccl_that_raises, open_store
+from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
+from covey.engines.servers.weights.channels import Channel, Group, in_thread, nccl_that_raises
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
 SHARING_ATTEMPTS = 5  # torch gives its manager of shared memory a second to answer, which a busy machine may exceed
 SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB of it
-AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout does not come first
 
 
@@ -72,23 +70,27 @@ class SglangWeightApi(api.WeightApi):
         with advised("It must see this folder under the same name: set checkpoint_path to one that it shares."):
             await server.ask("/update_weights_from_disk", doing, until.left(server), body)
 
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
+    async def read_version(self, server: ServerClient, deadline: float) -> str:
+        return str((await model_info(server, deadline)).get("weight_version"))
 
-    def packer(
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
+        body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
+        await server.call("POST", "/update_weight_version", doing, deadline, body)
+
+    def pack(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[api.WeightEndpoint]
-    ) -> Packer:
+    ) -> Buckets:
         """Dense buckets for a group; for "tensor", buckets in shared memory where all servers can open it."""
         if method == "group":
-            return Packer(update, bucket_bytes, self._device, dense=True)
+            return pack(update, bucket_bytes, self._device, dense=True)
         cpu = torch.device("cpu")
         if method == "adapter":
-            return Packer(update, bucket_bytes, cpu)
+            return pack(update, bucket_bytes, cpu)
         largest = max(bucket_bytes, *(spec.nbytes for spec in update.specs))
         room = shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
         if room and all(endpoint.same_machine for endpoint in endpoints):
-            return Packer(update, bucket_bytes, cpu, allocate=shared_buffer)
-        return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
+            return pack(update, bucket_bytes, cpu, allocate=shared_buffer)
+        return pack(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
     async def join_group(
         self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline
@@ -98,27 +100,20 @@ class SglangWeightApi(api.WeightApi):
         server, doing = endpoint.server, "join a group for weights"
         port = self._port and self._port + self._offsets.setdefault(server.url, len(self._offsets))
         hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
+        address, store = api.listen_for(server, port, hint)
         size, kind = 1 + endpoint.processes, "nccl" if self._device.type == "cuda" else "gloo"
-        group = api.listen_for(server, port, hint, lambda address: SglangGroup(address, size, kind, port))
-        self._group_names[server.url] = group.name
+        name = self._group_names[server.url] = f"covey-{uuid.uuid4().hex}"
         body = {
-            "master_address": group.address,
-            "master_port": group.port,
+            "master_address": address,
+            "master_port": store.port,
             "rank_offset": 1,
-            "world_size": group.size,
-            "group_name": group.name,
-            "backend": group.backend,
+            "world_size": size,
+            "group_name": name,
+            "backend": kind,
         }
-
-        async def ask(seconds: float) -> None:
-            await server.ask("/init_weights_update_group", doing, seconds, body)
-
-        try:
-            await api.meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
-        except BaseException:
-            group.close()
-            raise
-        return group
+        ask = partial(server.ask, "/init_weights_update_group", doing, body=body)
+        join = partial(SglangGroup, kind, store, name, size)
+        return await api.meet(server, doing, until, f"{address}, port {store.port}", ask, join)
 
     async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         try:
@@ -130,12 +125,12 @@ class SglangWeightApi(api.WeightApi):
             await self._post("/begin_weight_update", endpoint, until)
 
     async def push(
-        self, endpoint: api.WeightEndpoint, channel: Channel | None, transfer: api.BucketTransfer, until: api.Deadline
+        self, endpoint: api.WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: api.Deadline
     ) -> None:
-        server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
+        server, doing = endpoint.server, f"{until.doing} ({bucket})"
         body: dict[str, Any] = {"flush_cache": False}
-        if transfer.number + 1 == transfer.count:
-            body["weight_version"] = str(transfer.version)
+        if bucket.number + 1 == bucket.count:
+            body["weight_version"] = str(version)
         if channel is None:
             tensors = list(bucket.tensors().items())
             body["serialized_named_tensors"] = await in_thread(
@@ -173,7 +168,7 @@ class SglangWeightApi(api.WeightApi):
     async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model`; its version shows whether an earlier run used it."""
         found = endpoint.details
-        return found["model_path"] == model and str(found.get("weight_version")) == AS_STARTED
+        return found["model_path"] == model and str(found.get("weight_version")) == api.AS_STARTED
 
     def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
         tensors = dict(own_copies(bucket.tensors().items()))
@@ -183,12 +178,14 @@ class SglangWeightApi(api.WeightApi):
         }
         return inline(tensors), checksums
 
-    async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
-        server, name, (text, checksums) = endpoint.server, adapter.name, adapter.source
+    async def load_adapter(
+        self, endpoint: api.WeightEndpoint, name: str, config: Any, source: Any, channel: Any, until: api.Deadline
+    ) -> None:
+        server, (text, checksums) = endpoint.server, source
         await self._try("/unload_lora_adapter", endpoint, {"lora_name": name})  # an earlier attempt may have loaded it
         body = {
             "lora_name": name,
-            "config_dict": adapter.config,
+            "config_dict": config,
             "expected_checksums": checksums,
             "serialized_named_tensors": [text] * endpoint.processes,
         }
@@ -208,47 +205,25 @@ def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-class SglangGroup:
-    """Rank 0 of a group in which the trainer broadcasts weights to one SGLang server, with deadlines; a `Channel`."""
+class SglangGroup(Group):
+    """Rank 0 of a group whose other members are one SGLang server's."""
 
-    def __init__(self, address: str, size: int, backend: str, port: int = 0):
-        self.address, self.size, self.backend = address, size, backend
-        self.name = f"covey-{uuid.uuid4().hex}"
-        self._store: Any = open_store(address, port, SPARE_SECONDS)
-        self._group: Any = None
-
-    @property
-    def port(self) -> int:
-        return int(self._store.port)
-
-    def join(self, seconds: float) -> None:
+    def __init__(self, backend: str, store: Any, name: str, world_size: int, seconds: float):
         # The two ends meet under keys of the store that only this private helper knows; the server uses it too.
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
-        self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
-        with nccl_that_raises():
-            group, _ = _new_process_group_helper(
-                self.size,
+        self.backend, self._store = backend, store
+        store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
+        with nccl_that_raises() if backend == "nccl" else nullcontext():
+            self._group, _ = _new_process_group_helper(
+                world_size,
                 0,
                 [],
-                Backend(self.backend),
-                dist.PrefixStore(self.name, self._store),
-                group_name=self.name,  # type: ignore[arg-type]
-                timeout=timedelta(seconds=seconds if self.backend == "gloo" else seconds + SPARE_SECONDS),
+                Backend(backend),
+                dist.PrefixStore(name, store),
+                group_name=name,  # type: ignore[arg-type]
+                timeout=timedelta(seconds=seconds if backend == "gloo" else seconds + SPARE_SECONDS),
             )
-        self._group = group
-
-    def send(self, data: Tensor, seconds: float) -> None:
-        if self._group is None:
-            raise RuntimeError("the connection was closed")
-        work = self._group.broadcast(data, 0)
-        until, pause = time.monotonic() + seconds, 1e-4
-        while not work.is_completed():
-            if time.monotonic() > until:
-                raise RuntimeError(f"timed out: {data.nbytes} bytes were not taken within {seconds:g} seconds")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-        work.wait()
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -257,7 +232,6 @@ class SglangGroup:
                 group.abort()
             with suppress(Exception):
                 dist.destroy_process_group(group)
-        self._store = None
 
 
 def encode(named: list[tuple[str, Tensor]], copies: int, *, shared: bool) -> list[str]:

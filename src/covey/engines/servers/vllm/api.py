@@ -7,11 +7,11 @@ weights; `covey vllm-serve` does so. See also: `covey.engines.servers.vllm.weigh
 import contextlib
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from covey.core.engine import SampleRequest
+from covey.core.media import unexpanded
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused, advised, same_vocabulary
@@ -35,28 +35,6 @@ DEV_MODE = (
 )
 
 
-async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    with suppress_missing_route():
-        body, doing = {"new_version": version}, "record the version of its weights"
-        await server.call("POST", "/update_weight_version", doing, deadline, body)
-
-
-async def read_version(server: ServerClient, deadline: float) -> str | None:
-    answer = None
-    with suppress_missing_route():
-        answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
-    return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
-
-
-@contextlib.contextmanager
-def suppress_missing_route() -> Iterator[None]:
-    try:
-        yield
-    except ServerRefused as error:
-        if "HTTP 404" not in error.message:
-            raise
-
-
 @dataclass(kw_only=True, eq=False)
 class VllmApi:
     """A `ServerApi` for vLLM's server."""
@@ -69,8 +47,6 @@ class VllmApi:
     settings = SettingNames(
         "vllm_server_timeout", "vllm_server_request_timeout", "vllm_server_sync_timeout", "--max-model-len"
     )
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
 
     def __post_init__(self) -> None:
         completions.refuse_reserved(self.extra, RESERVED)
@@ -81,12 +57,14 @@ class VllmApi:
         await check_release(server, deadline)
         await read_world_size(server, deadline)
         model = await read_model(server, deadline)
-        config = await read_config(server, deadline)
+        query = {"config_format": "json"}
+        info = await server.call("GET", "/server_info", "ask for its configuration", deadline, query=query)
+        config = get_path(info, "vllm_config")
         refuse_chunked_prefill(server, config)
         await check_extra(server, self.extra, deadline)
         # A run that was killed while it sent weights leaves a server paused, with layers that are half loaded.
         answer = await self._switch(server, "/is_paused", "ask whether it is paused", deadline, method="GET")
-        if isinstance(answer, dict) and answer.get("is_paused"):
+        if get_path(answer, "is_paused"):
             with contextlib.suppress(ServerError):  # no update is open, or it reports what is missing
                 await server.call("POST", "/finish_weight_update", "end an update", deadline, {})
             await self.resume(server, deadline)
@@ -130,7 +108,7 @@ class VllmApi:
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
         answer = await self._switch(server, "/reset_prefix_cache", "empty the prefix cache", deadline)
-        if isinstance(answer, dict) and answer.get("success") is False:
+        if get_path(answer, "success") is False:
             raise ServerBusy(server.url, "empty the prefix cache", "requests still use it")
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
@@ -138,7 +116,7 @@ class VllmApi:
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
         answer = await self._switch(server, "/is_sleeping", "ask whether it sleeps", deadline, method="GET")
-        if not isinstance(answer, dict) or answer.get("is_sleeping", True):
+        if get_path(answer, "is_sleeping") is not False:
             await self._switch(server, "/wake_up", "wake it", deadline)
 
     async def _switch(
@@ -198,7 +176,7 @@ def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> d
     settings = sampling_settings(request, ends)
     return {
         "model": model,
-        "token_ids": completions.sent_ids(request),
+        "token_ids": unexpanded(request.prompt_ids, request.media),
         "content_parts": [{"type": "image_url", "url": url} for url in completions.sent_images(request)],
         "return_token_ids": True,
         "sampling_params": {"detokenize": any(name in settings for name in TEXT), **settings},
@@ -213,7 +191,7 @@ async def check_release(server: ServerClient, deadline: float) -> None:
         answer = await server.call("GET", "/version", doing, deadline)
     except ServerRefused as error:
         raise error if "API key" in str(error) else ServerRefused(server.url, doing, error.message, hint) from error
-    release = answer.get("version") if isinstance(answer, dict) else None
+    release = get_path(answer, "version")
     if not isinstance(release, str):
         raise ServerRefused(server.url, doing, f"/version answered {answer!r:.100}", hint)
     numbers = re.match(r"(\d+)\.(\d+)", release)
@@ -226,7 +204,7 @@ async def read_world_size(server: ServerClient, deadline: float, doing: str = "a
     """Number of processes that hold weights; a server without the routes for training is refused."""
     with advised(DEV_MODE, "HTTP 404", message="it was started without them", doing="use the routes for training"):
         answer = await server.call("GET", "/get_world_size", doing, deadline)
-    size = answer.get("world_size") if isinstance(answer, dict) else None
+    size = get_path(answer, "world_size")
     if not isinstance(size, int) or size < 1:
         raise BadAnswer(server.url, doing, f"/get_world_size answered {answer!r:.100}")
     return size
@@ -235,20 +213,11 @@ async def read_world_size(server: ServerClient, deadline: float, doing: str = "a
 async def read_model(server: ServerClient, deadline: float) -> dict[str, Any]:
     doing = "ask for its model"
     answer = await server.call("GET", "/v1/models", doing, deadline)
-    models = answer.get("data") if isinstance(answer, dict) else None
-    base = [model for model in models or [] if isinstance(model, dict) and model.get("id")]
+    base = [model for model in get_path(answer, "data") or [] if get_path(model, "id")]
     base = [model for model in base if not model.get("parent")] or base  # adapters have a parent
     if not base:
         raise BadAnswer(server.url, doing, f"it answered {answer!r:.200}")
     return base[0]
-
-
-async def read_config(server: ServerClient, deadline: float) -> dict[str, Any]:
-    """Configuration that it was started with; empty where it does not report one."""
-    query = {"config_format": "json"}
-    answer = await server.call("GET", "/server_info", "ask for its configuration", deadline, query=query)
-    config = answer.get("vllm_config") if isinstance(answer, dict) else None
-    return config if isinstance(config, dict) else {}
 
 
 async def check_extra(server: ServerClient, extra: dict[str, Any], deadline: float) -> None:
@@ -294,7 +263,7 @@ async def reports_after_cut(
     return after_cut
 
 
-def refuse_chunked_prefill(server: ServerClient, config: dict[str, Any]) -> None:
+def refuse_chunked_prefill(server: ServerClient, config: Any) -> None:
     """Refuse chunked prefill on a CPU: with a seed it ends vLLM's engine there (0.32), which rewinds its generator."""
     on_cpu = str(get_path(config, "device_config", "device")) == "cpu"
     if on_cpu and get_path(config, "scheduler_config", "enable_chunked_prefill"):
@@ -304,6 +273,7 @@ def refuse_chunked_prefill(server: ServerClient, config: dict[str, Any]) -> None
 
 
 def get_path(record: Any, *path: str) -> Any:
+    """Value in nested JSON objects; None where a name is missing, or stands in something else."""
     for name in path:
         record = record.get(name) if isinstance(record, dict) else None
     return record

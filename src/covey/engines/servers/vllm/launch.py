@@ -16,7 +16,6 @@ BACKEND = "covey"  # Covey's backend for vLLM's weight transfer, over gloo, NCCL
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # opens the routes that take weights
 LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # opens the routes that take adapters
 ADAPTERS = 3  # adapter versions that a server keeps: the current one, and those of requests still in flight
-AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 MIDDLEWARE = f"{__name__}.RequireKey"  # value of `--middleware`
 WEIGHT_FLAGS = {"worker-extension-cls": WORKER, "weight-transfer-config": f'{{"backend": "{BACKEND}"}}'}
 LORA_FLAGS = {"max-loras": str(ADAPTERS), "max-cpu-loras": str(ADAPTERS)}  # these go with --enable-lora

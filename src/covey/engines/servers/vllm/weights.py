@@ -15,11 +15,11 @@ import torch
 
 from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, ServerError, ServerUnreachable, advised
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.vllm.api import read_version, read_world_size, write_version
-from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
+from covey.engines.servers.vllm.api import get_path, read_world_size
+from covey.engines.servers.vllm.launch import ADAPTERS, BACKEND
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
-from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
+from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,6 @@ class VllmWeightApi(api.WeightApi):
 
     def __init__(self, port: int = 0):
         self._port = port
-        self._run = uuid.uuid4().hex[:8]
-        self._stores: dict[str, Any] = {}  # by address of this machine
-        self._groups = 0
 
     async def probe(self, server: ServerClient, until: api.Deadline) -> api.WeightEndpoint:
         doing = "find out how it takes weights"
@@ -65,10 +62,15 @@ class VllmWeightApi(api.WeightApi):
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await server.call("POST", "/collective_rpc", doing, until.left(server), body)
-        await write_version(server, str(version), until.left(server))
+        await self.write_version(server, str(version), until.left(server))
 
-    read_version = staticmethod(read_version)
-    write_version = staticmethod(write_version)
+    async def read_version(self, server: ServerClient, deadline: float) -> str:
+        answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
+        return str(get_path(answer, "weight_version"))
+
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
+        body, doing = {"new_version": version}, "record the version of its weights"
+        await server.call("POST", "/update_weight_version", doing, deadline, body)
 
     async def join_group(self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline) -> Channel:
         server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
@@ -78,9 +80,8 @@ class VllmWeightApi(api.WeightApi):
                 mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
                 kind = "gloo" if facts["gpu"] == mine else "nccl"
             hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
-            address, store = api.listen_for(server, self._port, hint, self._listen)
-        self._groups += 1
-        name, world_size = f"{self._run}/{self._groups}", 1 + endpoint.processes
+            address, store = api.listen_for(server, self._port, hint)
+        name, world_size = uuid.uuid4().hex, 1 + endpoint.processes
         doing, port = f"join a {kind} group for weights", 0 if store is None else store.port
         meeting = {"channel": kind, "address": address, "port": port, "name": name, "world_size": world_size}
 
@@ -92,11 +93,6 @@ class VllmWeightApi(api.WeightApi):
             return Ipc() if store is None else Group(kind, store, name, 0, world_size, address, seconds)
 
         return await api.meet(server, doing, until, f"{address}, port {port}", ask, join)
-
-    def _listen(self, address: str) -> tuple[str, Any]:
-        if address not in self._stores:
-            self._stores[address] = shared_store(address, self._port, seconds=60.0)
-        return address, self._stores[address]
 
     async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         server = endpoint.server
@@ -113,14 +109,15 @@ class VllmWeightApi(api.WeightApi):
                 await self._finish(server, {}, until)
 
     async def push(
-        self, endpoint: api.WeightEndpoint, channel: Channel | None, transfer: api.BucketTransfer, until: api.Deadline
+        self, endpoint: api.WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: api.Deadline
     ) -> None:
         assert isinstance(channel, Group | Ipc), "`join_group` made it"
-        server, data, seconds = endpoint.server, transfer.bucket.data, until.left(endpoint.server)
-        piece = {"version": transfer.version, "number": transfer.number, "count": transfer.count, "seconds": seconds}
-        body = {"update_info": {**piece, "manifest": transfer.bucket.manifest(), "note": channel.note(data)}}
-        request = server.call("POST", "/update_weights", transfer.doing, seconds, body)
-        await api.together(server, transfer.doing, request, partial(channel.send, data, seconds))
+        server, data, seconds = endpoint.server, bucket.data, until.left(endpoint.server)
+        doing = f"{until.doing} ({bucket})"
+        piece = {"version": version, "number": bucket.number, "count": bucket.count, "seconds": seconds}
+        body = {"update_info": {**piece, "manifest": bucket.manifest(), "note": channel.note(data)}}
+        request = server.call("POST", "/update_weights", doing, seconds, body)
+        await api.together(server, doing, request, partial(channel.send, data, seconds))
 
     async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
         await self._finish(endpoint.server, {"weight_version": str(version)}, until)
@@ -131,21 +128,22 @@ class VllmWeightApi(api.WeightApi):
     async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model` and has been sent no weights since."""
         server = endpoint.server
-        if await read_version(server, until.left(server)) != AS_STARTED:
+        if await self.read_version(server, until.left(server)) != api.AS_STARTED:
             return False  # an earlier run used this server, and may have left any weights
         answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
-        models = answer.get("data", []) if isinstance(answer, dict) else []
-        return model in {name for listed in models for name in (listed.get("root"), listed.get("id"))}
+        return any(model in (listed.get("root"), listed.get("id")) for listed in get_path(answer, "data") or [])
 
-    async def load_adapter(self, endpoint: api.WeightEndpoint, adapter: api.AdapterUpdate, until: api.Deadline) -> None:
-        server, name, source, channel = endpoint.server, adapter.name, adapter.source, adapter.channel
+    async def load_adapter(
+        self, endpoint: api.WeightEndpoint, name: str, config: Any, source: Any, channel: Any, until: api.Deadline
+    ) -> None:
+        server = endpoint.server
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
             seconds = until.left(server)
-            kwargs = {"name": _folder(endpoint, name), "config": json.dumps(adapter.config), "seconds": seconds}
+            kwargs = {"name": _folder(endpoint, name), "config": json.dumps(config), "seconds": seconds}
             kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
-            answers, _ = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
+            answers = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
             source = answers[0]["folder"]
         doing, body = f"load the adapter {name}", {"lora_name": name, "lora_path": str(source)}
         try:
@@ -162,9 +160,6 @@ class VllmWeightApi(api.WeightApi):
         await server.call("POST", "/v1/unload_lora_adapter", doing, until.left(server), body)
         if endpoint.details:
             await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=_folder(endpoint, name))
-
-    def close(self) -> None:
-        self._stores.clear()
 
 
 def _folder(endpoint: api.WeightEndpoint, name: str) -> str:

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerRefused, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.channels import Channel, in_thread, own_address
+from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
+from covey.engines.servers.weights.channels import Channel, in_thread, own_address, shared_store
 
+AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
 JOIN_SECONDS = 60.0  # for a server to join a group, lest a firewall that drops packets uses up all the time
 
-R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -51,31 +51,10 @@ class WeightEndpoint:
     details: dict[str, Any] = field(default_factory=dict)  # further facts for the backend itself
 
 
-@dataclass(frozen=True)
-class BucketTransfer:
-    """One bucket of an update: the `number`th, from 0, of `count`; `doing` describes it in errors."""
-
-    bucket: Bucket
-    number: int
-    count: int
-    version: int
-    doing: str
-
-
-@dataclass(frozen=True)
-class AdapterUpdate:
-    """A version of an adapter: its `config`, and its weights in a folder or as `encode_adapter` made them."""
-
-    name: str
-    config: dict[str, Any]
-    source: Any
-    channel: Channel | None = None  # for bytes that no request carries
-
-
 class WeightApi(ABC):
     """Requests of one backend about weights; each ends within the time that is left until its deadline.
 
-    A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `packer`;
+    A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `pack`;
     one with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
     `adapters_kept` do not promise are never called.
     """
@@ -99,18 +78,22 @@ class WeightApi(ABC):
         """Make the server read its weights from `folder`, and record their version."""
 
     @abstractmethod
-    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
-        """Version of its weights that the server reports; an update fails where it is not the one that was sent."""
+    async def read_version(self, server: ServerClient, deadline: float) -> str:
+        """Version of its weights that the server reports; an update fails where it is not the one that was sent.
+
+        It also distinguishes a server that still holds this run's weights from one that was restarted, or that another
+        run sends weights to.
+        """
 
     @abstractmethod
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Record the version of the server's weights."""
+        """Record the version of the server's weights, a text that lasts as long as they do."""
 
-    def packer(
+    def pack(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
-    ) -> Packer:
+    ) -> Buckets:
         """Buckets of `update` in the layout that `method` needs."""
-        return Packer(update, bucket_bytes)
+        return pack(update, bucket_bytes)
 
     async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
         """Connect to the server for `method`, with buckets on a GPU or not; None where requests carry the bytes."""
@@ -121,9 +104,9 @@ class WeightApi(ABC):
         return None
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: Deadline
     ) -> None:
-        """Send one bucket."""
+        """Send one bucket of a version."""
         raise NotImplementedError(f"{self.name} promises a transfer method for buckets and has no `push`")
 
     async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
@@ -142,16 +125,14 @@ class WeightApi(ABC):
         """Form of an adapter's bytes that `load_adapter` takes; computed once for all servers, in a thread."""
         return bucket
 
-    async def load_adapter(self, endpoint: WeightEndpoint, adapter: AdapterUpdate, until: Deadline) -> None:
-        """Load an adapter under its name."""
+    async def load_adapter(
+        self, endpoint: WeightEndpoint, name: str, config: Any, source: Any, channel: Channel | None, until: Deadline
+    ) -> None:
+        """Load an adapter from a folder, or from what `encode_adapter` made; `channel` is for bytes beyond requests."""
         raise NotImplementedError(f"{self.name} takes no adapters, and one was sent")
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
         """Drop an adapter that no request samples from."""
-        return None
-
-    def close(self) -> None:
-        """Release ports."""
         return None
 
 
@@ -159,19 +140,24 @@ def is_local(server: ServerClient) -> bool:
     return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-def listen_for(server: ServerClient, port: int, hint: str, listen: Callable[[str], T]) -> T:
-    """Result of `listen`, given this machine's address as the server sees it; `ServerRefused` if the port is taken."""
+def listen_for(server: ServerClient, port: int, hint: str) -> tuple[str, Any]:
+    """This machine's address as the server sees it, and a store that listens there (0: at any free port).
+
+    Raises:
+        ServerRefused: the port is taken.
+    """
     target = urlsplit(server.url)
     assert target.hostname is not None, "checked by `ServerClient`"
     try:
-        return listen(own_address(target.hostname, target.port or 80))
+        address = own_address(target.hostname, target.port or 80)
+        return address, shared_store(address, port)
     except OSError as error:
         message = f"this machine cannot listen on port {port} for it ({error})"
         raise ServerRefused(server.url, "join a group for weights", message, hint) from error
 
 
-async def together(server: ServerClient, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
-    """Run a request and the transfer it announces; both must succeed, or a `ServerError` is raised."""
+async def together(server: ServerClient, doing: str, request: Awaitable[T], transfer: Callable[[], object]) -> T:
+    """Result of a request, run with the transfer it announces; both must succeed, or a `ServerError` is raised."""
     asked = asyncio.ensure_future(request)
     moved = asyncio.ensure_future(in_thread(transfer))
     try:
@@ -188,7 +174,7 @@ async def together(server: ServerClient, doing: str, request: Awaitable[R], tran
             line = str(cause).strip().partition("\n")[0]
             line = line.split("] ", 1)[-1].split(" This is typically", 1)[0]  # torch puts the source file before it
             raise kind(server.url, doing, line) from cause
-        return asked.result(), moved.result()
+        return asked.result()
     finally:  # cancelled, or one of them failed; the thread ends at its own deadline, or when the channel is closed
         asked.cancel()
         moved.cancel()
@@ -201,19 +187,23 @@ async def meet(
     until: Deadline,
     where: str,
     request: Callable[[float], Awaitable[Any]],
-    join: Callable[[float], T],
-) -> T:
+    join: Callable[[float], Channel],
+) -> Channel:
     """Form a group of a server, which `request` asks to connect to `where`, and this process, which calls `join`.
 
     Both get their seconds, `JOIN_SECONDS` at most. Returns the result of `join`; raises `GroupNotJoined` after those.
     """
     seconds = min(JOIN_SECONDS, until.left(server))
     ends = time.monotonic() + seconds
+    joined: list[Channel] = []
     try:
-        _, joined = await together(server, doing, request(seconds), lambda: join(seconds))
+        await together(server, doing, request(seconds), lambda: joined.append(join(seconds)))
+        return joined.pop()
     except ServerError as error:
         if not isinstance(error, DeadlineExceeded) and time.monotonic() < ends:
             raise
         hint = f"It must be able to connect to this machine at {where}: open that to it, or send weights as files."
         raise GroupNotJoined(server.url, doing, error.message, hint) from error
-    return joined
+    finally:
+        for channel in joined:  # the server failed meanwhile
+            channel.close()

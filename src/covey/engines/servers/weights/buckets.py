@@ -1,7 +1,8 @@
 """Buckets: tensors packed into flat buffers, with a JSON manifest that both ends check; pure torch."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,17 +26,20 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors in one flat buffer of bytes."""
+    """Tensors in one flat buffer of bytes: the `number`th bucket, from 0, of the `count` of an update."""
 
     entries: tuple[BucketEntry, ...]
     data: Tensor
+    number: int
+    count: int
 
     def tensors(self) -> dict[str, Tensor]:
         return {entry.spec.name: _view(self.data, entry.offset, entry.spec) for entry in self.entries}
 
     def __str__(self) -> str:
         first, last = self.entries[0].spec.name, self.entries[-1].spec.name
-        return first if first == last else f"{first} ... {last}"
+        names = first if first == last else f"{first} ... {last}"
+        return f"bucket {self.number + 1} of {self.count}: {names}"
 
     def manifest(self) -> dict[str, Any]:
         return {
@@ -51,6 +55,9 @@ class Bucket:
                 for entry in self.entries
             ],
         }
+
+
+Buckets = Generator[Bucket, None, None]
 
 
 def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
@@ -91,57 +98,37 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(torch.cat([sums, flat[rows * ROW :]]).cpu().numpy().tobytes())
 
 
-class Packer:
-    """Packs an update into buckets of at most `bucket_bytes` (or one tensor), in two alternating buffers.
+def pack(
+    update: WeightUpdate,
+    bucket_bytes: int,
+    device: torch.device | None = None,  # of the buffers; None: that of the tensors
+    *,
+    dense: bool = False,
+    allocate: Callable[[int], Tensor] | None = None,  # flat uint8 buffer of so many bytes
+) -> Buckets:
+    """Pack an update into buckets of at most `bucket_bytes` (or one tensor), in two alternating buffers.
 
     A bucket is valid until the next but one is packed, so one can be sent while the next is filled. With `dense`, for
     receivers that expect no gaps, a tensor that would not begin at a multiple of `ALIGNED` begins the next bucket.
     """
-
-    def __init__(
-        self,
-        update: WeightUpdate,
-        bucket_bytes: int,
-        device: torch.device | None = None,  # of the buffers; None: that of the tensors
-        *,
-        dense: bool = False,
-        allocate: Callable[[int], Tensor] | None = None,  # flat uint8 buffer of so many bytes
-    ):
-        self.plan = planned(update.specs, bucket_bytes, dense=dense)
-        self._tensors: Any = update.checked()
-        self._buckets = _packed(self.plan, self._tensors, device, allocate)
-
-    def next(self) -> Bucket | None:
-        """Next bucket, or None after the last, when the iteration over the tensors is complete."""
-        return next(self._buckets, None)
-
-    def close(self) -> None:
-        self._tensors.close()
-
-
-def _packed(
-    plan: list[list[TensorSpec]],
-    tensors: Iterator[tuple[TensorSpec, Tensor]],
-    device: torch.device | None,
-    allocate: Callable[[int], Tensor] | None,
-) -> Iterator[Bucket]:
-    """Buckets of a `Packer`, which this must not refer to: the buffers are to go with it."""
+    plan = planned(update.specs, bucket_bytes, dense=dense)
+    largest = max((sum(_aligned(spec.nbytes) for spec in specs) for specs in plan), default=0)
     buffers: dict[int, Tensor] = {}
-    largest = max(map(_size, plan), default=0)
-    for number, specs in enumerate(plan):
-        slot, entries, offset = number % 2, [], 0
-        for spec, (_, tensor) in zip(specs, tensors, strict=False):
-            if slot not in buffers:
-                zeros = partial(torch.zeros, dtype=torch.uint8, device=device or tensor.device)
-                buffers[slot] = (allocate or zeros)(largest)
-            placed = _view(buffers[slot], offset, spec)
-            placed.copy_(tensor)
-            entries.append(BucketEntry(spec, offset, checksum(placed)))
-            offset += _aligned(spec.nbytes)
-        assert len(entries) == len(specs), "`checked` raises where tensors are missing"
-        yield Bucket(tuple(entries), buffers[slot][:offset])
-    for _ in tensors:  # raises if there are more tensors than announced
-        pass
+    with closing(update.checked()) as tensors:  # an error does not keep it open: other processes may take part in it
+        for number, specs in enumerate(plan):
+            slot, entries, offset = number % 2, [], 0
+            for spec, (_, tensor) in zip(specs, tensors, strict=False):
+                if slot not in buffers:
+                    zeros = partial(torch.zeros, dtype=torch.uint8, device=device or tensor.device)
+                    buffers[slot] = (allocate or zeros)(largest)
+                placed = _view(buffers[slot], offset, spec)
+                placed.copy_(tensor)
+                entries.append(BucketEntry(spec, offset, checksum(placed)))
+                offset += _aligned(spec.nbytes)
+            assert len(entries) == len(specs), "`checked` raises where tensors are missing"
+            yield Bucket(tuple(entries), buffers[slot][:offset], number, len(plan))
+        for _ in tensors:  # raises if there are more tensors than announced
+            pass
 
 
 def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:
@@ -159,10 +146,6 @@ def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = Fal
 
 def _view(data: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     return data[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-
-
-def _size(specs: Sequence[TensorSpec]) -> int:
-    return sum(_aligned(spec.nbytes) for spec in specs)
 
 
 def _aligned(nbytes: int) -> int:

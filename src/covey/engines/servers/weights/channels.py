@@ -41,7 +41,7 @@ class Group:
     """A process group of one trainer, rank 0, and one server, which meet under `name` on a store: gloo or NCCL."""
 
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
-        self._backend = backend
+        self.backend, self._store = backend, store  # which `shared_store` returns as long as a group needs it
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
         timeout = timedelta(seconds=seconds)
@@ -60,18 +60,18 @@ class Group:
         return {}
 
     def send(self, data: Tensor, seconds: float) -> None:
-        self._broadcast(data.cpu() if self._backend == "gloo" else data, seconds)
+        self._broadcast(data.cpu() if self.backend == "gloo" else data, seconds)
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
         """Receive rank 0's broadcast into a new buffer, since loading may keep views of it for a while."""
-        where = torch.device("cpu") if self._backend == "gloo" else device
+        where = torch.device("cpu") if self.backend == "gloo" else device
         data = torch.empty(nbytes, dtype=torch.uint8, device=where)
         self._broadcast(data, seconds)
         return data.to(device)
 
     def close(self) -> None:
         group, self._group = self._group, None
-        if group is not None and self._backend == "nccl":
+        if group is not None and self.backend == "nccl":
             group.abort()
 
     def _broadcast(self, data: Tensor, seconds: float) -> None:
@@ -82,7 +82,13 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(seconds, 0.001))
-        group.broadcast([data], options).wait(options.timeout)
+        try:
+            group.broadcast([data], options).wait(options.timeout)
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
+            message = f"timed out: {data.nbytes} bytes were not transferred within {seconds:g} seconds"
+            raise RuntimeError(message) from error
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
 
@@ -102,26 +108,19 @@ def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> N
 def nccl_that_raises() -> Iterator[None]:
     """Context in which new NCCL groups raise when a wait expires; torch's default is to end the process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with _inside_lock:  # groups of several servers form at once, in a thread each
-        if not _inside:
-            _before.update({name: os.environ.get(name) for name in wanted})
-            os.environ.update(wanted)
-        _inside.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _inside_lock:
-            _inside.pop()
-            if not _inside:
-                for name, value in _before.items():
-                    os.environ.pop(name, None)
-                    if value is not None:
-                        os.environ[name] = value
+    with _environment:  # groups of several servers form at once, in a thread each; members connect later
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
-_inside: list[int] = []  # threads in `nccl_that_raises`
-_inside_lock = threading.Lock()
-_before: dict[str, str | None] = {}  # the environment outside of it
+_environment = threading.Lock()
 
 
 class Ipc:
@@ -172,24 +171,17 @@ def join(channel: str, address: str, port: int, name: str, rank: int, world_size
 def open_store(address: str, port: int, seconds: float) -> Any:
     """Store for a group's members to meet, listening on `address` alone; OSError if the port is taken."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(128)
-        port = listening.getsockname()[1]
-        fd, timeout = listening.detach(), timedelta(seconds=seconds)
-        return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
-    except BaseException:
-        listening.close()
-        raise
+    with socket.create_server((address, port), family=family, backlog=128) as listening:
+        port, fd = listening.getsockname()[1], listening.detach()
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
 
 
-def shared_store(address: str, port: int, seconds: float) -> Any:
+def shared_store(address: str, port: int) -> Any:
     """`open_store`, or the store that is open there already: a failed trainer keeps its port until it is collected."""
     store = _shared.get((address, port))
     if store is None:
-        store = open_store(address, port, seconds)
+        store = open_store(address, port, seconds=60.0)
         if port:
             _shared[address, port] = store
     return store

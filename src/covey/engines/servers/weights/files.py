@@ -15,28 +15,24 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import WeightUpdate
-from covey.engines.servers.weights.buckets import Packer, check
+from covey.engines.servers.weights.buckets import check, pack
 
 MANIFEST = "covey_manifest.json"
 
 
 @dataclass(eq=False)
 class CheckpointDir:
-    """Directory of one run's weight folders in `folder` (None: a temporary one), removed with this object."""
+    """Directory for weight folders of its own in `folder` (None: a temporary one), removed with this object."""
 
     folder: str | None
-    run: str
     _remove: Callable[[], object] = lambda: None
 
     @cached_property
     def path(self) -> Path:
         parent = Path(self.folder or tempfile.gettempdir()).absolute()
-        created = parent / f"covey-weights-{self.run}"
+        created = parent / f"covey-weights-{uuid.uuid4().hex[:8]}"
         try:
-            if self.folder is None:
-                created = Path(tempfile.mkdtemp(prefix="covey-weights-"))
-            else:
-                created.mkdir(parents=True)
+            created.mkdir(mode=0o700 if self.folder is None else 0o777, parents=True)
         except OSError as error:
             raise _cannot_write(parent, error) from error
         self._remove = weakref.finalize(self, shutil.rmtree, created, ignore_errors=True)
@@ -74,12 +70,11 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
     staging.mkdir(parents=True)
     try:
         limit = bucket_bytes if update.adapter is None else max(update.nbytes * 2, 1)  # an adapter is one file
-        packer = Packer(update, limit, device=torch.device("cpu"))
-        count = len(packer.plan)
         index: dict[str, str] = {}
         sums: dict[str, int] = {}
-        for number, bucket in enumerate(iter(packer.next, None), 1):
-            file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        for bucket in pack(update, limit, torch.device("cpu")):
+            count = bucket.count
+            file = "model.safetensors" if count == 1 else f"model-{bucket.number + 1:05d}-of-{count:05d}.safetensors"
             file = "adapter_model.safetensors" if update.adapter is not None else file
             tensors = bucket.tensors()
             save_file(tensors, staging / file, metadata={"format": "pt"})
@@ -87,7 +82,7 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
             sums |= {entry.spec.name: entry.checksum for entry in bucket.entries}
         if update.adapter is not None:
             (staging / "adapter_config.json").write_text(json.dumps(update.adapter, indent=2))
-        elif count > 1:
+        elif len(set(index.values())) > 1:
             listing = {"metadata": {"total_size": update.nbytes}, "weight_map": index}
             (staging / "model.safetensors.index.json").write_text(json.dumps(listing))
         manifest = {"version": update.version, "files": index, "checksums": sums}

@@ -13,8 +13,8 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
-from covey.engines.servers.weights.api import AdapterUpdate, BucketTransfer, Deadline, WeightApi, WeightEndpoint
-from covey.engines.servers.weights.buckets import BUCKET_BYTES
+from covey.engines.servers.weights.api import Deadline, WeightApi, WeightEndpoint
+from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket
 from covey.engines.servers.weights.channels import Channel, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
 
@@ -32,8 +32,8 @@ class WeightSender:
         known = ("auto", *self.api.methods)
         if self.method not in known:
             raise ValueError(f"weights cannot be transferred by {self.method!r}; choose one of: {', '.join(known)}.")
-        self._shared_folder, self._run = self.folder is not None, uuid.uuid4().hex[:8]
-        self._files = CheckpointDir(self.folder, self._run)
+        self._shared_folder = self.folder is not None
+        self._files = CheckpointDir(self.folder)
         self._loaded_folder: Path | None = None
         # By URL: the start of the server, the method and the device that the channel belongs to; and the channel.
         self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
@@ -42,7 +42,6 @@ class WeightSender:
         # Adapter names by URL, start and `WeightUpdate.adapter_name`, the oldest first.
         self._loaded: dict[tuple[str, str], dict[str | None, list[str]]] = {}
         self._named: tuple[WeightUpdate, str] | None = None
-        self._updates = 0
 
     async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
         """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches."""
@@ -70,10 +69,9 @@ class WeightSender:
         self._bases.discard((server.url, ""))
         self._loaded.pop((server.url, ""), None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for url in list(self._channels):
             self._disconnect(url)
-        self.api.close()
         self._files.clear()
 
     async def _send_model(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
@@ -100,8 +98,9 @@ class WeightSender:
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
     ) -> None:
         """Push every bucket to every server. A server that fails is skipped from then on, and its error raised last."""
-        packer = self.api.packer(update, method, self.bucket_bytes, endpoints)
-        remaining, number = list(endpoints), 0
+        buckets = self.api.pack(update, method, self.bucket_bytes, endpoints)
+        pack_next = partial(next, buckets, None)
+        remaining = list(endpoints)
         failures: list[BaseException] = []
 
         async def each(do: Callable[[WeightEndpoint], Awaitable[None]]) -> None:
@@ -109,21 +108,19 @@ class WeightSender:
             failures.extend(result for result in results if isinstance(result, BaseException))
             remaining[:] = [one for one, result in zip(remaining, results, strict=True) if result is None]
 
-        gathering = asyncio.ensure_future(in_thread(packer.next))
+        gathering = asyncio.ensure_future(in_thread(pack_next))
         try:
             bucket = await asyncio.shield(gathering)
             on_gpu = bucket is not None and bucket.data.is_cuda
             await each(lambda endpoint: self._begin(endpoint, method, on_gpu, until))
             while bucket is not None and remaining:
-                gathering = asyncio.ensure_future(in_thread(packer.next))
-                doing = f"{until.doing} (bucket {number + 1} of {len(packer.plan)}: {bucket})"
-                transfer = BucketTransfer(bucket, number, len(packer.plan), update.version, doing)
-                await each(lambda endpoint: self._push(endpoint, transfer, until))  # noqa: B023 - awaited in this turn
-                bucket, number = await asyncio.shield(gathering), number + 1
+                gathering = asyncio.ensure_future(in_thread(pack_next))
+                await each(partial(self._push, bucket=bucket, version=update.version, until=until))
+                bucket = await asyncio.shield(gathering)
             await each(lambda endpoint: self.api.end(endpoint, update.version, until))
         finally:
             await asyncio.wait([gathering])
-            packer.close()
+            buckets.close()
             await asyncio.gather(*(self._abandon(one) for one in endpoints if one not in remaining))
         if failures:
             raise failures[0]
@@ -132,10 +129,10 @@ class WeightSender:
         await self._connect(endpoint, method, on_gpu, until)
         await self.api.begin(endpoint, until)
 
-    async def _push(self, endpoint: WeightEndpoint, transfer: BucketTransfer, until: Deadline) -> None:
+    async def _push(self, endpoint: WeightEndpoint, bucket: Bucket, version: int, until: Deadline) -> None:
         url = endpoint.server.url
         try:
-            await self.api.push(endpoint, self._channels[url][1], transfer, until)
+            await self.api.push(endpoint, self._channels[url][1], bucket, version, until)
         except BaseException:  # cancelled as well: the two ends may disagree about the bytes that were sent
             self._disconnect(url)
             raise
@@ -172,8 +169,7 @@ class WeightSender:
                 raise ServerRefused(endpoint.server.url, until.doing, why, self.api.adapter_hint)
         await self._send_bases(endpoints, update, config, until)
         if self._named is None or self._named[0] is not update:  # another attempt at an update keeps its name
-            self._updates += 1
-            self._named = update, f"{ADAPTER_PREFIX}{self._run}-v{update.version}-{self._updates}"
+            self._named = update, f"{ADAPTER_PREFIX}v{update.version}-{uuid.uuid4().hex[:8]}"
         name = self._named[1]
         from_disk = self.api.adapters_from_disk and self.method != "group"
         near = [one for one in endpoints if from_disk and (one.same_machine or self._shared_folder)]
@@ -184,10 +180,8 @@ class WeightSender:
         if far:
             if self.api.adapters_from_disk:  # the bytes need a group instead
                 choose_method(self.api, "group", far, shared_folder=False)
-            packer = self.api.packer(update, "adapter", max(2 * update.nbytes, 1), far)
-            bucket = await in_thread(packer.next)
-            await in_thread(packer.next)  # ends the iteration, which is collective under sharding
-            assert bucket is not None, "an adapter has tensors"
+            buckets = self.api.pack(update, "adapter", max(2 * update.nbytes, 1), far)
+            [bucket] = await in_thread(lambda: list(buckets))
             encoded, on_gpu = await in_thread(partial(self.api.encode_adapter, bucket)), bucket.data.is_cuda
 
         async def load(endpoint: WeightEndpoint) -> None:
@@ -195,13 +189,11 @@ class WeightSender:
             loaded = self._loaded.setdefault((server.url, endpoint.start_id), {}).setdefault(update.adapter_name, [])
             if name in loaded:
                 return
-            source, channel = folder, None
-            if endpoint in far:
-                source = encoded
-                if self.api.adapters_from_disk:
-                    channel = await self._connect(endpoint, "group", on_gpu, until)
+            source, channel = (encoded if endpoint in far else folder), None
+            if endpoint in far and self.api.adapters_from_disk:
+                channel = await self._connect(endpoint, "group", on_gpu, until)
             try:
-                await self.api.load_adapter(endpoint, AdapterUpdate(name, config, source, channel), until)
+                await self.api.load_adapter(endpoint, name, config, source, channel, until)
             except BaseException:
                 if channel is not None:
                     self._disconnect(server.url)

@@ -1,7 +1,6 @@
 """Weight versions of servers, in the `ServerPool`'s loop: sends them weights, and records which server holds which."""
 
 import asyncio
-import contextlib
 import time
 import uuid
 import warnings
@@ -46,11 +45,6 @@ class ServerWeights:
     _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they answer and take no weights
     _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def holders(self) -> list[str]:
-        return [member.url for member in self.pool.members if member.up and member.version == self.version]
 
     async def load(self, update: WeightUpdate, device: int | None) -> None:
         """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it."""
@@ -73,7 +67,6 @@ class ServerWeights:
                 raise
             finally:
                 await self.pool.unhold()
-        self._notify()
 
     async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> None:
         """Retry until a server holds the update; those that answer and fail are tried after the others, alone."""
@@ -133,8 +126,8 @@ class ServerWeights:
                 for one in updates:
                     await self._send(members, one, until, doing)
                 members = await self.pool.each(members, self.api.clear_prefix_cache)
-                stamp = f"covey-{self._run}-{update.version}"
-                members = await self.pool.each(members, lambda one, left: self.api.write_version(one, stamp, left))
+                stamp, write = f"covey-{self._run}-{update.version}", self.sender.api.write_version
+                members = await self.pool.each(members, lambda server, left: write(server, stamp, left))
         finally:
             members = await self.pool.each(members, self.api.resume)
         for member in members:
@@ -187,16 +180,15 @@ class ServerWeights:
         self._asleep = True
         await self.pool.each(self.pool.up, lambda server, deadline: self.api.sleep(server, 1, deadline), self.timeout)
 
-    async def adopt(self, version: int, urls: Sequence[str] | None) -> None:
-        """Record that `urls` hold `version`, which another process has sent; None: all that are up."""
+    async def adopt(self, version: int, urls: Sequence[str]) -> None:
+        """Record that the servers `urls` hold `version`, which another process has sent."""
         self.version = version
         for member in self.pool.members:
-            if member.url in urls if urls is not None else member.up or member.behind:
+            if member.url in urls:
                 member.version = version
                 self.pool.admit(member)
             elif member.up:
                 self.pool.leave_out(member, "it did not get the latest weights")
-        self._notify()
 
     async def readmit(self, member: PoolMember) -> bool:
         """Tell whether a server that was left out may sample again: it answers and holds the current weights."""
@@ -239,9 +231,7 @@ class ServerWeights:
 
     async def _holds_version(self, member: PoolMember) -> bool:
         """Tell whether the server holds the weights recorded for it; `ServerRefused` if another run sends it some."""
-        stamp = await self.api.read_version(member.server, QUICK_SECONDS)
-        if stamp is None:  # it stores none: assume so unless it may have been restarted
-            return member.up
+        stamp = await self.sender.api.read_version(member.server, QUICK_SECONDS)
         _, _, rest = stamp.partition("covey-")
         run, _, version = rest.partition("-")
         if run and self.sends and run != self._run:
@@ -251,11 +241,6 @@ class ServerWeights:
 
     async def wait_for_update(self, version: int | None) -> None:
         """Wait for the next version after an aborted request, if another process sends the weights."""
-        if self.sends or version is None or self.version != version:
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), self.timeout)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        until = time.monotonic() + self.timeout
+        while not self.sends and version is not None and version == self.version and time.monotonic() < until:
+            await self.pool.wait(until - time.monotonic())
