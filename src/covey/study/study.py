@@ -412,7 +412,7 @@ class Study:
 
     def _save(self) -> None:
         """Write down where all variants are, from which a killed study goes on."""
-        records = {name: variant.record() for name, variant in self.variants.items()}
+        records = {name: asdict(variant) for name, variant in self.variants.items()}
         requested = [asdict(command) for command in self._requested]
         taken = [path.name for path in self._taken]
         state = {"round": self.round, "base": self._base, "requested": requested, "taken": taken, "variants": records}
@@ -428,7 +428,7 @@ class Study:
         self._requested = [*(Command(**one) for one in state["requested"]), *self._requested]
         for name in state.get("taken", ()):  # carried out before the kill
             (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
-        given, self.variants = self.variants, {name: Variant.of(one) for name, one in state["variants"].items()}
+        given, self.variants = self.variants, {name: Variant(**one) for name, one in state["variants"].items()}
         for variant in self.variants.values():
             asked = given.get(variant.name, variant).changes
             if not variant.history and as_json(asked) != variant.changes:

@@ -86,13 +86,6 @@ class Variant:
     def live(self) -> bool:
         return self.turn is not None and not self.turn.ended
 
-    def record(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Variant":
-        return cls(**copy.deepcopy(dict(record)))
-
 
 def settings_of(
     common: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
