@@ -15,6 +15,7 @@ from types import ModuleType
 MOVED = {
     "covey.core.kl": "covey.core.losses",
     "covey.core.metrics": "covey.core.stats",
+    "covey.core.mismatch": "covey.core.losses",
     "covey.core.ragged": "covey.core.batch",
     "covey.core.ratios": "covey.core.losses",
     "covey.core.rollout": "covey.core.records",
