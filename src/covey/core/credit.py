@@ -1,9 +1,7 @@
 """Process credit: from rewards of steps or turns to an advantage for every token.
 
-A completion is rewarded several times, each time for the part that ends at a token. Three pure functions follow:
-`gather_steps` makes flat `Steps`; `steps_relative` (GRPO), `steps_leave_one_out` (RLOO) or
-`steps_normalized_then_summed` (GDPO) give them advantages; `token_advantages` spreads these over tokens. For another
-credit assignment, write a function `Steps -> [S]` and set `Algorithm.step_advantages`.
+A completion is rewarded several times, each time for the part that ends at a token. For another credit assignment,
+write a function `Steps -> [S]` and set `Algorithm.step_advantages`.
 
 Letters: B completions, P prompts, N completion tokens, S steps of all of them, F' reward functions that reward steps, K
 tokens at which something ends; groups_B the prompt of each completion, lengths_B its tokens, weights_F those of the
@@ -88,8 +86,7 @@ def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compare
     cells, count = _cells(steps, groups_B, compared_with)
     centred = _centre(steps.rewards, cells, count)
     if scale == "group":
-        known = ~steps.rewards.isnan()
-        variance = _sums(centred.square(), cells, count) / (_sums(known, cells, count) - 1).clamp(min=1)
+        variance = _sums(centred.square(), cells, count) / (_sums(~centred.isnan(), cells, count) - 1).clamp(min=1)
         centred = centred / (variance.sqrt()[cells] + EPSILON)
     elif scale == "batch" and len(steps.rewards):
         centred = centred / (nanstd(steps.rewards, dim=0) + EPSILON)
@@ -119,10 +116,6 @@ def steps_leave_one_out(
     return advantages.nan_to_num(0.0)
 
 
-StepBaseline = Callable[[Steps, Tensor], Tensor]
-"""(steps of one reward function, the prompt of each completion [B]) -> their advantages [S]."""
-
-
 def join_steps(parts: Sequence[Steps]) -> Steps:
     """The steps of several reward functions, one function's after the other's."""
     if not parts:
@@ -130,7 +123,9 @@ def join_steps(parts: Sequence[Steps]) -> Steps:
     return Steps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def steps_weighted(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: StepBaseline) -> Tensor:
+def steps_weighted(
+    parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: Callable[[Steps, Tensor], Tensor]
+) -> Tensor:
     """ω_f r̃_f: each function's steps compared by `baseline` among themselves, weighted; [S] as in `join_steps`."""
     weighted = [weight * baseline(part, groups_B) for part, weight in zip(parts, weights_F.tolist(), strict=True)]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *weighted])
@@ -201,12 +196,10 @@ def token_advantages(
 
     With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
     An outcome (outcome_B, of each completion as a whole; `covey.core.advantages`) is one more step that ends with the
-    completion. For two turns, the first of them rewarded, that is MT-GRPO (arXiv 2505.11821): the first turn gets r̃ +
-    γ A, the second A, with γ in place of the paper's λ. The paper's formula is for two turns; the extension to more
-    turns, several rewards per turn and a discount for each turn in between is ours.
+    completion. For two turns, the first of them rewarded, that is MT-GRPO (arXiv 2505.11821), with γ in place of λ.
 
     Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
-    result): the credit goes to all tokens before it, and tokens that were not sampled have weight 0.
+    result): the credit goes to all tokens before it.
 
     Example:
         Steps that end at tokens 1 and 3 of five, with advantages 1 and -2:

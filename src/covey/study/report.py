@@ -35,12 +35,7 @@ class Difference:
 
     mean: float
     low: float
-    high: float
-
-    @property
-    def is_real(self) -> bool:
-        """Zero is outside of the interval, which is wide enough for all comparisons at once."""
-        return self.high < 0 or self.low > 0
+    high: float  # the interval is wide enough for all comparisons at once
 
 
 def comparison(
@@ -93,7 +88,7 @@ def table(variants: Mapping[str, Variant]) -> str:
         other = differences.get(variant.name)
         difference = "best" if variant.name == best else ""
         if other is not None:
-            verdict = "real" if other.is_real else "not certain"
+            verdict = "real" if other.high < 0 or other.low > 0 else "not certain"
             difference = f"{other.mean:+.3f} [{other.low:+.3f}, {other.high:+.3f}], {verdict}"
         changes = ", ".join(f"{name}={value}" for name, value in variant.changes.items())
         cells = [
