@@ -216,7 +216,6 @@ def engine_options_need_their_engine(args: Args) -> None:
 
 
 def vllm_settings_are_read(args: Args) -> None:
-    """Settings of a mode of vLLM need that mode, and those of its sleep need it to sleep."""
     if not args.use_vllm:
         return
     if args.vllm_mode == "server":
@@ -251,7 +250,6 @@ def sglang_settings_are_read(args: Args) -> None:
 
 
 def correction_is_read(args: Args) -> None:
-    """The built-in engine is corrected only when asked for, and options of the correction need the correction."""
     if args.samples_elsewhere:
         ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
     elif not args.correct_built_in_engine:
@@ -274,7 +272,6 @@ def correction_bounds_enclose_one(args: Args) -> None:
 
 
 def vespo_is_corrected_by_token(args: Args) -> None:
-    """vespo multiplies the ratios of a sequence's tokens itself."""
     mode, used = args.vllm_importance_sampling_mode, args.resolved_mismatch_mode
     if args.corrects_mismatch and mode != used and is_set(args, "vllm_importance_sampling_mode"):
         warn(

@@ -188,7 +188,6 @@ def advantages_are_known(args: Args) -> None:
 
 
 def clipping_leaves_a_range(args: Args) -> None:
-    """1 - epsilon and 1 + epsilon_high enclose 1, and delta lies beyond them."""
     if args.loss_type == "gmpo":  # clips between exp(-epsilon) and exp(epsilon_high)
         Limits(ge=0, advice="0.4 is usual for gmpo.").check("epsilon", args.epsilon)
     elif not 0 <= args.epsilon < 1:
@@ -201,7 +200,6 @@ def clipping_leaves_a_range(args: Args) -> None:
 
 
 def cispo_has_its_cap(args: Args) -> None:
-    """cispo reads epsilon_high as the largest ratio itself."""
     if args.loss_type != "cispo":
         return
     if args.epsilon_high is None:
@@ -217,7 +215,6 @@ def cispo_has_its_cap(args: Args) -> None:
 
 
 def loss_options_are_read(args: Args) -> None:
-    """Options of a loss are read by the chosen one; on-policy, every ratio is 1 and no bound acts."""
     row = LOSS_TYPES[args.loss_type]
     if row.reads is not None:
         ignored(args, sorted(LOSS_OPTIONS - row.reads), f"loss_type={args.loss_type!r} does not read it")
@@ -255,7 +252,6 @@ def reference_sync_needs_a_reference(args: Args) -> None:
 
 
 def kl_options_are_read(args: Args) -> None:
-    """Options of the KL term need a KL term in the loss; in RLOO's reward only k1, summed, is the penalty."""
     if args.method == "rloo" and args.kl_estimator != "k1":
         raise ValueError(
             f"kl_estimator={args.kl_estimator!r} with RLOO: the penalty is part of the reward there, and its estimator "
