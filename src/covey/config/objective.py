@@ -145,22 +145,17 @@ describe_fields(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 CLIPPED = frozenset(name for name, row in LOSS_TYPES.items() if row.reads and "delta" in row.reads)
-BUILT_IN = frozenset(name for name, row in LOSS_TYPES.items() if row.reads is not None)
 OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})  # average token losses, whatever the completion
-LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
+LOSS_OPTIONS = frozenset().union(*(row.reads or () for _, row in LOSS_TYPES.items()))
 
 
 def loss_type_is_known(args: Args) -> None:
-    advice = (
-        "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
-    )
+    advice = "Your own: covey.algorithms.register_loss before making the config, or file.py:function."
     Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", args.loss_type)
     if args.method == "grpo" and args.loss_type == "rloo":
         raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
-        raise ValueError(
-            "loss_type='dr_grpo' divides by max_completion_length, which is None. Set it, or use loss_type='dapo'."
-        )
+        raise ValueError("loss_type='dr_grpo' divides by max_completion_length, which is None: set it, or use 'dapo'.")
 
 
 def advantages_are_known(args: Args) -> None:
