@@ -99,12 +99,8 @@ def table(variants: Mapping[str, Variant]) -> str:
             difference,
             changes,
         ]
-        lines.append(" | ".join(_one_line(cell).replace("|", "/") for cell in cells))
+        lines.append(" | ".join(" ".join(cell.split()).replace("|", "/") for cell in cells))
     return "\n".join(lines)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
@@ -122,7 +118,7 @@ def write_report(folder: Path, number: int, variants: Mapping[str, Variant], pag
 
     Drawing takes a second, so that `covey view` does it from `curves.json` between the times that the page is written.
     """
-    history = [f"- {variant.name}, {_one_line(line)}" for variant in variants.values() for line in variant.history]
+    history = [f"- {one.name}, {' '.join(line.split())}" for one in variants.values() for line in one.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
