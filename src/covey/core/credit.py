@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.advantages import EPSILON, Credited, nanstd, spread
+from covey.core.advantages import EPSILON, Credit, nanstd
 from covey.core.batch import segment_ids, segment_starts
 
 COMPARED_WITH = ("group", "turn")
@@ -149,7 +149,7 @@ def steps_normalized_then_summed(
 
 def credit_to_go(
     steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
-) -> Credited:
+) -> Credit:
     """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there."""
     mix = mix or CreditMix()
     assert 0 <= mix.discount <= 1, "checked with the config"
@@ -163,10 +163,10 @@ def credit_to_go(
     at, which = at.unique(return_inverse=True)  # sorted, so in the order of completions
     rows = torch.searchsorted(starts, at, right=True) - 1
     to_go = _rewards_to_go(_sums(value, which, len(at)), rows, mix.discount)
-    return Credited(rows, at - starts[rows], to_go)
+    return Credit(lengths_B, rows, at - starts[rows], to_go)
 
 
-def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, group_size: int) -> Credited:
+def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, group_size: int) -> Credit:
     """A_it = R_i - Σ_j W_jt R_j / Σ_j W_jt over the group's completions that reach t (OTB, arXiv 2602.07078).
 
     W_jt = Σ_{s<=t} ‖e_s - π_s‖², the squared norm of the score's gradient in the logits, is the sum of `energies` [N]
@@ -184,7 +184,8 @@ def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Te
     total = _sums(weights, cells, number)
     alone = _sums(weights > 0, cells, number) < 2
     baseline = torch.where(alone, 0.0, _sums(weights * own, cells, number) / torch.where(alone, 1.0, total))
-    return Credited(rows, torch.arange(len(rows)) - before, torch.where(weights > 0, own - baseline[cells], 0.0))
+    to_go = torch.where(weights > 0, own - baseline[cells], 0.0)
+    return Credit(lengths_B, rows, torch.arange(len(rows)) - before, to_go)
 
 
 def token_advantages(
@@ -205,7 +206,7 @@ def token_advantages(
         >>> token_advantages(steps, torch.tensor([1.0, -2.0]), torch.tensor([5])).tolist()
         [-1.0, -1.0, -2.0, -2.0, 0.0]
     """
-    return spread(credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix), lengths_B)
+    return credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix).of_tokens(slice(None))
 
 
 def _rewards_to_go(values: Tensor, owners: Tensor, discount: float) -> Tensor:
