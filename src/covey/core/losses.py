@@ -6,7 +6,6 @@ One pure function per published formula, on flat vectors `[N]`. To add a loss, w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -270,14 +269,7 @@ def token_weights(weighting: Weighting, counts: BatchCounts, sampled: Tensor, le
 # ---- samples of another policy than the trained one ------------------------------------------------------------------
 
 
-class MismatchWeights(NamedTuple):
-    """Importance weights [N] of the trainer's policy over the engine's, and their metrics."""
-
-    weights: Tensor
-    stats: dict[str, Stat]
-
-
-MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], MismatchWeights]
+MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(trainer's logprobs [N], engine's logprobs [N], sampled [N], lengths [B]) -> weights and metrics: `mismatch_weights`
 with its mode and bounds filled in."""
 
@@ -291,8 +283,8 @@ def mismatch_weights(
     mode: str,
     clip_min: float | None,
     clip_max: float | None,
-) -> MismatchWeights:
-    """Correct samples drawn by an engine whose probabilities differ from the trainer's.
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Importance weights [N] of the trainer's policy over the engine's, whose samples they correct, and their metrics.
 
     ρ = exp(log π_trainer - log π_engine), per token or summed over the sequence, then either truncated to
     [clip_min, clip_max] or set to 0 outside it. Truncated importance sampling: Ionides 2008 and, for engines, Yao et
@@ -311,7 +303,7 @@ def mismatch_weights(
     high = float("inf") if clip_max is None else clip_max
     outside = (rho < low) | (rho > high)
     weights = rho.clamp(min=low, max=high) if action == "truncate" else torch.where(outside, 0.0, rho)
-    return MismatchWeights(weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level))
+    return weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level)
 
 
 def _mismatch_stats(
