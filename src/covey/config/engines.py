@@ -25,11 +25,7 @@ class VllmFields:
     vllm_enable_sleep_mode: bool = False
     """Release vLLM's memory while the policy is trained; waking up takes time. In server mode only on one process."""
     vllm_sleep_level: int = limited(
-        1,
-        ge=1,
-        le=2,
-        advice="1 keeps vLLM's weights in host memory, 2 discards them. Not to sleep at all is "
-        "vllm_enable_sleep_mode=False.",
+        1, ge=1, le=2, advice="1 keeps weights in host memory, 2 discards them; vllm_enable_sleep_mode=False: no sleep."
     )
     """Place of vLLM's weights while it sleeps: 1 keeps them in host memory, 2 discards them, so that the policy's are
     sent at every waking."""
