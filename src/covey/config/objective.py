@@ -145,8 +145,9 @@ describe_fields(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 CLIPPED = frozenset(name for name, row in LOSS_TYPES.items() if row.reads and "delta" in row.reads)
+BUILT_IN = frozenset(name for name, row in LOSS_TYPES.items() if row.reads is not None)
 OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})  # average token losses, whatever the completion
-LOSS_OPTIONS = frozenset().union(*(row.reads or () for _, row in LOSS_TYPES.items()))
+LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
 
 
 def loss_type_is_known(args: Args) -> None:
