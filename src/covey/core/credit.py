@@ -148,10 +148,9 @@ def steps_normalized_then_summed(
 
 
 def credit_to_go(
-    steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
+    steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None, mix: CreditMix
 ) -> Credit:
     """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there."""
-    mix = mix or CreditMix()
     assert 0 <= mix.discount <= 1, "checked with the config"
     starts = segment_starts(lengths_B)
     at = starts[steps.rows] + steps.ends
@@ -206,7 +205,7 @@ def token_advantages(
         >>> token_advantages(steps, torch.tensor([1.0, -2.0]), torch.tensor([5])).tolist()
         [-1.0, -1.0, -2.0, -2.0, 0.0]
     """
-    return credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix).of_tokens(slice(None))
+    return credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix or CreditMix()).of_tokens(slice(None))
 
 
 def _rewards_to_go(values: Tensor, owners: Tensor, discount: float) -> Tensor:
