@@ -15,7 +15,6 @@ from typing import Any
 MOVED = {
     "covey.core.kl": "covey.core.losses",
     "covey.core.metrics": "covey.core.stats",
-    "covey.core.mismatch": "covey.core.losses",
     "covey.core.ragged": "covey.core.batch",
     "covey.core.ratios": "covey.core.losses",
     "covey.core.rollout": "covey.core.records",

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from covey.core.losses import clip, mismatch_weights
+from covey.core.losses import clip
+from covey.core.mismatch import mismatch_weights
 from covey.core.objective import Objective, policy_loss
 from tests.support.objective_cases import bare_batch
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from covey.core.losses import RATIO_LEVELS, mismatch_weights, off_policy_keep
+from covey.core.losses import RATIO_LEVELS
+from covey.core.mismatch import mismatch_weights, off_policy_keep
 from covey.core.stats import merge_all
 
 # Two sequences of 3 and 1 tokens; the second token of the first came from a tool.

@@ -16,7 +16,8 @@ from torch import Tensor
 from covey.algorithms import LOSS_TYPES
 from covey.algorithms.grpo import objective
 from covey.core.batch import TrainBatch
-from covey.core.losses import BatchCounts, MismatchCorrection, mean_per_micro_batch, mismatch_weights, token_weights
+from covey.core.losses import BatchCounts, mean_per_micro_batch, token_weights
+from covey.core.mismatch import MismatchCorrection, mismatch_weights
 from covey.core.objective import Objective, policy_loss
 from tests.support.brute_force import Options, Row, key
 

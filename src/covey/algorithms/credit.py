@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
-from covey.core.advantages import Credit, nanstd, weighted_total
-from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
+from covey.core.advantages import nanstd, weighted_total
+from covey.core.credit import Credit, credit_to_go, gather_steps, join_steps, optimal_token_baseline
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
 

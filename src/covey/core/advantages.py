@@ -1,16 +1,12 @@
-"""Advantages from rewards, over groups of completions of the same prompt, and their spread over tokens.
+"""Advantages from rewards, over groups of completions of the same prompt.
 
 Rewards are `[P, G]` (one total per completion) or `[P, G, F]` (one per reward function), with NaN where a function
 abstained. A completion without any reward is left out of every mean and deviation, and its advantage is 0. Everything
 is computed in float64 and returned in float32; a group whose rewards are all equal gets exact zeros.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-from covey.core.batch import expand, segment_starts
 
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
@@ -86,41 +82,3 @@ def centred(values: Tensor, dim: int = 1) -> Tensor:
     high = values.nan_to_num(-torch.inf).amax(dim, keepdim=True)
     low = torch.where(values.isnan(), torch.inf, values).amin(dim, keepdim=True)
     return torch.where((high == low) & ~values.isnan(), 0.0, difference)
-
-
-@dataclass(frozen=True)
-class Credit:
-    """Advantages of B completions at the tokens where a step or the completion ends; ordered by completion and end."""
-
-    lengths: Tensor  # [B] int64, tokens of each completion
-    rows: Tensor  # [K] int64, completion of each end
-    ends: Tensor  # [K] int64, token, counted from the completion's first
-    to_go: Tensor  # [K] float64, advantage of that token and of all before it, back to the previous end
-
-    def of_tokens(self, completions: slice) -> Tensor:
-        """[N] float32, advantages of the tokens of some completions: of the first end at or after each, else 0."""
-        first, after, _ = completions.indices(len(self.lengths))
-        mine = (self.rows >= first) & (self.rows < after)
-        rows, lengths = self.rows[mine] - first, self.lengths[completions]
-        tokens = torch.arange(int(lengths.sum()), device=lengths.device)
-        if not len(rows):
-            return torch.zeros(len(tokens), device=lengths.device)
-        starts = segment_starts(lengths)
-        ends = starts[rows] + self.ends[mine]
-        following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step of a token ...
-        last = expand(starts + lengths - 1, lengths)  # ... if it ends within the token's completion
-        inside = (ends[following] >= tokens) & (ends[following] <= last)
-        return torch.where(inside, self.to_go[mine][following], 0.0).float()
-
-    def of_completions(self) -> Tensor:
-        """[B] float32, the advantage of each completion's first token, which includes all credit that follows."""
-        first = self.rows.diff(prepend=self.rows.new_tensor([-1])) > 0
-        advantages = torch.zeros(len(self.lengths), dtype=torch.float64)
-        advantages[self.rows[first]] = self.to_go[first]
-        return advantages.float()
-
-    def has_signal(self) -> Tensor:
-        """[B] bool, true where any token of a completion has an advantage other than 0."""
-        signal = torch.zeros(len(self.lengths), dtype=torch.bool)
-        signal[self.rows[self.to_go.float() != 0]] = True
-        return signal

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core import losses
 from covey.core.batch import TrainBatch
+from covey.core.losses import KLEstimator, RatioLevel, Surrogate, SurrogateInputs, SurrogateStats, k3, token_level
+from covey.core.mismatch import MismatchCorrection, off_policy_keep
 from covey.core.stats import Mean, Stat
 
 
@@ -19,16 +20,16 @@ from covey.core.stats import Mean, Stat
 class Objective:
     """The minimised loss, as values."""
 
-    surrogate: losses.Surrogate  # token losses from ratios and advantages
-    stats: losses.SurrogateStats | None = None  # metrics of the surrogate (clip fractions, ...), or None
-    ratio_level: losses.RatioLevel = losses.token_level  # how the importance ratio is formed
+    surrogate: Surrogate  # token losses from ratios and advantages
+    stats: SurrogateStats | None = None  # metrics of the surrogate (clip fractions, ...), or None
+    ratio_level: RatioLevel = token_level  # how the importance ratio is formed
     beta: float = 0.0  # weight of the KL term in the loss; 0 leaves it out
-    kl: losses.KLEstimator = losses.k3  # its estimator
+    kl: KLEstimator = k3  # its estimator
     # multiply the KL term by the token ratio: an unbiased gradient off-policy (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)
     correct_kl_bias: bool = False
     off_policy_threshold: float | None = None  # drop punished sequences that drifted further than this; None keeps all
     # computes mismatch weights from the training pass where the batch has none, which saves a scoring pass, or None
-    correction: losses.MismatchCorrection | None = None
+    correction: MismatchCorrection | None = None
     # the surrogate itself uses the mismatch weights (VESPO), so they are not applied again
     mismatch_in_surrogate: bool = False
     zero_without_advantage: bool = True  # the surrogate of a token with advantage 0 is 0, whatever its ratio
@@ -78,7 +79,7 @@ def policy_loss(
     if rho is None and batch.engine_logprobs is not None and objective.correction is not None:
         rho, corrected = objective.correction(old, batch.engine_logprobs, sampled, batch.lengths)
     more = batch.skipped_tokens, batch.skipped_rows, entropies, batch.ref_logprobs, batch.chosen
-    x = losses.SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *more)
+    x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *more)
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
     keep = _filters(x, batch, objective)
@@ -108,13 +109,13 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
     return (weights * torch.where(weights != 0, values, 0.0)).sum()
 
 
-def _filters(x: losses.SurrogateInputs, batch: TrainBatch, objective: Objective) -> Tensor | None:
+def _filters(x: SurrogateInputs, batch: TrainBatch, objective: Objective) -> Tensor | None:
     """Which tokens' surrogate counts, [N] bool, or None for all."""
     keep = None
     if objective.off_policy_threshold is not None:
         behaviour = x.old_logprobs if batch.engine_logprobs is None else batch.engine_logprobs
         threshold = objective.off_policy_threshold
-        keep = losses.off_policy_keep(x.advantages, x.logprobs, behaviour, x.sampled, x.lengths, threshold)
+        keep = off_policy_keep(x.advantages, x.logprobs, behaviour, x.sampled, x.lengths, threshold)
     if batch.entropy_threshold is not None:
         assert x.entropies is not None, "an entropy threshold needs entropies"
         decisive = x.entropies.detach() >= batch.entropy_threshold

@@ -10,7 +10,7 @@ from functools import partial
 from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
 from covey.core.engine import EngineTraits, SamplingParams
-from covey.core.losses import mismatch_weights
+from covey.core.mismatch import mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, Rescore, tolerance

@@ -1,0 +1,78 @@
+"""Samples of another policy than the trained one: importance weights, and a filter of sequences that drifted."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_sum
+from covey.core.losses import MAX_LOG_RATIO
+from covey.core.stats import Max, Mean, Min, Stat
+
+MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
+"""(trainer's logprobs [N], engine's logprobs [N], sampled [N], lengths [B]) -> weights and metrics: `mismatch_weights`
+with its mode and bounds filled in."""
+
+
+def mismatch_weights(
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    sampled: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Importance weights [N] of the trainer's policy over the engine's, whose samples they correct, and their metrics.
+
+    ρ = exp(log π_trainer - log π_engine), per token or summed over the sequence, then either truncated to
+    [clip_min, clip_max] or set to 0 outside it. Truncated importance sampling: Ionides 2008 and, for engines, Yao et
+    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Masked: Liu et al. 2025, "When
+    speed kills stability" (sequences), and IcePop (tokens, with both bounds; Ring-1T, arXiv 2510.18855).
+
+    `mode`: token_truncate | token_mask | sequence_truncate | sequence_mask. An engine's NaN or -inf counts as no
+    difference; tokens that were not sampled get weight 1, or their sequence's.
+    """
+    level, _, action = mode.partition("_")
+    difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
+    difference = torch.where(sampled, difference, 0.0)
+    log_rho = expand(segment_sum(difference, lengths), lengths) if level == "sequence" else difference
+    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low = 0.0 if clip_min is None else clip_min
+    high = float("inf") if clip_max is None else clip_max
+    outside = (rho < low) | (rho > high)
+    weights = rho.clamp(min=low, max=high) if action == "truncate" else torch.where(outside, 0.0, rho)
+    return weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level)
+
+
+def _mismatch_stats(
+    gap: Tensor, weights: Tensor, outside: Tensor, sampled: Tensor, lengths: Tensor, level: str
+) -> dict[str, Stat]:
+    if not sampled.any():
+        return {}
+    gap, seen, beyond = gap[sampled], weights[sampled], outside[sampled]
+    if level == "sequence":  # one ratio per sequence, not one per token
+        first = segment_ids(lengths)[sampled].diff(prepend=lengths.new_tensor([-1])) != 0
+        seen, beyond = seen[first], beyond[first]
+    prefix = "sampling/importance_sampling_ratio"
+    return {
+        "sampling/sampling_logp_difference/mean": Mean(gap.sum().item(), len(gap)),
+        "sampling/sampling_logp_difference/max": Max(gap.max().item()),
+        f"{prefix}/min": Min(seen.min().item()),
+        f"{prefix}/mean": Mean(seen.sum().item(), len(seen)),
+        f"{prefix}/max": Max(seen.max().item()),
+        f"{prefix}/outside": Mean(float(beyond.sum().item()), len(beyond)),
+    }
+
+
+def off_policy_keep(
+    advantages: Tensor, logprobs: Tensor, behaviour_logprobs: Tensor, sampled: Tensor, lengths: Tensor, threshold: float
+) -> Tensor:
+    """Mask of the tokens to keep: all but those of punished sequences that have drifted too far off-policy.
+
+    keep_i = A_i >= 0 or mean_t(log π_behaviour - log π) <= threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    NaN log-probs of the engine count as no drift. Returns bool [N].
+    """
+    drift = (behaviour_logprobs - logprobs.detach()).nan_to_num(0.0)
+    return (advantages >= 0) | (expand(masked_segment_mean(drift, sampled, lengths), lengths) <= threshold)
