@@ -66,7 +66,9 @@ class SpeculationFields:
 class AgentFields:
     """Tools, and generation that overlaps training."""
 
-    max_tool_calling_iterations: int | None = limited(None, ge=0, advice="Unset: as many as the model asks for.")
+    max_tool_calling_iterations: int | None = limited(
+        None, ge=0, advice="Leave it unset for as many as the model asks for."
+    )
     """Most rounds of tool calls in one rollout; unset: until the model stops calling."""
     tool_timeout: float = limited(60.0, gt=0, le=10**9, advice="It is in seconds.")
     """Seconds that one call of a tool or of an environment may take. A late call fails; its rollout goes on."""
