@@ -300,7 +300,7 @@ LAUNCH = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": None}, "RANK=0, .* in the environment, but not WORLD_SIZE"),
         ({"LOCAL_RANK": None, "MASTER_ADDR": None}, "but not MASTER_ADDR"),
-        ({"RANK": "2"}, "RANK=2 in the environment is not from 0 to WORLD_SIZE=2 - 1"),
+        ({"RANK": "2"}, "RANK=2 in the environment is none of WORLD_SIZE=2 processes"),
         ({"RANK": "-1"}, "RANK=-1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"WORLD_SIZE": "1", "RANK": "3"}, "RANK=3"),

@@ -51,7 +51,7 @@ def test_an_empty_completion_has_no_steps():
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf])
 def test_an_infinite_reward_is_refused(reward):
-    with pytest.raises(ValueError, match="finite number, or None"):
+    with pytest.raises(ValueError, match="finite number, or None to abstain"):
         gather_steps([[(0, reward)]], [1])
 
 

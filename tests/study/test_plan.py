@@ -18,8 +18,8 @@ RANGE = {"min": 0.1, "max": 0.2}
     ("plan", "message"),
     [
         ({"variants": ["a"]}, r"variants=\['a'\] must be a mapping, such as \{small"),
-        ({"variants": {"a": 3}}, "variants: a=3 must be a mapping, such as"),
-        ({"variants": {"a": ["beta"]}}, r"a=\['beta'\] must be a mapping, such as"),
+        ({"variants": {"a": 3}}, "variants: a=3 must be a mapping of settings"),
+        ({"variants": {"a": ["beta"]}}, r"a=\['beta'\] must be a mapping of settings"),
         ({"variants": {True: {}}}, "name of a variant is read as True: put it in quotes"),
         ({"variants": {None: {}}}, "name of a variant is read as None"),
         ({"variants": {"beta=1": {}}, "grid": {"beta": [1]}}, "two variants are called 'beta=1'"),

@@ -457,7 +457,7 @@ def test_a_fresh_clone_may_have_another_optimizer(tmp_path):
 
 def test_a_reward_that_is_not_named_is_refused_at_the_call(tmp_path):
     made = study(tmp_path, {"a": {}})
-    with pytest.raises(ValueError, match=r"cannot be in study\.json.*Name functions"):
+    with pytest.raises(ValueError, match=r"cannot be written to study\.json.*Name functions"):
         made.change("a", reward_funcs=runs.longer)
 
 

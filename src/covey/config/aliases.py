@@ -69,7 +69,9 @@ ALIASES: dict[str, Alias] = {
         "log-probabilities are computed in micro-batches by tokens, which max_tokens_per_micro_batch bounds"
     ),
     "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
-    "stop_token stop_token_id": _removed("completions end at the end-of-sequence ids of the model's generation config"),
+    "stop_token stop_token_id": _removed(
+        "completions stop at the end-of-sequence ids of the model's generation config"
+    ),
     # transformers 4
     "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
     "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
@@ -79,7 +81,9 @@ ALIASES: dict[str, Alias] = {
     "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
     "push_to_hub_model_id": Alias("hub_model_id"),
     "push_to_hub_token": Alias("hub_token"),
-    "overwrite_output_dir": _removed("a run writes into output_dir whatever is there; name another to keep both"),
+    "overwrite_output_dir": _removed(
+        "a run writes into output_dir whatever is there; name another folder to keep both"
+    ),
     "save_safetensors": _removed("weights are always saved as safetensors"),
     "group_by_length": _removed("prompts come in the sampler's order, and nothing is padded to a common length"),
     "include_tokens_per_second": _removed("timings are always logged"),

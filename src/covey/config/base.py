@@ -308,7 +308,9 @@ def as_urls(name: str, value: str | list[str] | None) -> str | None:
     if not value:
         return None
     if not isinstance(value, str | list | tuple):
-        raise ValueError(f"{name}={value!r} must be the URL of a server, or a list, as in http://127.0.0.1:8000.")
+        raise ValueError(
+            f"{name}={value!r} must be the URL of a server, or a list of such, as in http://127.0.0.1:8000."
+        )
     urls = value.split(",") if isinstance(value, str) else list(value)
     urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
     for url in urls:
@@ -351,7 +353,8 @@ def as_range(value: object) -> tuple[float, float] | None:
         low, high = (float(part) for part in parts)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"reward_clip_range={value!r} is not a pair of numbers; give smallest and largest reward, as in (-1, 1)."
+            f"reward_clip_range={value!r} is not a pair of numbers; give the smallest and the largest reward, as in "
+            "(-1.0, 1.0)."
         ) from error
     if not low < high:
         raise ValueError(

@@ -29,7 +29,9 @@ def announce_meeting(use_cpu: bool) -> None:
     leave = f"For a run of one process: unset {' '.join(given)}"
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if name in given and not given[name].removeprefix("-").isdecimal():
-            raise ValueError(f"{name}={given[name]!r} in the environment is not a whole number. {leave}")
+            raise ValueError(
+                f"{name}={given[name]!r} in the environment is not a whole number, as launchers set it. {leave}"
+            )
     size = int(given.get("WORLD_SIZE", 1))
     joins = launched() or (size != 1 and (use_cpu or not has_accelerator()))
     if not joins or torch.distributed.is_initialized():
@@ -44,7 +46,9 @@ def announce_meeting(use_cpu: bool) -> None:
     if not (port.isdecimal() and (size > 1) <= int(port) < 2**16):
         raise ValueError(f"MASTER_PORT={port!r} in the environment is no port, a number from 1 to 65535. {leave}")
     if not 0 <= int(given["RANK"]) < size:
-        raise ValueError(f"RANK={given['RANK']} in the environment is not from 0 to WORLD_SIZE={size} - 1. {leave}")
+        raise ValueError(
+            f"RANK={given['RANK']} in the environment is none of WORLD_SIZE={size} processes, counted from 0. {leave}"
+        )
     if size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         print(
             f"covey: {_listed(given)} in the environment: waiting until {size} processes have joined. {leave}",

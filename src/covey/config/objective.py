@@ -151,12 +151,16 @@ LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUIL
 
 
 def loss_type_is_known(args: Args) -> None:
-    advice = "Your own: covey.algorithms.register_loss before making the config, or file.py:function."
+    advice = (
+        "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
+    )
     Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", args.loss_type)
     if args.method == "grpo" and args.loss_type == "rloo":
         raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
-        raise ValueError("loss_type='dr_grpo' divides by max_completion_length, which is None: set it, or use 'dapo'.")
+        raise ValueError(
+            "loss_type='dr_grpo' divides by max_completion_length, which is None. Set it, or use loss_type='dapo'."
+        )
 
 
 def advantages_are_known(args: Args) -> None:

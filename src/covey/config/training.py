@@ -13,7 +13,9 @@ from covey.config.messages import ignored, warn
 class TrainingDefaults:
     """Fields of `transformers.TrainingArguments` whose defaults suit reinforcement learning."""
 
-    learning_rate: float = limited(1e-6, ge=0, finite=True, advice="1e-6 to 1e-5 are usual, tenfold for an adapter.")
+    learning_rate: float = limited(
+        1e-6, ge=0, finite=True, advice="1e-6 to 1e-5 are usual, ten times that for an adapter."
+    )
     """Initial learning rate of the optimizer."""
     bf16: bool | None = None
     """Train in bfloat16 mixed precision. Unset: wherever the hardware multiplies bfloat16 (a CUDA GPU since Ampere, a
@@ -37,7 +39,9 @@ class ModelFields:
     """Keyword arguments of `from_pretrained` (a dict or JSON), used when the model is given by id or path."""
     trust_remote_code: bool = False
     """Run model code that comes with a checkpoint. Only for checkpoints whose code you have read."""
-    router_aux_loss_coef: float | None = limited(None, ge=0, finite=True, advice="0 is off; 0.001 to 0.02 are usual.")
+    router_aux_loss_coef: float | None = limited(
+        None, ge=0, finite=True, advice="0 switches the loss off; 0.001 to 0.02 are usual."
+    )
     """Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset:
     router_aux_loss_coef of the model's own config (0.001 for Qwen3-MoE); 0 switches the loss off."""
     freeze_vit: bool = False

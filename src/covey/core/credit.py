@@ -105,7 +105,9 @@ def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: S
             number, last = number + (at != last), at
             value = math.nan if reward is None else float(reward)
             if math.isinf(value):
-                raise ValueError(f"a step of completion {row} has the reward {value}: give a finite number, or None.")
+                raise ValueError(
+                    f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
+                )
             found.append((row, at, number, value))
     columns = zip(zip(*found, strict=True) if found else [()] * 4, [torch.int64] * 3 + [torch.float64], strict=True)
     return Steps(*(torch.tensor(column, dtype=dtype) for column, dtype in columns))

@@ -35,7 +35,9 @@ class Command:
         if self.kind not in KINDS:
             raise ValueError(f"there is no command {self.kind!r} to a study; there are {', '.join(KINDS)}.")
         if not (isinstance(self.name, str) and isinstance(self.to, str | None) and isinstance(self.changes, Mapping)):
-            raise ValueError(f"{self!r}: `name` and `to` are names of variants, `changes` is a mapping of settings.")
+            raise ValueError(
+                f"{self!r}: `name` and `to` are names of variants, and `changes` is a mapping of settings."
+            )
         if (self.to is not None or self.fresh) and self.kind != "clone":
             raise ValueError(f"a new name and a fresh optimizer are those of a clone, not of `{self.kind}`.")
         if self.changes and self.kind == "stop":
@@ -55,7 +57,9 @@ def check_public(changes: Mapping[str, Any]) -> None:
     try:
         json.dumps(dict(changes))
     except TypeError as error:
-        raise ValueError(f"{dict(changes)!r} cannot be in study.json: {error}. Name functions instead.") from None
+        raise ValueError(
+            f"{dict(changes)!r} cannot be written to study.json: {error}. Name functions instead."
+        ) from None
 
 
 def check_name(name: str, known: Sequence[str] = ()) -> None:

@@ -37,7 +37,9 @@ def variants_of(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if not isinstance(name, str | int | float) or isinstance(name, bool):
             raise ValueError(f"study: the name of a variant is read as {name!r}: put it in quotes.")
         if not isinstance(changes, Mapping | None):
-            raise ValueError(f"study: variants: {name}={changes!r} must be a mapping, such as {{learning_rate: 1e-3}}.")
+            raise ValueError(
+                f"study: variants: {name}={changes!r} must be a mapping of settings, such as {{learning_rate: 1e-3}}."
+            )
         found[str(name)] = dict(changes or {})
     grid = {key: value if isinstance(value, list) else [value] for key, value in (plan.get("grid") or {}).items()}
     if empty := [key for key, values in grid.items() if not values]:

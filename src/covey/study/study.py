@@ -496,4 +496,6 @@ def _check_counts(**given: Any) -> None:
     for name, value in given.items():
         counts = value if name == "eval_steps" and isinstance(value, list | tuple) else [value] * (value is not None)
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in counts):
-            raise ValueError(f"{name}={value!r} must be a whole number, 1 or more (`eval_steps`: or a list of such).")
+            raise ValueError(
+                f"{name}={value!r} must be a whole number, 1 or more (of `eval_steps`, a list is allowed)."
+            )

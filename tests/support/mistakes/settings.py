@@ -137,7 +137,7 @@ SETTINGS = [
         "Used dr_grpo without a maximal length",
         {"loss_type": "dr_grpo", "max_completion_length": None},
         "loss_type='dr_grpo' divides by max_completion_length, which is None",
-        "set it, or use 'dapo'",
+        "Set it, or use loss_type='dapo'",
     ),
     setting(
         "Asked for fewer than no rounds of resampling",
