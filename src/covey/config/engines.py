@@ -25,7 +25,11 @@ class VllmFields:
     vllm_enable_sleep_mode: bool = False
     """Release vLLM's memory while the policy is trained; waking up takes time. In server mode only on one process."""
     vllm_sleep_level: int = limited(
-        1, ge=1, le=2, advice="1 keeps weights in host memory, 2 discards them; vllm_enable_sleep_mode=False: no sleep."
+        1,
+        ge=1,
+        le=2,
+        advice="1 keeps vLLM's weights in host memory, 2 discards them. Not to sleep at all is "
+        "vllm_enable_sleep_mode=False.",
     )
     """Place of vLLM's weights while it sleeps: 1 keeps them in host memory, 2 discards them, so that the policy's are
     sent at every waking."""
@@ -212,6 +216,7 @@ def engine_options_need_their_engine(args: Args) -> None:
 
 
 def vllm_settings_are_read(args: Args) -> None:
+    """Settings of a mode of vLLM need that mode, and those of its sleep need it to sleep."""
     if not args.use_vllm:
         return
     if args.vllm_mode == "server":
@@ -246,6 +251,7 @@ def sglang_settings_are_read(args: Args) -> None:
 
 
 def correction_is_read(args: Args) -> None:
+    """The built-in engine is corrected only when asked for, and options of the correction need the correction."""
     if args.samples_elsewhere:
         ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
     elif not args.correct_built_in_engine:

@@ -188,6 +188,7 @@ def advantages_are_known(args: Args) -> None:
 
 
 def clipping_leaves_a_range(args: Args) -> None:
+    """1 - epsilon and 1 + epsilon_high enclose 1, and delta lies beyond them."""
     if args.loss_type == "gmpo":  # clips between exp(-epsilon) and exp(epsilon_high)
         Limits(ge=0, advice="0.4 is usual for gmpo.").check("epsilon", args.epsilon)
     elif not 0 <= args.epsilon < 1:
@@ -215,6 +216,7 @@ def cispo_has_its_cap(args: Args) -> None:
 
 
 def loss_options_are_read(args: Args) -> None:
+    """Options of a loss are read by the chosen one; on-policy, every ratio is 1 and no bound acts."""
     row = LOSS_TYPES[args.loss_type]
     if row.reads is not None:
         ignored(args, sorted(LOSS_OPTIONS - row.reads), f"loss_type={args.loss_type!r} does not read it")
@@ -252,6 +254,7 @@ def reference_sync_needs_a_reference(args: Args) -> None:
 
 
 def kl_options_are_read(args: Args) -> None:
+    """Options of the KL term need a KL term in the loss; in RLOO's reward only k1, summed, is the penalty."""
     if args.method == "rloo" and args.kl_estimator != "k1":
         raise ValueError(
             f"kl_estimator={args.kl_estimator!r} with RLOO: the penalty is part of the reward there, and its estimator "

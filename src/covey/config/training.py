@@ -171,6 +171,7 @@ def liger_is_off(args: Args) -> None:
 
 
 def updates_divide_rollout_batches(args: Args) -> None:
+    """An update lies between two passes over a rollout batch, and none mixes two rollout batches."""
     algebra = args.algebra()
     if args.num_iterations > 1 and algebra.on_policy:
         warn(
