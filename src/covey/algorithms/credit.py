@@ -57,6 +57,10 @@ def assign_credit(
             raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")
         known = torch.where(scores.rewards.isnan().all(1), torch.nan, outcome_N * algorithm.mix.outcome_weight)
         return optimal_token_baseline(known, energies, lengths, group_size)
+    if not process:  # the outcome alone, at the last token of each completion that has tokens
+        nonempty = lengths.nonzero()[:, 0]
+        to_go = outcome_N[nonempty].double() * algorithm.mix.outcome_weight
+        return Credit(lengths, nonempty, lengths[nonempty] - 1, to_go)
     groups = torch.arange(len(lengths)) // group_size
     parts = [gather_steps(scores.steps_of(function), scores.lengths) for function in process]
     advantages_S = algorithm.step_advantages(parts, weights_F[process], groups)
