@@ -1,7 +1,9 @@
 """Process credit: from rewards of steps or turns to an advantage for every token.
 
-A completion is rewarded several times, each time for the part that ends at a token. For another credit assignment,
-write a function `Steps -> [S]` and set `Algorithm.step_advantages`.
+A completion is rewarded several times, each time for the part that ends at a token. Three pure functions follow:
+`gather_steps` makes flat `Steps`; `steps_relative` (GRPO), `steps_leave_one_out` (RLOO) or
+`steps_normalized_then_summed` (GDPO) give them advantages; `token_advantages` spreads these over tokens. For another
+credit assignment, write a function `Steps -> [S]` and set `Algorithm.step_advantages`.
 
 Letters: B completions, P prompts, N completion tokens, S steps of all of them, F' reward functions that reward steps, K
 tokens at which something ends; groups_B the prompt of each completion, lengths_B its tokens, weights_F those of the
@@ -234,10 +236,12 @@ def token_advantages(
 
     With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
     An outcome (outcome_B, of each completion as a whole; `covey.core.advantages`) is one more step that ends with the
-    completion. For two turns, the first of them rewarded, that is MT-GRPO (arXiv 2505.11821), with γ in place of λ.
+    completion. For two turns, the first of them rewarded, that is MT-GRPO (arXiv 2505.11821): the first turn gets r̃ +
+    γ A, the second A, with γ in place of the paper's λ. The paper's formula is for two turns; the extension to more
+    turns, several rewards per turn and a discount for each turn in between is ours.
 
     Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
-    result): the credit goes to all tokens before it.
+    result): the credit goes to all tokens before it, and tokens that were not sampled have weight 0.
 
     Example:
         Steps that end at tokens 1 and 3 of five, with advantages 1 and -2:
