@@ -1,7 +1,6 @@
 """Metric values that carry their reduction: a mean is a sum and a count, divided once when it is logged."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -45,22 +44,26 @@ class Min(Sum):
 
     __slots__ = ()
     reduction: ClassVar[str] = "min"
-    choose: ClassVar[Callable[..., float]] = min
 
     def merge(self, other: Self) -> Self:
-        numbers = [number for number in (self.number, other.number) if not math.isnan(number)]
-        return type(self)(self.choose(numbers, default=math.nan))
+        return type(self)(_extreme(min, self.number, other.number))
 
 
-class Max(Min):
+class Max(Sum):
     """The largest value; NaN is left out."""
 
     __slots__ = ()
     reduction: ClassVar[str] = "max"
-    choose: ClassVar[Callable[..., float]] = max
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(_extreme(max, self.number, other.number))
 
 
 Stat = Mean | Min | Max | Sum
+
+
+def _extreme(choose, a: float, b: float) -> float:
+    return choose((number for number in (a, b) if not math.isnan(number)), default=math.nan)
 
 
 def merge_all(into: dict[str, Stat], new: dict[str, Stat]) -> dict[str, Stat]:

@@ -35,7 +35,12 @@ class Difference:
 
     mean: float
     low: float
-    high: float  # the interval is wide enough for all comparisons at once
+    high: float
+
+    @property
+    def is_real(self) -> bool:
+        """Zero is outside of the interval, which is wide enough for all comparisons at once."""
+        return self.high < 0 or self.low > 0
 
 
 def comparison(
@@ -88,7 +93,7 @@ def table(variants: Mapping[str, Variant]) -> str:
         other = differences.get(variant.name)
         difference = "best" if variant.name == best else ""
         if other is not None:
-            verdict = "real" if other.high < 0 or other.low > 0 else "not certain"
+            verdict = "real" if other.is_real else "not certain"
             difference = f"{other.mean:+.3f} [{other.low:+.3f}, {other.high:+.3f}], {verdict}"
         changes = ", ".join(f"{name}={value}" for name, value in variant.changes.items())
         cells = [
@@ -99,8 +104,12 @@ def table(variants: Mapping[str, Variant]) -> str:
             difference,
             changes,
         ]
-        lines.append(" | ".join(" ".join(cell.split()).replace("|", "/") for cell in cells))
+        lines.append(" | ".join(_one_line(cell).replace("|", "/") for cell in cells))
     return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
@@ -118,7 +127,7 @@ def write_report(folder: Path, number: int, variants: Mapping[str, Variant], pag
 
     Drawing takes a second, so that `covey view` does it from `curves.json` between the times that the page is written.
     """
-    history = [f"- {one.name}, {' '.join(line.split())}" for one in variants.values() for line in one.history]
+    history = [f"- {variant.name}, {_one_line(line)}" for variant in variants.values() for line in variant.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
