@@ -6,11 +6,11 @@ and its line in `covey/__init__.py`, with the release after next.
 
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 MOVED = {
     "covey.core.kl": "covey.core.losses",
@@ -58,7 +58,9 @@ FOLDERS = ("covey.trainers", "covey.trainers.config")
 class MovedModules(MetaPathFinder, Loader):
     """Import hook that answers for the paths of `MOVED` with the module at the new path."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Spec of a moved module; None for every other name."""
         return ModuleSpec(name, self, is_package=True) if name in MOVED or name in FOLDERS else None
 

@@ -128,9 +128,10 @@ def vespo_phi(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: flo
     return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, posinf=0.0, neginf=0.0)
 
 
-def vespo(x: SurrogateInputs, **kernel: float) -> Tensor:
+def vespo(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> Tensor:
     """-φ(w) A log π: the sequence weight reshaped by a gamma kernel (VESPO, arXiv 2602.10693)."""
-    return -vespo_phi(x, **kernel) * x.advantages * x.logprobs
+    phi = vespo_phi(x, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    return -phi * x.advantages * x.logprobs
 
 
 def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tensor:
