@@ -198,7 +198,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
-        **distinct_prompts([tuple(rollout.prompt_ids) for rollout in rollouts]),
+        **distinct_prompts(tuple(rollout.prompt_ids) for rollout in rollouts),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
         kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if masked else None,
         kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if masked else None,
@@ -210,7 +210,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     return batch
 
 
-def distinct_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device | None = None) -> dict[str, Any]:
+def distinct_prompts(prompts: Iterable[tuple[int, ...]], device: torch.device | None = None) -> dict[str, Any]:
     """Fields of a `TrainBatch` that hold the prompts of its rollouts, each distinct one once."""
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
@@ -221,7 +221,7 @@ def distinct_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device | 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
     device = batches[0].lengths.device
-    prompts = distinct_prompts([tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()], device)
+    prompts = distinct_prompts((tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()), device)
     offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
     rows = torch.cat([batch.groups + offset for batch, offset in zip(batches, offsets, strict=False)])
     prompts["groups"] = prompts["groups"][rows]
