@@ -105,11 +105,11 @@ def describe_fields(module: str) -> None:
     `%` specially: write `%%`. A program without source files, as some packagers make, has no help.
     """
     with suppress(OSError):
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-        for pair in (pair for node in tree.body if isinstance(node, ast.ClassDef) for pair in pairwise(node.body)):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    HELP[name] = " ".join(text.split())
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+            for pair in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        HELP[name] = " ".join(text.split())
     for group in vars(sys.modules[module]).values():
         if getattr(group, "__module__", None) == module and dataclasses.is_dataclass(group):
             for field in dataclasses.fields(group):
