@@ -85,7 +85,10 @@ class TrainBatch:
     @property
     def sampled_lengths(self) -> Tensor:
         """[B] int64: the tokens of each rollout that are learned from."""
-        return segment_sum(self.sampled.long(), self.lengths)
+        totals = torch.zeros(len(self.lengths) + 1, dtype=torch.long, device=self.lengths.device)
+        running = torch.cat([totals[:1], self.sampled.long().cumsum(0)])
+        starts = segment_starts(self.lengths)
+        return running[starts + self.lengths] - running[starts]
 
     def select(self, rows: Tensor) -> "TrainBatch":
         """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
