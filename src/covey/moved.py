@@ -64,9 +64,6 @@ class MovedModules(MetaPathFinder, Loader):
         """Spec of a moved module; None for every other name."""
         return ModuleSpec(name, self, is_package=True) if name in MOVED or name in FOLDERS else None
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make an empty module."""
-
     def exec_module(self, module: ModuleType) -> None:
         """Put the module at the new path in the place of `module`, with a warning."""
         old = module.__name__

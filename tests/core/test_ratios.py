@@ -105,12 +105,12 @@ def rho(mode, clip_min=None, clip_max=None):
     ],
 )
 def test_mismatch_weights_of_each_mode(mode, clip_min, clip_max, expected):
-    assert rho(mode, clip_min, clip_max).weights.tolist() == pytest.approx(expected)
+    assert rho(mode, clip_min, clip_max)[0].tolist() == pytest.approx(expected)
 
 
 def test_mismatch_metrics_by_token():
     # |log| of the trained tokens: log 2, log 4 = 2 log 2, |log 0.25| = 2 log 2
-    stats = {name: stat.value() for name, stat in rho("token_truncate", None, 3.0).stats.items()}
+    stats = {name: stat.value() for name, stat in rho("token_truncate", None, 3.0)[1].items()}
     log2 = math.log(2)
     assert stats == {
         "sampling/sampling_logp_difference/mean": pytest.approx(5 * log2 / 3),
@@ -123,7 +123,7 @@ def test_mismatch_metrics_by_token():
 
 
 def test_mismatch_metrics_count_a_sequence_once():
-    stats = rho("sequence_truncate", None, 9.0).stats
+    stats = rho("sequence_truncate", None, 9.0)[1]
     assert stats["sampling/importance_sampling_ratio/mean"].value() == pytest.approx((8 + 0.25) / 2)
     assert stats["sampling/sampling_logp_difference/mean"].value() == pytest.approx(5 * math.log(2) / 3)
 
@@ -134,7 +134,7 @@ def test_mismatch_metrics_count_a_sequence_once():
 )
 def test_the_share_outside_the_bounds_counts_tokens_or_sequences(mode, outside):
     # tokens 2, 4 and 0.25 against 3: one of three; sequences 8 and 0.25: one of two
-    stats = rho(mode, None, 3.0).stats
+    stats = rho(mode, None, 3.0)[1]
     assert stats["sampling/importance_sampling_ratio/outside"].value() == pytest.approx(outside)
 
 
@@ -163,7 +163,7 @@ def test_mismatch_metrics_of_parts_merge_to_those_of_the_whole():
     def stats(part, lengths):
         sampled = torch.ones(len(old[part]), dtype=torch.bool)
         kwargs = {"mode": "sequence_truncate", "clip_min": 0.2, "clip_max": 3.0}
-        return mismatch_weights(old[part], engine[part], sampled, torch.tensor(lengths), **kwargs).stats
+        return mismatch_weights(old[part], engine[part], sampled, torch.tensor(lengths), **kwargs)[1]
 
     merged = merge_all(stats(slice(0, 3), [1, 2]), stats(slice(3, 5), [2]))
     whole = stats(slice(0, 5), [1, 2, 2])
@@ -172,8 +172,8 @@ def test_mismatch_metrics_of_parts_merge_to_those_of_the_whole():
 
 def test_without_a_trained_token_there_are_no_mismatch_metrics():
     none = torch.zeros(1, dtype=torch.bool)
-    result = mismatch_weights(
+    weights, stats = mismatch_weights(
         OLD[:1], OLD[:1] - 1, none, torch.tensor([1]), mode="sequence_mask", clip_min=None, clip_max=3.0
     )
-    assert result.weights.tolist() == [1]
-    assert result.stats == {}
+    assert weights.tolist() == [1]
+    assert stats == {}

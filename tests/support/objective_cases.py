@@ -143,7 +143,7 @@ def flat_batch(generation: Generation, o: Options, dtype: torch.dtype = torch.fl
         batch.entropy_weights = token_weights(mean_per_micro_batch, counts, batch.sampled, lengths)
     if o.mismatch_mode is not None and old is not None:
         assert engine is not None
-        batch.mismatch_weights = correction(o)(old, engine, batch.sampled, lengths).weights
+        batch.mismatch_weights, _ = correction(o)(old, engine, batch.sampled, lengths)
     return batch
 
 

@@ -87,7 +87,8 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
         surrogate=row.surrogate(config),
         stats=row.stats(config) if row.stats else None,
         ratio_level=level,
-        credits_tokens=level not in losses.SHARED_GRADIENT if row.credits_tokens is None else row.credits_tokens,
+        # a sequence's ratio has one gradient, which goes through all of its tokens
+        credits_tokens=level is not losses.sequence_level if row.credits_tokens is None else row.credits_tokens,
         beta=0.0 if kl_in_reward else config.beta,
         kl=losses.KL_ESTIMATORS[config.kl_estimator],
         correct_kl_bias=config.use_bias_correction_kl,

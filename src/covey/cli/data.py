@@ -52,9 +52,7 @@ def load_rows(
             raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")
         rows = rows.rename_columns(columns)
     check_prompt_column(spec, rows.column_names)
-    if not system_prompt:
-        return rows
-    return rows.map(lambda row: {"prompt": with_system_message(system_prompt, row["prompt"])})
+    return with_system_message(system_prompt, rows)
 
 
 def is_function(spec: str) -> bool:

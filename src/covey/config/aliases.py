@@ -223,7 +223,8 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in result if name not in fields]:
         known = [*fields, *ALIASES]
         raise TypeError(" ".join(f"{cls.__name__} has no field `{name}`{hint(name, known)}" for name in unknown))
-    _check_advantage_estimator(cls, keywords)
+    if keywords.get("advantage_estimator") is not None:
+        _check_advantage_estimator(cls, keywords["advantage_estimator"])
     for old, value in keywords.items():
         if old not in ALIASES or (old in fields and value == fields[old].default):
             continue  # an old name that is still a field, as parsers pass it: at its default, hence not given
@@ -257,17 +258,13 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f". Did you mean `{close[0]}`?" if close else "."
 
 
-def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
+def _check_advantage_estimator(cls: Any, estimator: Any) -> None:
     """`advantage_estimator` of ms-swift chooses between methods; here the class does."""
-    estimator = keywords.get("advantage_estimator")
-    if estimator is None:
-        return
     check_estimator(estimator)
     if estimator != cls.method:
-        name = estimator.upper()
         raise ValueError(
             f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
-            f"{name}Config and {name}Trainer (in a run file: `method: {estimator}`)."
+            f"{estimator.upper()}Config and {estimator.upper()}Trainer (in a run file: `method: {estimator}`)."
         )
     warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
 
@@ -343,17 +340,15 @@ def accepts_old_names(init: Init) -> Init:
 
 def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments under the `known` names of a trainer's class; TypeError for unknown or double ones."""
-    result = {name: value for name, value in keywords.items() if name in known}
-    for old, value in keywords.items():
-        if old in known:
-            continue
+    result = dict(keywords)
+    for old in [name for name in keywords if name not in known]:
         if old not in RENAMED:
             raise TypeError(f"{cls.__name__} has no argument {old!r}{_argument_hint(old, known, cls.config_class)}")
         new = RENAMED[old]
         if new in keywords:
             raise TypeError(f"{old!r} is an old name of {new!r}, and {cls.__name__} was given both; keep {new!r}.")
         warn(f"{old!r} is called {new!r} in {cls.__name__}.", FutureWarning)
-        result[new] = value
+        result[new] = result.pop(old)
     return result
 
 

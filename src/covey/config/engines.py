@@ -274,7 +274,6 @@ def correction_bounds_enclose_one(args: Args) -> None:
 
 
 def vespo_is_corrected_by_token(args: Args) -> None:
-    """vespo multiplies the ratios of a sequence's tokens itself."""
     mode, used = args.vllm_importance_sampling_mode, args.resolved_mismatch_mode
     if args.corrects_mismatch and mode != used and is_set(args, "vllm_importance_sampling_mode"):
         warn(

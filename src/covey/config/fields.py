@@ -105,13 +105,11 @@ def describe_fields(module: str) -> None:
     `%` specially: write `%%`. A program without source files, as some packagers make, has no help.
     """
     with suppress(OSError):
-        classes = [
-            node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
-        ]
-        for line, below in (pair for node in classes for pair in pairwise(node.body)):
-            match line, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    HELP[name] = " ".join(text.split())
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+            for pair in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        HELP[name] = " ".join(text.split())
     for group in vars(sys.modules[module]).values():
         if getattr(group, "__module__", None) == module and dataclasses.is_dataclass(group):
             for field in dataclasses.fields(group):

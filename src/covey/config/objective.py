@@ -201,7 +201,6 @@ def clipping_leaves_a_range(args: Args) -> None:
 
 
 def cispo_has_its_cap(args: Args) -> None:
-    """cispo reads epsilon_high as the largest ratio itself."""
     if args.loss_type != "cispo":
         return
     if args.epsilon_high is None:

@@ -157,16 +157,12 @@ def sampling_masks_can_be_kept(args: Args) -> None:
 def prompt_options_are_read(args: Args) -> None:
     if not args.dynamic_sample:
         ignored(args, ["max_resample_times"], "dynamic_sample is False")
-    if args.prompt_sampler != "difficulty":
-        ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
-
-
-def dataloader_workers_can_read_ahead(args: Args) -> None:
-    """Dataloader workers need to know which prompts come next (for streams: `covey.data.sampler.train_loader`)."""
     if args.prompt_sampler == "difficulty":
         because = "with prompt_sampler='difficulty' the prompts of a rollout batch are chosen, and read, when it begins"
         ignored(args, ["dataloader_num_workers"], because)
-    elif args.max_staleness:
+        return
+    ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
+    if args.max_staleness:  # workers need to know which prompts come next (streams: `covey.data.sampler.train_loader`)
         because = f"with max_staleness={args.max_staleness} the prompts of a rollout batch are read when it is sampled"
         ignored(args, ["dataloader_num_workers"], because)
 

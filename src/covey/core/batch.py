@@ -94,12 +94,8 @@ class TrainBatch:
         """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
-        kept = self.kept_ids
-        if kept is not None and self.kept_counts is not None:
-            kept = kept[token_index(tokens, self.kept_counts)]
         return TrainBatch(
-            **self._each(TOKEN_FIELDS, itemgetter(tokens)),
-            kept_ids=kept,
+            **self.of_tokens(TOKEN_FIELDS, tokens),
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -107,6 +103,13 @@ class TrainBatch:
             media=None if self.media is None else [self.media[row] for row in rows.tolist()],
             entropy_threshold=self.entropy_threshold,
         )
+
+    def of_tokens(self, names: Iterable[str], tokens: Tensor) -> dict[str, Any]:
+        """The fields `names` of the tokens at some flat positions, and their sampling masks."""
+        kept = self.kept_ids
+        if kept is not None and self.kept_counts is not None:
+            kept = kept[token_index(tokens, self.kept_counts)]
+        return {**self._each(names, itemgetter(tokens)), "kept_ids": kept}
 
     def split(self, rows_per_part: int) -> list["TrainBatch"]:
         """Consecutive parts of `rows_per_part` rollouts; the last may be smaller."""
@@ -174,8 +177,6 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     Rollouts of a group mostly continue one prompt, but an environment may begin each episode in its own way.
     `mask_truncated`: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
     """
-    prompts: dict[tuple[int, ...], int] = {}
-    groups: list[int] = []
     lengths: list[int] = []
     token_ids: list[int] = []
     sampled: list[bool] = []
@@ -186,7 +187,6 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         size = len(rollout.completion_ids)
         for start, follows in rollout.strands:
             jumps[len(token_ids) + start] = follows - (len(rollout.prompt_ids) + start - 1)
-        groups.append(prompts.setdefault(tuple(rollout.prompt_ids), len(prompts)))
         lengths.append(size)
         token_ids += rollout.completion_ids
         sampled += [False] * size if mask_truncated and rollout.truncated else rollout.sampled
@@ -201,9 +201,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
-        prompt_ids=torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.long),
-        prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long),
-        groups=torch.tensor(groups, dtype=torch.long),
+        **distinct_prompts(tuple(rollout.prompt_ids) for rollout in rollouts),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
         kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if masked else None,
         kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if masked else None,
@@ -215,14 +213,21 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     return batch
 
 
+def distinct_prompts(prompts: Iterable[tuple[int, ...]], device: torch.device | None = None) -> dict[str, Any]:
+    """Fields of a `TrainBatch` that hold the prompts of its rollouts, each distinct one once."""
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+    values = {"groups": groups, "prompt_ids": chain.from_iterable(numbers), "prompt_lengths": map(len, numbers)}
+    return {name: torch.tensor(list(value), dtype=torch.long, device=device) for name, value in values.items()}
+
+
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
     device = batches[0].lengths.device
-    prompts: dict[tuple[int, ...], int] = {}
-    every = [tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()]
-    numbers = torch.tensor([prompts.setdefault(prompt, len(prompts)) for prompt in every], device=device).long()
+    prompts = distinct_prompts((tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()), device)
     offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
-    groups = [numbers[batch.groups + offset] for batch, offset in zip(batches, offsets, strict=False)]
+    rows = torch.cat([batch.groups + offset for batch, offset in zip(batches, offsets, strict=False)])
+    prompts["groups"] = prompts["groups"][rows]
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
@@ -239,11 +244,9 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     kept = [batch.kept_ids for batch in batches if batch.kept_ids is not None]
     return TrainBatch(
         **per_token,
+        **prompts,
         kept_ids=torch.cat(kept) if kept else None,
         lengths=torch.cat([batch.lengths for batch in batches]),
-        prompt_ids=torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.long, device=device),
-        prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long, device=device),
-        groups=torch.cat(groups),
         media=media if any(batch.media is not None for batch in batches) else None,
     )
 

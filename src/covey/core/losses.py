@@ -55,8 +55,6 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
     "sequence_token": sequence_token_level,
     "sequence_sum": sequence_sum_level,
 }
-SHARED_GRADIENT = (sequence_level,)
-"""Levels at which the gradient of one token's ratio goes through all tokens of its completion."""
 
 
 # ---- surrogates: the loss of each token; those that are not trained get weight 0 later -------------------------------

@@ -1,7 +1,6 @@
 """Samples of another policy than the trained one: importance weights, and a filter of sequences that drifted."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,15 +9,7 @@ from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_s
 from covey.core.losses import MAX_LOG_RATIO
 from covey.core.stats import Max, Mean, Min, Stat
 
-
-class MismatchWeights(NamedTuple):
-    """Importance weights [N] of the trainer's policy over the engine's, and their metrics."""
-
-    weights: Tensor
-    stats: dict[str, Stat]
-
-
-MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], MismatchWeights]
+MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(trainer's logprobs [N], engine's logprobs [N], sampled [N], lengths [B]) -> weights and metrics: `mismatch_weights`
 with its mode and bounds filled in."""
 
@@ -32,8 +23,8 @@ def mismatch_weights(
     mode: str,
     clip_min: float | None,
     clip_max: float | None,
-) -> MismatchWeights:
-    """Correct samples drawn by an engine whose probabilities differ from the trainer's.
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Importance weights [N] of the trainer's policy over the engine's, whose samples they correct, and their metrics.
 
     ρ = exp(log π_trainer - log π_engine), per token or summed over the sequence, then either truncated to
     [clip_min, clip_max] or set to 0 outside it. Truncated importance sampling: Ionides 2008 and, for engines, Yao et
@@ -52,7 +43,7 @@ def mismatch_weights(
     high = float("inf") if clip_max is None else clip_max
     outside = (rho < low) | (rho > high)
     weights = rho.clamp(min=low, max=high) if action == "truncate" else torch.where(outside, 0.0, rho)
-    return MismatchWeights(weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level))
+    return weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level)
 
 
 def _mismatch_stats(
@@ -62,9 +53,7 @@ def _mismatch_stats(
         return {}
     gap, seen, beyond = gap[sampled], weights[sampled], outside[sampled]
     if level == "sequence":  # one ratio per sequence, not one per token
-        ids = segment_ids(lengths)[sampled]
-        first = torch.ones_like(ids, dtype=torch.bool)
-        first[1:] = ids[1:] != ids[:-1]
+        first = segment_ids(lengths)[sampled].diff(prepend=lengths.new_tensor([-1])) != 0
         seen, beyond = seen[first], beyond[first]
     prefix = "sampling/importance_sampling_ratio"
     return {

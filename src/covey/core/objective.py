@@ -82,7 +82,7 @@ def policy_loss(
     x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *more)
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
-    keep = _filters(x, batch, entropies, objective)
+    keep = _filters(x, batch, objective)
     if keep is not None:
         token_loss = torch.where(keep, token_loss, 0.0)
         stats["kept_token_fraction"] = _masked_mean(keep.to(token_loss), sampled)
@@ -109,7 +109,7 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
     return (weights * torch.where(weights != 0, values, 0.0)).sum()
 
 
-def _filters(x: SurrogateInputs, batch: TrainBatch, entropies: Tensor | None, objective: Objective) -> Tensor | None:
+def _filters(x: SurrogateInputs, batch: TrainBatch, objective: Objective) -> Tensor | None:
     """Which tokens' surrogate counts, [N] bool, or None for all."""
     keep = None
     if objective.off_policy_threshold is not None:
@@ -117,8 +117,8 @@ def _filters(x: SurrogateInputs, batch: TrainBatch, entropies: Tensor | None, ob
         threshold = objective.off_policy_threshold
         keep = off_policy_keep(x.advantages, x.logprobs, behaviour, x.sampled, x.lengths, threshold)
     if batch.entropy_threshold is not None:
-        assert entropies is not None, "an entropy threshold needs entropies"
-        decisive = entropies.detach() >= batch.entropy_threshold
+        assert x.entropies is not None, "an entropy threshold needs entropies"
+        decisive = x.entropies.detach() >= batch.entropy_threshold
         keep = decisive if keep is None else keep & decisive
     return keep
 

@@ -24,7 +24,7 @@ from itertools import pairwise, starmap
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch, token_index
+from covey.core.batch import TrainBatch, distinct_prompts
 
 Strands = Sequence[tuple[int, int]]
 """Strands after the first: the index of the first token among `completion_ids`, and the index of the token that it
@@ -86,30 +86,21 @@ def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     sampled tokens of the rows are those of the rollouts, in the same order.
     """
     device = batch.lengths.device
-    prompts: dict[tuple[int, ...], int] = {}
-    groups, owners, lengths, source, own = list[int](), list[int](), list[int](), list[int](), list[bool]()
+    firsts, owners, lengths, source, own = list[tuple[int, ...]](), list[int](), list[int](), list[int](), list[bool]()
     tokens, given = batch.token_ids.tolist(), [tuple(prompt.tolist()) for prompt in batch.prompts()]
     for rollout, (group, (begin, found)) in enumerate(zip(batch.groups.tolist(), _each(batch), strict=True)):
         for context, path in found:
-            first = given[group][:context] if context >= 0 else (tokens[begin - 1 - context],)
-            groups.append(prompts.setdefault(first, len(prompts)))
+            firsts.append(given[group][:context] if context >= 0 else (tokens[begin - 1 - context],))
             owners.append(rollout)
             source += [begin + index for part in path for index in part]
             own += [False] * sum(map(len, path[:-1])) + [True] * len(path[-1])
             lengths.append(sum(map(len, path)))
     taken = torch.tensor(source, dtype=torch.long, device=device)
-    kept, counts = batch.kept_ids, batch.kept_counts
-    if kept is not None and counts is not None:
-        kept = kept[token_index(taken, counts)]
     rows = TrainBatch(
-        token_ids=batch.token_ids[taken],
+        **batch.of_tokens(("token_ids", "kept_counts"), taken),
+        **distinct_prompts(firsts, device),
         lengths=torch.tensor(lengths, dtype=torch.long, device=device),
         sampled=batch.sampled[taken] & torch.tensor(own, dtype=torch.bool, device=device),
-        prompt_ids=torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.long, device=device),
-        prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long, device=device),
-        groups=torch.tensor(groups, dtype=torch.long, device=device),
-        kept_counts=None if counts is None else counts[taken],
-        kept_ids=kept,
         media=None if batch.media is None else [batch.media[owner] for owner in owners],
     )
     return rows, torch.tensor(owners, dtype=torch.long, device=device)

@@ -254,11 +254,18 @@ def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> 
     return files
 
 
-def with_system_message(text: str, prompt: Any) -> list[dict[str, Any]]:
-    """Messages of a prompt after a system message, unless they have one; those of images have content in parts."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not messages or messages[0]["role"] == "system":
-        return messages
-    parts = isinstance(messages[0]["content"], list)  # text and images; one column holds one kind of content
-    content = [{"type": "text", "text": text}] if parts else text
-    return [{"role": "system", "content": content}, *messages]
+def with_system_message(text: str | None, rows: Any) -> Any:
+    """A dataset or rows, whose prompts become messages that begin with a system message, unless they have one."""
+
+    def changed(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not messages or messages[0]["role"] == "system":
+            return {"prompt": messages}
+        parts = isinstance(messages[0]["content"], list)  # text and images; one column holds one kind of content
+        content = [{"type": "text", "text": text}] if parts else text
+        return {"prompt": [{"role": "system", "content": content}, *messages]}
+
+    if not text or rows is None:
+        return rows
+    return rows.map(changed) if hasattr(rows, "map") else [{**row, **changed(row)} for row in rows]

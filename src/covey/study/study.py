@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.training import LoggingFields
+from covey.core.transcript import with_system_message
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.engines.servers.errors import RETRIED, NoServerLeft
@@ -49,7 +50,6 @@ from covey.study.variants import (
     field_of,
     settings_of,
     with_shared_weights,
-    with_system,
 )
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
@@ -291,7 +291,7 @@ class Study:
             group = group or TRAINERS[common.get("method", "grpo")].config_class.num_generations
             common |= {"num_generations": group, "per_device_train_batch_size": group}
             common = settings_of(common, own, self.folder / variant.name)[2]
-            rows = with_system(own.get("system_prompt", self.common.get("system_prompt")), self.eval_rows)
+            rows = with_system_message(own.get("system_prompt", self.common.get("system_prompt")), self.eval_rows)
             has_own = any(field_of(name).startswith("reward_") for name in variant.changes)
             evaluate = CommonEvaluation(common, rows, self._arguments({}).get("reward_funcs"), has_own)
         follows = FollowsStudy(variant, evaluate, self._is_due, pauses=lambda: self.halving is not None)
@@ -324,7 +324,7 @@ class Study:
             named = [named] if isinstance(named, str) or callable(named) else named
             arguments["reward_funcs"] = [resolve_reward(one) if isinstance(one, str) else one for one in named]
         system = changes.get("system_prompt", self.common.get("system_prompt"))
-        arguments["train_dataset"] = with_system(system, arguments["train_dataset"])
+        arguments["train_dataset"] = with_system_message(system, arguments["train_dataset"])
         return arguments
 
     def _make_engine(self, trainer: Any) -> None:
@@ -412,7 +412,7 @@ class Study:
 
     def _save(self) -> None:
         """Write down where all variants are, from which a killed study goes on."""
-        records = {name: variant.record() for name, variant in self.variants.items()}
+        records = {name: asdict(variant) for name, variant in self.variants.items()}
         requested = [asdict(command) for command in self._requested]
         taken = [path.name for path in self._taken]
         state = {"round": self.round, "base": self._base, "requested": requested, "taken": taken, "variants": records}
@@ -428,7 +428,7 @@ class Study:
         self._requested = [*(Command(**one) for one in state["requested"]), *self._requested]
         for name in state.get("taken", ()):  # carried out before the kill
             (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
-        given, self.variants = self.variants, {name: Variant.of(one) for name, one in state["variants"].items()}
+        given, self.variants = self.variants, {name: Variant(**one) for name, one in state["variants"].items()}
         for variant in self.variants.values():
             asked = given.get(variant.name, variant).changes
             if not variant.history and as_json(asked) != variant.changes:

@@ -20,7 +20,6 @@ from covey.config.training import BatchFields
 from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion, PromptSample
-from covey.core.transcript import with_system_message
 from covey.policy.adapters import base_model, why_not_alone
 from covey.rollout.agents import with_agent
 from covey.runtime.user_code import preserve_process_state
@@ -85,13 +84,6 @@ class Variant:
     @property
     def live(self) -> bool:
         return self.turn is not None and not self.turn.ended
-
-    def record(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Variant":
-        return cls(**copy.deepcopy(dict(record)))
 
 
 def settings_of(
@@ -181,15 +173,6 @@ def check_adapter(model: Any) -> None:
         obstacle = "it changes embeddings"
     if obstacle is not None:
         raise ValueError(f"this adapter cannot be sampled together with others: {obstacle}. Use a plain LoRA.")
-
-
-def with_system(text: str | None, rows: Any) -> Any:
-    """Rows whose prompts begin with a system message, unless they have one."""
-    if not text or rows is None:
-        return rows
-    if hasattr(rows, "map"):
-        return rows.map(lambda row: {"prompt": with_system_message(text, row["prompt"])})
-    return [{**row, "prompt": with_system_message(text, row["prompt"])} for row in rows]
 
 
 class VariantEngine:

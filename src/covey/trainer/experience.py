@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
+from covey.algorithms.credit import UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
+from covey.core.credit import Credit
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
 from covey.core.stats import Mean, Stat

@@ -103,10 +103,9 @@ class Step:
         batch.old_logprobs, batch.ref_logprobs = own + 0.3 * noise[0], own + 0.3 * noise[1]
         batch.engine_logprobs = torch.where(batch.sampled, batch.old_logprobs + 0.1 * noise[2], 0.0)
         if self.algorithm.objective.mismatch_in_surrogate or self.config.entropy_coef:  # others leave it to the loss
-            weights = self.algorithm.objective.correction(
+            batch.mismatch_weights, _ = self.algorithm.objective.correction(
                 batch.old_logprobs, batch.engine_logprobs, batch.sampled, batch.lengths
             )
-            batch.mismatch_weights = weights.weights
         rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.0, 1.0, 1.0, 0.0])[:, None]
         kl = segment_sum(torch.where(batch.sampled, batch.old_logprobs - batch.ref_logprobs, 0.0), batch.lengths)
         scores = Scores(rewards, STEPS if self.steps else [{}] * 8, batch.lengths.tolist())

@@ -77,7 +77,7 @@ def live_page(folder: Path, recorded: list[str]) -> str:
         curves = _drawn((folder / CURVES_FILE).read_text())
     else:  # of an earlier release
         variants = read_state(folder)["variants"].items()
-        curves = drawn(curves_of({name: Variant.of(one) for name, one in variants}))
+        curves = drawn(curves_of({name: Variant(**one) for name, one in variants}))
     title, sections = title_and_sections((folder / "study.md").read_text(), curves)
     shown = f'<div id="study" data-runs="{html.escape(json.dumps(recorded))}">{"".join(sections)}</div>'
     return page_of(title, ['<p role="status"></p>', shown, DIALOG, '<script src="study.js"></script>'])
