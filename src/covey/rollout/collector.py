@@ -16,7 +16,7 @@ from covey.core.records import PromptSample, Rollout, SampleGroup
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
-from covey.rollout.runner import GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
+from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
 from covey.rollout.speculation import Speculation
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.loop_thread import LoopThread
@@ -39,7 +39,7 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
-        callbacks: RolloutCallbacks | None = None,
+        callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
         """One rollout for each sample, in order; another `key` (mode, step) gives others, unless `reuse` is exact."""
         rollouts = self.run(self.sample(samples, params, key, reuse, callbacks=callbacks))
@@ -54,7 +54,7 @@ class Collector:
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
         submitted: Callable[[], None] | None = None,
-        callbacks: RolloutCallbacks | None = None,
+        callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
         """The same as a coroutine, which only reads `reuse`; calls `submitted` when the engine has every request."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
@@ -72,10 +72,8 @@ class Collector:
                     rollouts = await runner.play_group(group)
                 else:
                     rollouts = await self._complete(group, params, key, reuse)
-                    if callbacks is not None:
-                        callbacks.on_rollouts(group.start, group.rows, rollouts)
-                if callbacks is not None:
-                    callbacks.on_group(group.start, group.rows, rollouts)
+                    callbacks.on_rollouts(group.start, group.rows, rollouts)
+                callbacks.on_group(group.start, group.rows, rollouts)
                 return rollouts
 
             tasks = [asyncio.ensure_future(sample_group(group)) for group in groups]
@@ -144,10 +142,9 @@ class Collector:
         groups: Sequence[SampleGroup],
         params: SamplingParams,
         key: tuple[int | str, ...],
-        callbacks: RolloutCallbacks | None,
+        callbacks: RolloutCallbacks,
     ) -> list[list[Rollout]]:
-        samples = [sample for group in groups[:1] for sample in group.samples[:1]]
-        first = [number for sample in samples for number in (sample.prompt, sample.sample)]  # differs by process
+        first = (groups[0].samples[0].prompt, groups[0].samples[0].sample) if groups else ()  # differs by process
         prompts, images = [], []
         rollouts: dict[int, list[Rollout]] = {}
         for group in groups:
@@ -170,9 +167,8 @@ class Collector:
                 rollouts[group.number] = [next(returned) for _ in group.samples]
             for rollout in rollouts[group.number]:
                 rollout.group = group.number
-            if callbacks is not None:
-                callbacks.on_rollouts(group.start, group.rows, rollouts[group.number])
-                callbacks.on_group(group.start, group.rows, rollouts[group.number])
+            callbacks.on_rollouts(group.start, group.rows, rollouts[group.number])
+            callbacks.on_group(group.start, group.rows, rollouts[group.number])
         return [rollouts[group.number] for group in groups]
 
     def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:

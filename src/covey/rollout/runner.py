@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.records import FinishReason, PromptSample, Rollout, SampleGroup
@@ -24,7 +24,7 @@ from covey.runtime.user_code import UserCodeError, format_error
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
 
 
-class RolloutCallbacks(Protocol):
+class RolloutCallbacks:
     """Callbacks on the thread that samples; `start` is the index of the first rollout in the batch."""
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
@@ -32,6 +32,9 @@ class RolloutCallbacks(Protocol):
 
     def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         """All rollouts of a group, once the last of them has ended."""
+
+
+NO_CALLBACKS = RolloutCallbacks()
 
 
 @dataclass(frozen=True)
@@ -60,30 +63,24 @@ class SubmissionBarrier:
     SECONDS = 1.0  # a slower rollout may be sampled with newer weights, as later turns are
 
     def __init__(self) -> None:
-        self._awaited: set[object] = set()
-        self._all_sent = asyncio.Event()
+        self._awaited: list[asyncio.Event] = []
 
     @contextmanager
     def awaited(self) -> Iterator[Callable[[], None]]:
         """Wait for the rollout that runs within this context, until it calls the function that is yielded."""
-        rollout = object()
-        self._awaited.add(rollout)
-
-        def sent() -> None:
-            self._awaited.discard(rollout)
-            if not self._awaited:
-                self._all_sent.set()
-
+        sent = asyncio.Event()
+        self._awaited.append(sent)
         try:
-            yield sent
+            yield sent.set
         finally:
-            sent()
+            sent.set()
 
     async def all_sent(self) -> None:
         await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
-        if self._awaited:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_sent.wait(), self.SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.SECONDS):
+                for sent in self._awaited:
+                    await sent.wait()
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class GroupRunner:
     spec: RolloutSpec
     params: SamplingParams
     seed_key: tuple[int | str, ...]
-    callbacks: RolloutCallbacks | None
+    callbacks: RolloutCallbacks
     barrier: SubmissionBarrier = field(default_factory=SubmissionBarrier)
 
     async def play_group(self, group: SampleGroup) -> list[Rollout]:
@@ -104,9 +101,7 @@ class GroupRunner:
         async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:
             with self.barrier.awaited() as sent:
                 rollouts = await self._play(group.number, samples, partial(coalescer.generate, sent=sent))
-            if self.callbacks is not None:
-                rows = group.rows[begin : begin + len(samples)]
-                self.callbacks.on_rollouts(group.start + begin, rows, rollouts)
+            self.callbacks.on_rollouts(group.start + begin, group.rows[begin : begin + len(samples)], rollouts)
             return rollouts
 
         size = len(group.samples) if isinstance(self.spec.play, GroupFunction) else 1
