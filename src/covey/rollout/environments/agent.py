@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments import interface
-from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, unchanged
+from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, close_here, unchanged
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
@@ -16,7 +16,7 @@ from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult, content_of
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
-from covey.runtime.user_code import UserCodeError, format_error
+from covey.runtime.user_code import UserCodeError
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
@@ -88,14 +88,15 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         self._agent = ToolAgent(self.toolbox, parser, max_iterations)
 
     async def _play(self, lease: Lease, episode: Episode) -> None:
-        await self._agent.play(episode, EnvironmentToolbox(lease, self._methods, self._others, self.pool))
+        await self._agent.play(episode, EnvironmentToolbox(lease, self._methods, self._others))
 
 
 class EnvironmentToolbox(Toolbox):
     """The methods of one environment, as described for another of its kind, and further tools."""
 
-    def __init__(self, lease: Lease, methods: Sequence[Tool], more: Sequence[Tool], pool: EnvironmentPool):
-        super().__init__([*(self._bound(lease, tool) for tool in methods), *more], timeout=pool.seconds, loop=pool.loop)
+    def __init__(self, lease: Lease, methods: Sequence[Tool], more: Sequence[Tool]):
+        tools = [*(self._bound(lease, tool) for tool in methods), *more]
+        super().__init__(tools, timeout=lease.seconds, loop=lease.loop)
         self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
@@ -103,9 +104,9 @@ class EnvironmentToolbox(Toolbox):
         results = await super().answer(turn, first_id)
         methods = {tool.name for tool in self._methods}
         for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):
-            self._lease.caller.lose(f"{self._lease.kind}.{late}")  # the caller's own deadline may be a moment later
-        if self._lease.caller.lost is not None:
-            raise interface.EnvironmentFailed(self._lease.caller.lost)
+            self._lease.lose(f"{self._lease.kind}.{late}")  # its own deadline may be a moment later
+        if self._lease.lost is not None:
+            raise interface.EnvironmentFailed(self._lease.lost)
         return results
 
     def _bound(self, lease: Lease, tool: Tool) -> Tool:
@@ -113,11 +114,11 @@ class EnvironmentToolbox(Toolbox):
 
         async def call(**arguments: Any) -> Any:
             try:
-                result = await lease.caller.raw_call(name, method, unchanged, **arguments)
+                result = await lease.raw_call(name, method, unchanged, **arguments)
             except UserCodeError as raised:
                 raise raised.error from None
             # Rendering runs the environment's code, so it is on the environment's thread, under its deadline.
-            return await lease.caller.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
+            return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
 
         return replace(tool, function=call)
 
@@ -177,13 +178,8 @@ class PlayedEnvironment(RolloutFunction):
 
 
 def _close(environment: Any) -> None:
-    close = getattr(environment, "close", None)
-    try:
-        if callable(close):
-            close()
-    except Exception as error:
-        message = f"an environment could not be closed: {format_error(error)}."
-        warnings.warn(message, EnvironmentWarning, stacklevel=3)
+    if (error := close_here(environment)) is not None:
+        warnings.warn(f"an environment could not be closed: {error}.", EnvironmentWarning, stacklevel=3)
 
 
 class NamedEnvironments:

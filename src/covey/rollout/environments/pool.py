@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from covey.rollout.environments.interface import EnvironmentFailed
@@ -28,22 +28,30 @@ class EnvironmentWarning(UserWarning):
     """Something is wrong with an environment, and the run goes on."""
 
 
-class Caller:
-    """Calls functions of one environment one after another; the deadline of each includes the wait for earlier ones."""
+class Lease:
+    """An environment that a rollout uses, called once at a time; a deadline includes the wait for earlier calls."""
 
-    def __init__(self, loop: LoopThread, seconds: float):
-        self.seconds = seconds
+    def __init__(self, loop: LoopThread, seconds: float, environment: Any = None):
+        self.loop, self.seconds = loop, seconds
+        self.environment = environment  # None until it is made
         self.lost: str | None = None  # why the environment can no longer be used
-        self._loop = loop
         self._thread = WorkerThread("covey-environment", wrap_errors=True)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
-    async def call(
-        self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
+    @property
+    def kind(self) -> str:
+        return type(self.environment).__name__
+
+    async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
+        """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed."""
+        return await self.run(f"{self.kind}.{method}", getattr(self.environment, method), check, *args, **kwargs)
+
+    async def run(
+        self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """`read(function(...))` under one deadline, since looking at a value may run the value's own code."""
+        """The same of a function, under one deadline, since looking at a value may run the value's own code."""
         try:
-            return await self.raw_call(name, function, read, *args, **kwargs)
+            return await self.raw_call(name, function, check, *args, **kwargs)
         except CallTimeout:
             raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
         except UserCodeError as raised:
@@ -52,19 +60,14 @@ class Caller:
             raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
 
     async def raw_call(
-        self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
+        self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
     ) -> T:
         """The same, for callers that distinguish failures."""
         if self.lost is not None:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
-
-            async def start() -> T:
-                return read(await function(*args, **kwargs))
-
-            return await self._on_loop(name, start)
-
-        future = self._thread.submit(lambda: read(call_and_wait(function, *args, **kwargs)))
+            return await self._on_loop(name, partial(function, *args, **kwargs), check)
+        future = self._thread.submit(lambda: check(call_and_wait(function, *args, **kwargs), name))
         try:
             return await await_future(future, self.seconds)
         except (CallTimeout, asyncio.CancelledError):
@@ -80,7 +83,7 @@ class Caller:
     def end(self) -> None:
         self._thread.close()
 
-    async def _on_loop(self, name: str, start: Callable[[], Awaitable[T]]) -> T:
+    async def _on_loop(self, name: str, function: Callable[[], Awaitable[Any]], check: Callable[[Any, str], T]) -> T:
         begun = False
 
         async def take_turn() -> T:
@@ -90,35 +93,29 @@ class Caller:
                 self._turn = loop, asyncio.Lock()
             async with self._turn[1]:
                 begun = True
-                return await start()
+                return check(await function(), name)
 
         try:
-            return await self._loop.call(take_turn, self.seconds)
+            return await self.loop.call(take_turn, self.seconds)
         except (CallTimeout, asyncio.CancelledError):
             if begun:
                 self.lose(name)
             raise
 
 
-def unchanged(value: T) -> T:
+def unchanged(value: T, name: str) -> T:
     return value
 
 
-@dataclass(eq=False, repr=False)
-class Lease:
-    """An environment that a rollout uses, with the caller of its methods."""
-
-    environment: Any
-    caller: Caller
-
-    def __post_init__(self) -> None:
-        self.kind = type(self.environment).__name__  # for messages
-
-    async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
-        """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed as `Caller.call`."""
-        name = f"{self.kind}.{method}"
-        function = getattr(self.environment, method)
-        return await self.caller.call(name, function, lambda value: check(value, name), *args, **kwargs)
+def close_here(environment: Any) -> str | None:
+    """Close an environment on this thread; the message of the exception that it raised, if any."""
+    close = getattr(environment, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception as error:
+        return format_error(error)
+    return None
 
 
 class EnvironmentPool:
@@ -159,19 +156,19 @@ class EnvironmentPool:
                 raise
 
     async def _make(self) -> Lease:
-        caller, known = Caller(self.loop, self.seconds), self._environments
+        lease, known = Lease(self.loop, self.seconds), self._environments
         try:
-            environment = await caller.call("environment_factory", self.factory, unchanged)
+            environment = lease.environment = await lease.run("environment_factory", self.factory, unchanged)
             with known.lock:
                 if id(environment) in known.leased or any(one.environment is environment for one in known.idle):
                     raise EnvironmentFailed(
                         f"environment_factory returned the same {type(environment).__name__} twice; make a new object"
                         " in every call, since concurrent rollouts each need one of their own"
                     )
-                lease = known.leased[id(environment)] = Lease(environment, caller)
+                known.leased[id(environment)] = lease
             return lease
         except BaseException:
-            caller.end()
+            lease.end()
             self._wake_next()
             raise
         finally:
@@ -183,7 +180,7 @@ class EnvironmentPool:
         known = self._environments
         with known.lock:
             lease = known.leased.pop(id(environment), None)
-            usable = usable and lease is not None and lease.caller.lost is None
+            usable = usable and lease is not None and lease.lost is None
             if lease is not None and usable:
                 known.idle.append(lease)
         if lease is not None and not usable:
@@ -229,13 +226,7 @@ class _Environments:
         try:
             waiting += [self.loop.start(self._close(lease)) for lease in leases]
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            for lease in leases:
-                close = getattr(lease.environment, "close", None)
-                try:
-                    if callable(close):
-                        close()
-                except Exception as error:
-                    self.errors.append(format_error(error))
+            self.errors += filter(None, [close_here(lease.environment) for lease in leases])
         if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
             return
         late = concurrent.futures.wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
@@ -252,10 +243,10 @@ class _Environments:
         try:
             if callable(close):
                 # The thread of one that was abandoned may never come back.
-                caller = lease.caller if lease.caller.lost is None else Caller(self.loop, self.seconds)
-                await caller.call(f"{lease.kind}.close", close, unchanged)
-                caller.end()
+                closing = lease if lease.lost is None else Lease(self.loop, self.seconds, lease.environment)
+                await closing.call("close", unchanged)
+                closing.end()
         except Exception as error:
             self.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
         finally:
-            lease.caller.end()
+            lease.end()
