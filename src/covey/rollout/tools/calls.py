@@ -173,9 +173,8 @@ class Finder:
 def calls_between(text: str, opening: str, closing: str, read: Callable[[str], list[Part]]) -> AssistantTurn:
     """A turn with calls between two marks. A mark inside a JSON string closes nothing, and the last may be missing."""
     scanner, openings, closings = Scanner(text), Finder(text, opening), Finder(text, closing)
-    spans: list[Span] = []
-    start = openings(answer_start(text))
-    while start < len(text):
+
+    def read_at(start: int) -> tuple[int, list[Part]]:
         inner = scanner.skip_space(start + len(opening))
         end = scanner.end_of_value(inner) if text.startswith(("{", "["), inner) else None
         if end is None:
@@ -185,8 +184,21 @@ def calls_between(text: str, opening: str, closing: str, read: Callable[[str], l
         else:
             body_end = closings(end)
         stop = body_end + len(closing) if text.startswith(closing, body_end) else body_end
-        spans.append((start, stop, read(text[inner:body_end].strip())))
-        start = openings(stop)
+        return stop, read(text[inner:body_end].strip())
+
+    return calls_at(text, openings, read_at, answer_start(text))
+
+
+def calls_at(
+    text: str, find: Callable[[int], int], read: Callable[[int], tuple[int, list[Part]]], start: int
+) -> AssistantTurn:
+    """A turn with calls at the positions that `find` gives from `start` on; `read` gives the end and content of one."""
+    spans: list[Span] = []
+    begin = find(start)
+    while begin < len(text):
+        end, parts = read(begin)
+        spans.append((begin, end, parts))
+        begin = find(end)
     return turn_without(text, spans)
 
 

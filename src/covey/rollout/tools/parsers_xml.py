@@ -21,17 +21,16 @@ def parse_qwen3_coder(text: str) -> calls.AssistantTurn:
     A value ends at the `</parameter>` that a further tag follows, so that it may hold the tag itself. The tags around
     `<function=...>` and its end may be missing. A line break at either end of a value is layout.
     """
-    spans: list[calls.Span] = []
-    ends = [(end.start(), end.end()) for end in _VALUE_END.finditer(text)]
-    found = _CALL.search(text, calls.answer_start(text))
-    while found:
-        stop, part = _read_qwen3_coder(text, found.start(), ends)
-        spans.append((found.start(), stop, [part]))
-        found = _CALL.search(text, stop)
-    return calls.turn_without(text, spans)
+    ends = [end.span() for end in _VALUE_END.finditer(text)]
+
+    def find(start: int) -> int:
+        found = _CALL.search(text, start)
+        return found.start() if found else len(text)
+
+    return calls.calls_at(text, find, lambda at: _read_qwen3_coder(text, at, ends), calls.answer_start(text))
 
 
-def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tuple[int, calls.Part]:
+def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tuple[int, list[calls.Part]]:
     """End and content of the call at `start`; `ends` are the positions where a value may end."""
     head = _FUNCTION.match(text, start)
     if head is None or not head[1].strip():
@@ -53,17 +52,17 @@ def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tup
     return end.end(), _untyped_call(head[1].strip(), texts)
 
 
-def _untyped_call(name: str, texts: dict[str, str]) -> calls.ToolCall:
-    return calls.ToolCall(name, {key: from_text(value, {}) for key, value in texts.items()}, texts)
+def _untyped_call(name: str, texts: dict[str, str]) -> list[calls.Part]:
+    return [calls.ToolCall(name, {key: from_text(value, {}) for key, value in texts.items()}, texts)]
 
 
 def _malformed(
     text: str, start: int, read: int, reason: str, resume: re.Pattern[str] = _RESUME
-) -> tuple[int, calls.MalformedCall]:
+) -> tuple[int, list[calls.Part]]:
     """A call that cannot be read beyond `read`: it extends to a tag behind which other calls may be read."""
     after = resume.search(text, read)
     stop = after.end() if after else len(text)
-    return stop, calls.MalformedCall(text[start:stop], reason)
+    return stop, [calls.MalformedCall(text[start:stop], reason)]
 
 
 GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -75,17 +74,11 @@ _GLM_RESUME = re.compile(r"</tool_call>|(?=<tool_call>)")
 
 def parse_glm(text: str) -> calls.AssistantTurn:
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` (GLM 4.5 on), once a call."""
-    spans: list[calls.Span] = []
     openings, value_ends = calls.Finder(text, "<tool_call>"), calls.Finder(text, "</arg_value>")
-    start = openings(calls.answer_start(text))
-    while start < len(text):
-        stop, part = _read_glm(text, start, value_ends)
-        spans.append((start, stop, [part]))
-        start = openings(stop)
-    return calls.turn_without(text, spans)
+    return calls.calls_at(text, openings, lambda at: _read_glm(text, at, value_ends), calls.answer_start(text))
 
 
-def _read_glm(text: str, start: int, value_ends: calls.Finder) -> tuple[int, calls.Part]:
+def _read_glm(text: str, start: int, value_ends: calls.Finder) -> tuple[int, list[calls.Part]]:
     head = _GLM_NAME.match(text, start)
     if head is None:
         read = start + len("<tool_call>")
