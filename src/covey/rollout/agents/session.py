@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from covey.core.engine import SampleRequest
-from covey.core.records import Completion, FinishReason, Message, Rollout
+from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, are_messages
@@ -332,7 +332,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     ends: dict[tuple[int, int], int] = {}
     strands: list[tuple[int, int]] = []
     sampled: list[bool] = []
-    fields: dict[str, Any] = {name: [] for name in ("logprobs", "entropies", "versions", "sampling_mask")}
+    fields: dict[str, Any] = {name: [] for name in PER_TOKEN}
     first = parts[0][0]
     prompt = len(first.prompt_ids)
     for number, (part, own) in enumerate(parts):
