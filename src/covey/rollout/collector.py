@@ -18,7 +18,7 @@ from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
 from covey.rollout.speculation import Speculation
-from covey.rollout.user_batch_function import BatchFunction
+from covey.rollout.user_batch_function import BatchFunction, BatchSampler
 from covey.runtime.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -160,8 +160,8 @@ class Collector:
                 prompts += [prompt] * len(group.samples)
                 images += [shown] * len(group.samples)
         if prompts:
-            with function.sampling(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first)):
-                returned = iter(await function(prompts, images))
+            sampler = BatchSampler(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first))
+            returned = iter(await function(prompts, images, sampler))
         for group in groups:
             if group.number not in rollouts:
                 rollouts[group.number] = [next(returned) for _ in group.samples]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.core.strands import longest
-from covey.rollout.episode import EpisodeEngine, Generate
+from covey.rollout.episode import EpisodeEngine
 from covey.runtime.loop_thread import CallbackRelay, LoopThread
 from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
 
@@ -40,11 +40,21 @@ class _IsolatedFunction:
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
         """`check` of the function's result; on that loop too, since the result's own code may hang."""
         pending: set[Future[list[Completion]]] = set()
-        engine.send = self._generate_on(asyncio.get_running_loop(), engine, pending)
+        home, generate = asyncio.get_running_loop(), engine.send
+
+        async def submit(request: SampleRequest) -> list[Completion]:  # requests of one turn there, in one turn here
+            future: Future[list[Completion]] = Future()
+            pending.add(future)
+            future.add_done_callback(pending.discard)
+            if engine.closed:
+                future.cancel()
+            self._relay.send(home, lambda: _run_into(generate(request), future))
+            return await asyncio.wrap_future(future)
 
         async def play() -> T:
             return check(await self._function(*arguments))
 
+        engine.send = submit
         try:
             return await self._loop.call(play, self._timeout)
         except UserCodeError as raised:
@@ -55,23 +65,6 @@ class _IsolatedFunction:
             engine.closed = True  # first: a request that begins now is in `pending`, or sees it
             for future in list(pending):  # the loop here may end before it has answered
                 future.cancel()
-
-    def _generate_on(
-        self, home: asyncio.AbstractEventLoop, engine: EpisodeEngine, pending: "set[Future[list[Completion]]]"
-    ) -> Generate:
-        """The engine's `send` for code on another loop. Requests of one turn there are submitted in one turn here."""
-        generate = engine.send
-
-        async def submit(request: SampleRequest) -> list[Completion]:
-            future: Future[list[Completion]] = Future()
-            pending.add(future)
-            future.add_done_callback(pending.discard)
-            if engine.closed:
-                future.cancel()
-            self._relay.send(home, lambda: _run_into(generate(request), future))
-            return await asyncio.wrap_future(future)
-
-        return submit
 
 
 class RolloutFunction(_IsolatedFunction):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.rollout.tools.calls import decode_json
+from covey.runtime.user_code import unwrap_partial
 
 _HINT = (
     "A tool needs a type hint for every argument and a Google-style docstring that describes itself and each of them"
@@ -76,8 +77,7 @@ class Tool:
 
 
 def _name(function: Any) -> str:
-    if isinstance(function, functools.partial):
-        return _name(function.func)
+    function = unwrap_partial(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -211,21 +211,16 @@ def text_of(result: Any, limit: int) -> str:
     elif inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError("the tool returned a generator instead of a result; let it return a list or a string")
     else:
-        text, whole = _printed(result, limit)
+        # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
+        written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
+        try:
+            text, whole = _take(written, 4 * limit)
+        except (TypeError, ValueError, RecursionError):
+            text, whole = _take(_shown(result), 4 * limit)
     left_out = len(text) - limit
     if left_out > 0:
         text = f"{text[:limit]}\n[{f'{left_out} ' if whole else ''}more characters left out]"
     return text.encode("utf-8", "replace").decode()
-
-
-def _printed(result: Any, limit: int) -> tuple[str, bool]:
-    """Text as JSON, or else by `str`, not far beyond `limit`; and True if that is all of it."""
-    # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
-    written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
-    try:
-        return _take(written, 4 * limit)
-    except (TypeError, ValueError, RecursionError):
-        return _take(_shown(result), 4 * limit)
 
 
 def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
