@@ -6,6 +6,7 @@ register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>"
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,6 @@ from covey.rollout.tools.calls import (
     turn_without,
 )
 from covey.rollout.tools.literals import read_gemma_call, read_python_calls
-from covey.rollout.tools.parsers_xml import GLM_TOKENS, parse_glm, parse_qwen3_coder
 from covey.rollout.tools.tool import from_text
 from covey.runtime.registry import Registry
 from covey.runtime.user_code import format_error
@@ -275,6 +275,101 @@ def _looks_like_call(value: Any, text: str) -> bool:
         value = value["function"]
     named = isinstance(value.get("name", value.get("function")), str)
     return named and any(key in value for key in ("arguments", "parameters", "args"))
+
+
+# --- notations in XML tags: arguments are plain text, and the schema of the tool decides what they are ----------------
+
+_TAG = re.compile(r"<tool_call>|<function=")
+_TAGS = re.compile(r"(?:<tool_call>\s*+)?(?:<function=)?")
+_FUNCTION_TAG = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]*+)>")
+_PARAMETER = re.compile(r"\s*+<parameter=([^<>\n]*+)>\n?")
+_VALUE_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</?function|</?tool_call>|\Z))")
+_CALL_END = re.compile(r"\s*+(?:</function>(?:\s*+</tool_call>)?|</tool_call>|(?=<tool_call>|<function=)|\Z)")
+_RESUME = re.compile(r"</tool_call>|</function>(?:\s*+</tool_call>)?|(?=<tool_call>|<function=)")
+
+
+def parse_qwen3_coder(text: str) -> AssistantTurn:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, once for each call.
+
+    A value ends at the `</parameter>` that a further tag follows, so that it may hold the tag itself. The tags around
+    `<function=...>` and its end may be missing. A line break at either end of a value is layout.
+    """
+    ends = [end.span() for end in _VALUE_END.finditer(text)]
+
+    def find(start: int) -> int:
+        found = _TAG.search(text, start)
+        return found.start() if found else len(text)
+
+    return calls_at(text, find, lambda at: _read_qwen3_coder(text, at, ends), answer_start(text))
+
+
+def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tuple[int, list[Part]]:
+    """End and content of the call at `start`; `ends` are the positions where a value may end."""
+    head = _FUNCTION_TAG.match(text, start)
+    if head is None or not head[1].strip():
+        opening = _TAGS.match(text, start)
+        assert opening, "it matches anything"
+        return _malformed(text, start, opening.end(), "there is no <function=name> with the name of a tool in it")
+    texts: dict[str, str] = {}
+    at = head.end()
+    while parameter := _PARAMETER.match(text, at):
+        index = bisect_left(ends, (parameter.end() - 1, 0))  # an empty value: its line break may be the one just read
+        if index == len(ends):
+            reason = f"the argument {parameter[1]} is not closed by </parameter>"
+            return _malformed(text, start, parameter.end(), reason)
+        value_end, at = ends[index]
+        texts[parameter[1].strip()] = text[parameter.end() : max(value_end, parameter.end())]
+    end = _CALL_END.match(text, at)
+    if end is None:
+        return _malformed(text, start, at, "only <parameter=name>value</parameter> may stand within <function=...>")
+    return end.end(), _untyped_call(head[1].strip(), texts)
+
+
+def _untyped_call(name: str, texts: dict[str, str]) -> list[Part]:
+    return [ToolCall(name, {key: from_text(value, {}) for key, value in texts.items()}, texts)]
+
+
+def _malformed(
+    text: str, start: int, read: int, reason: str, resume: re.Pattern[str] = _RESUME
+) -> tuple[int, list[Part]]:
+    """A call that cannot be read beyond `read`: it extends to a tag behind which other calls may be read."""
+    after = resume.search(text, read)
+    stop = after.end() if after else len(text)
+    return stop, [MalformedCall(text[start:stop], reason)]
+
+
+GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM_NAME = re.compile(r"<tool_call>\s*+([^\s<>{}]++)\s*+")
+_GLM_KEY = re.compile(r"\s*+<arg_key>([^<]*+)</arg_key>\s*+<arg_value>")
+_GLM_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
+_GLM_RESUME = re.compile(r"</tool_call>|(?=<tool_call>)")
+
+
+def parse_glm(text: str) -> AssistantTurn:
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` (GLM 4.5 on), once a call."""
+    openings, value_ends = Finder(text, "<tool_call>"), Finder(text, "</arg_value>")
+    return calls_at(text, openings, lambda at: _read_glm(text, at, value_ends), answer_start(text))
+
+
+def _read_glm(text: str, start: int, value_ends: Finder) -> tuple[int, list[Part]]:
+    head = _GLM_NAME.match(text, start)
+    if head is None:
+        read = start + len("<tool_call>")
+        return _malformed(text, start, read, "it does not begin with the name of a tool", _GLM_RESUME)
+    texts: dict[str, str] = {}
+    at = head.end()
+    while key := _GLM_KEY.match(text, at):
+        end = value_ends(key.end())
+        if end == len(text):
+            reason = f"the argument {key[1]} is not closed by </arg_value>"
+            return _malformed(text, start, key.end(), reason, _GLM_RESUME)
+        texts[key[1].strip()] = text[key.end() : end]
+        at = end + len("</arg_value>")
+    after = _GLM_END.match(text, at)
+    if after is None:
+        reason = "after the name only <arg_key>name</arg_key><arg_value>value</arg_value> may stand"
+        return _malformed(text, start, at, reason, _GLM_RESUME)
+    return after.end(), _untyped_call(head[1], texts)
 
 
 # Templates with the notations in XML mention marks of other families too, so these come first.
