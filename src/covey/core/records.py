@@ -52,7 +52,6 @@ class PromptSample:
 class SampleGroup:
     """Samples of one prompt."""
 
-    number: int  # index among the groups of the batch
     start: int  # index of the first sample in the batch
     samples: list[PromptSample]  # one or more
     rows: list[dict[str, Any]]  # the dataset row of each

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
@@ -127,7 +126,6 @@ class Collector:
                 logprobs=completion.logprobs,
                 completion=self.codec.decode(row["prompt"], completion.token_ids),
                 finish=completion.finish,
-                group=group.number,
                 entropies=completion.entropies,
                 reused=completion.reused,
                 versions=completion.versions,
@@ -146,7 +144,7 @@ class Collector:
     ) -> list[list[Rollout]]:
         first = (groups[0].samples[0].prompt, groups[0].samples[0].sample) if groups else ()  # differs by process
         prompts, images = [], []
-        rollouts: dict[int, list[Rollout]] = {}
+        played: list[list[Rollout] | None] = []  # None where the function plays the group
         for group in groups:
             row = group.rows[0]
             prompt, shown = row["prompt"], list[Any]()
@@ -155,25 +153,24 @@ class Collector:
                     self.codec.read_row(row)
                     prompt, shown = embed_images(prompt, row_images(row))
             except ValueError as error:
-                rollouts[group.number] = self._unreadable(group, error)
+                played.append(self._unreadable(group, error))
             else:
+                played.append(None)
                 prompts += [prompt] * len(group.samples)
                 images += [shown] * len(group.samples)
         if prompts:
             sampler = BatchSampler(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first))
             returned = iter(await function(prompts, images, sampler))
-        for group in groups:
-            if group.number not in rollouts:
-                rollouts[group.number] = [next(returned) for _ in group.samples]
-            for rollout in rollouts[group.number]:
-                rollout.group = group.number
-            callbacks.on_rollouts(group.start, group.rows, rollouts[group.number])
-            callbacks.on_group(group.start, group.rows, rollouts[group.number])
-        return [rollouts[group.number] for group in groups]
+        rollouts = []
+        for group, failed in zip(groups, played, strict=True):
+            rollouts.append([next(returned) for _ in group.samples] if failed is None else failed)
+            callbacks.on_rollouts(group.start, group.rows, rollouts[-1])
+            callbacks.on_group(group.start, group.rows, rollouts[-1])
+        return rollouts
 
     def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:
         text = f"row {group.samples[0].prompt} of the dataset: {error}"
-        return [replace(failed_rollout(self.codec, row, text), group=group.number) for row in group.rows]
+        return [failed_rollout(self.codec, row, text) for row in group.rows]
 
 
 def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
@@ -182,7 +179,7 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
     for index, sample in enumerate(samples):
         last = samples[index - 1] if index else None
         if last is None or last.prompt != sample.prompt or last.sample >= sample.sample:
-            groups.append(SampleGroup(len(groups), index, [], []))
+            groups.append(SampleGroup(index, [], []))
         groups[-1].samples.append(sample)
         groups[-1].rows.append(sample.row)
     return groups
@@ -195,7 +192,7 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
     """
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rollouts: list[Rollout] = []
-    for group in groups:
+    for index, group in enumerate(groups):
         rollouts += group
         for rollout in group:
             if params.keep_mask and rollout.sampling_mask is None and any(rollout.sampled):
@@ -214,7 +211,7 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                 rollout.sampling_mask = None
             if rollout.sampling_mask:
                 _check_masks(rollout)
-            rollout.group = numbers.setdefault((rollout.group, tuple(rollout.prompt_ids)), len(numbers))
+            rollout.group = numbers.setdefault((index, tuple(rollout.prompt_ids)), len(numbers))
     return rollouts
 
 

@@ -100,7 +100,7 @@ class GroupRunner:
 
         async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:
             with self.barrier.awaited() as sent:
-                rollouts = await self._play(group.number, samples, partial(coalescer.generate, sent=sent))
+                rollouts = await self._play(samples, partial(coalescer.generate, sent=sent))
             self.callbacks.on_rollouts(group.start + begin, group.rows[begin : begin + len(samples)], rollouts)
             return rollouts
 
@@ -114,7 +114,7 @@ class GroupRunner:
                 task.cancel()  # the others of a group in which the engine failed
             coalescer.close()
 
-    async def _play(self, number: int, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
+    async def _play(self, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
         """One rollout, or all of a group that one function plays; failed ones are returned as such."""
         first, play, timeout = samples[0], self.spec.play, self.spec.timeout
         assert not isinstance(play, BatchFunction), "plays whole batches"
@@ -140,7 +140,7 @@ class GroupRunner:
         if engine.failure is not None:
             raise engine.failure
         for rollout in rollouts:
-            rollout.group, rollout.seconds = number, perf_counter() - began
+            rollout.seconds = perf_counter() - began
             if self.spec.trained_turns == "last" and rollout.turn_ends:
                 _train_last_turn(rollout)
         return rollouts

@@ -176,7 +176,7 @@ def build_environment(
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
-        return agent.TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
+        return agent.TextEnvironmentAgent(pool, True, required(example.reset), max_turns, turn_end)
     gives_reward = callable(getattr(example, "get_reward", None))
     methods = tool_methods(example)
     if not methods and not tools:

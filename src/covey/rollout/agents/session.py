@@ -7,7 +7,7 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -21,7 +21,7 @@ from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, are_messages
 from covey.rollout.tool_agent import as_message
-from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
+from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 
 MAX_STRANDS = 64  # of a rollout
 FULL = "context_length_exceeded"  # code of a request that there is no room to answer
@@ -45,9 +45,12 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
 
-    def digests(self) -> Iterator[bytes]:
+    def digests(self) -> list[bytes]:
         """A digest of the tools, then one of each beginning of the conversation."""
-        return accumulate(self.messages, digest_after, initial=_digest(b"", self.tools))
+        return list(accumulate(self.messages, digest_after, initial=_digest(b"", self.tools)))
+
+    def digest(self) -> bytes:
+        return self.digests()[-1]
 
 
 class SeatEngine(Protocol):
@@ -124,7 +127,6 @@ class AgentSession:
     """Requests of one rollout's program. What its engine samples from now on counts towards the rollout's budget."""
 
     engine: EpisodeEngine
-    parser: ToolParser | None = None
     seats: Seats = field(default_factory=dict)  # other models, by the name in a request
     full: bool = False  # a request found no room
     refused: str | None = None  # the first request that could not be read
@@ -139,9 +141,8 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._generate, self.engine.send = self.engine.send, self._send
-        if self.parser is None:
-            templates = self.engine.templates
-            self.parser = TOOL_PARSERS[templates.parser or parser_for(templates.codec.tokenizer.chat_template)]
+        name = self.engine.templates.parser or parser_for(self.engine.tokenizer.chat_template)
+        self._parser = TOOL_PARSERS[name]
 
     @property
     def asked(self) -> bool:
@@ -149,7 +150,7 @@ class AgentSession:
 
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """Sample the completions of a request; RequestError if it cannot be answered."""
-        *_, digest = request.digests()
+        digest = request.digest()
         if (undelivered := self._undelivered.pop((digest, request.n), None)) is not None:
             return undelivered
         if self._left <= 0:
@@ -173,8 +174,7 @@ class AgentSession:
 
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
         """Keep the answers to a request whose client has gone, for the same request again."""
-        *_, digest = request.digests()
-        self._undelivered[digest, request.n] = answers
+        self._undelivered[request.digest(), request.n] = answers
 
     @property
     def _most(self) -> int:
@@ -216,7 +216,8 @@ class AgentSession:
                 episode = self.engine.begin(request.messages, tools=request.tools)
             except PromptTooLong as error:
                 raise self._no_room(str(error)) if self.asked else error from None
-            if digests[-1] == self._own_digest(request):
+            own_prompt: Any = self.engine.row.get("prompt")
+            if are_messages(own_prompt) and digests[-1] == replace(request, messages=own_prompt).digest():
                 self.engine.own_ids = episode.prompt_ids
             number = self._add(episode, len(episode.prompt_ids))
         episode = self._strands[number].episode
@@ -228,11 +229,6 @@ class AgentSession:
         self._seen.update(digests)
         size = len(episode.prompt_ids) + len(episode.completion_ids)
         return [number, *(self._add(episode.fork(), size) for _ in range(request.n - 1))]
-
-    def _own_digest(self, request: ChatRequest) -> bytes | None:
-        """Digest of the row's prompt with the tools of the request."""
-        prompt: Any = self.engine.row.get("prompt")
-        return [*replace(request, messages=prompt).digests()][-1] if are_messages(prompt) else None
 
     def _continued(self, turn: _Turn, added: list[Message]) -> int | None:
         """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
@@ -284,9 +280,8 @@ class AgentSession:
         """A reply with its calls read, up to a stop text."""
         message: Message = {"role": "assistant", "content": reply.text}
         if tools:
-            assert self.parser is not None, "set when it was made"
             try:
-                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self.parser, tools)
+                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self._parser, tools)
             except (AttributeError, TypeError) as error:  # some notations read values by the schema's types
                 raise RequestError(f"`tools` has a schema that cannot be read: {error}.", param="tools") from error
             message = as_message(parsed, reply.text)

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
@@ -22,13 +22,16 @@ OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_sco
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
 
 
+@dataclass(eq=False)
 class EnvironmentAgent:
     """Plays rollouts in environments of a pool; rollouts of one turn, in environments that have `reset` alone."""
 
-    def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
-        self.pool = pool
-        self.gives_reward, self.gives_objects = gives_reward, pool.limit is None
-        self.needs = list(needs)  # columns that `reset` has no defaults for
+    pool: EnvironmentPool
+    gives_reward: bool
+    needs: Sequence[str] = ()  # columns that `reset` has no defaults for
+
+    def __post_init__(self) -> None:
+        self.gives_objects = self.pool.limit is None
         self.schemas: Sequence[dict[str, Any]] = ()  # of tools, for the chat template
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
@@ -123,19 +126,12 @@ class EnvironmentToolbox(Toolbox):
         return replace(tool, function=call)
 
 
+@dataclass(eq=False)
 class TextEnvironmentAgent(EnvironmentAgent):
     """Plays environments with `step(text)`: the policy's turn is the action, the observation answers it."""
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        max_turns: int | None = None,
-        turn_end: Callable[[int], Any] | None = None,
-        needs: Sequence[str] = (),
-    ):
-        super().__init__(pool, True, needs)
-        self.max_turns = max_turns
-        self._turn_end = turn_end  # makes the end of turn k, as reward functions name it; None: rewards are added up
+    max_turns: int | None = None
+    turn_end: Callable[[int], Any] | None = None  # makes the end of turn k for reward functions; None: rewards add up
 
     async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
         rewards: list[float | None] = []
@@ -155,8 +151,8 @@ class TextEnvironmentAgent(EnvironmentAgent):
             assert step.observation is not None, "checked"
             if not episode.write(interface.as_messages(step.observation)):
                 break
-        if self._turn_end is not None:
-            return [(self._turn_end(turn), reward) for turn, reward in enumerate(rewards)]
+        if self.turn_end is not None:
+            return [(self.turn_end(turn), reward) for turn, reward in enumerate(rewards)]
         given = [reward for reward in rewards if reward is not None]
         return sum(given) if given else None
 

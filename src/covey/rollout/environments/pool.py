@@ -184,7 +184,9 @@ class EnvironmentPool:
             if lease is not None and usable:
                 known.idle.append(lease)
         if lease is not None and not usable:
-            known.start_closing(lease)
+            closing = known.loop.start(known.close_one(lease))
+            known.closing.add(closing)
+            closing.add_done_callback(known.closing.discard)
         self._wake_next()
 
     def close(self) -> None:
@@ -212,11 +214,6 @@ class _Environments:
         self.leased: dict[int, Lease] = {}
         self.errors: list[str] = []
 
-    def start_closing(self, lease: Lease) -> None:
-        future = self.loop.start(self._close(lease))
-        self.closing.add(future)
-        future.add_done_callback(self.closing.discard)
-
     def close(self) -> None:
         with self.lock:
             leases = [*self.idle, *self.leased.values()]
@@ -224,7 +221,7 @@ class _Environments:
             self.leased.clear()
         waiting = list(self.closing)
         try:
-            waiting += [self.loop.start(self._close(lease)) for lease in leases]
+            waiting += [self.loop.start(self.close_one(lease)) for lease in leases]
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
             self.errors += filter(None, [close_here(lease.environment) for lease in leases])
         if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
@@ -238,7 +235,7 @@ class _Environments:
             self.errors.clear()
             warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
-    async def _close(self, lease: Lease) -> None:
+    async def close_one(self, lease: Lease) -> None:
         close = getattr(lease.environment, "close", None)
         try:
             if callable(close):
