@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
@@ -14,9 +14,8 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult, content_of
+from covey.rollout.tools.toolbox import Content, Toolbox, ToolResult, content_of
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
-from covey.runtime.user_code import UserCodeError
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
@@ -98,32 +97,24 @@ class EnvironmentToolbox(Toolbox):
     """The methods of one environment, as described for another of its kind, and further tools."""
 
     def __init__(self, lease: Lease, methods: Sequence[Tool], more: Sequence[Tool]):
-        tools = [*(self._bound(lease, tool) for tool in methods), *more]
-        super().__init__(tools, timeout=lease.seconds, loop=lease.loop)
-        self._lease, self._methods = lease, methods
+        super().__init__([*methods, *more], timeout=lease.seconds, loop=lease.loop)
+        self._lease, self._methods = lease, {tool.name for tool in methods}
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
         """As `Toolbox.answer`; raises EnvironmentFailed if a method was abandoned, since the state is unknown."""
         results = await super().answer(turn, first_id)
-        methods = {tool.name for tool in self._methods}
-        for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):
-            self._lease.lose(f"{self._lease.kind}.{late}")  # its own deadline may be a moment later
         if self._lease.lost is not None:
             raise interface.EnvironmentFailed(self._lease.lost)
         return results
 
-    def _bound(self, lease: Lease, tool: Tool) -> Tool:
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
+        if tool.name not in self._methods:
+            return await super()._call(tool, arguments)
+        lease = self._lease
         name, method = f"{lease.kind}.{tool.name}", getattr(lease.environment, tool.name)
-
-        async def call(**arguments: Any) -> Any:
-            try:
-                result = await lease.raw_call(name, method, unchanged, **arguments)
-            except UserCodeError as raised:
-                raise raised.error from None
-            # Rendering runs the environment's code, so it is on the environment's thread, under its deadline.
-            return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
-
-        return replace(tool, function=call)
+        result = await lease.raw_call(name, method, unchanged, **arguments)
+        # Rendering runs the environment's code, so it is on the environment's thread, under its deadline.
+        return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
 
 
 @dataclass(eq=False)
