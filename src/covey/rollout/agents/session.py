@@ -291,17 +291,14 @@ class AgentSession:
 
     def _answer(self, message: Message, reply: Reply, prompt_tokens: int) -> Answer:
         sent: Message = {"role": "assistant", "content": message["content"]}
-        if message.get("tool_calls"):
-            sent["tool_calls"] = [self._sent_call(call) for call in message["tool_calls"]]
+        for call in message.get("tool_calls") or ():
+            self._calls += 1
+            function = call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}
+            sent_call = {"id": call.get("id") or f"call{self._calls:05d}", "type": "function", "function": function}
+            sent.setdefault("tool_calls", []).append(sent_call)
         cut = reply.finish is not FinishReason.STOP
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
         return Answer(sent, finish, reply, prompt_tokens)
-
-    def _sent_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        self._calls += 1
-        arguments = json.dumps(call["function"]["arguments"])
-        function = {"name": call["function"]["name"], "arguments": arguments}
-        return {"id": call.get("id") or f"call{self._calls:05d}", "type": "function", "function": function}
 
     def rollout(self, finish: FinishReason | None = None, **extras: Any) -> Rollout:
         """The finished rollout: its completion is every message after the first request, in the order of time."""

@@ -129,9 +129,6 @@ class EnvironmentPool:
         self._waiting: deque[Future[None]] = deque()
         self._at_end = weakref.finalize(self, self._environments.close)  # which does not keep the pool alive
 
-    def __len__(self) -> int:
-        return len(self._environments.idle) + len(self._environments.leased)
-
     async def acquire(self) -> Lease:
         """An environment that no other rollout uses: an idle one, or a new one."""
         known = self._environments

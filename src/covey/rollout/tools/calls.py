@@ -160,13 +160,12 @@ class Finder:
     """`text.find(mark, start)` that reads the text once for any number of increasing positions."""
 
     def __init__(self, text: str, mark: str):
-        self.text, self.mark = text, mark
-        self.start, self.found = 0, text.find(mark)
+        self.text, self.mark, self.found = text, mark, text.find(mark)
 
     def __call__(self, start: int) -> int:
         """The first position of the mark from `start` on; the length of the text if there is none."""
-        if start < self.start or 0 <= self.found < start:
-            self.start, self.found = start, self.text.find(self.mark, start)
+        if 0 <= self.found < start:
+            self.found = self.text.find(self.mark, start)
         return self.found if self.found >= 0 else len(self.text)
 
 

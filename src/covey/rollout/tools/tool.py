@@ -194,11 +194,11 @@ def checked(value: Any, schema: dict[str, Any], where: str) -> Any:
         raise WrongArgument(f"{where} must be one of {schema['enum']}, not {shown(value)}")
     if isinstance(value, dict):
         return checked_object(value, schema, where)
-    if not isinstance(value, list) or (schema.get("prefixItems") is None and schema.get("items") is None):
+    if not isinstance(value, list):
         return value
     schemas = schema.get("prefixItems")
     if schemas is None:
-        schemas = [schema["items"]] * len(value)
+        schemas = [schema.get("items") or {}] * len(value)
     if len(value) != len(schemas):
         raise WrongArgument(f"{where} must have {len(schemas)} items, not {len(value)}")
     return [checked(item, one, f"{where}[{i}]") for i, (item, one) in enumerate(zip(value, schemas, strict=True))]
