@@ -46,9 +46,6 @@ class Speculation:
         self.max_tokens, self.lenience, self.num_tokens = max_tokens, lenience, 0
         self._drafts: dict[DraftKey, Draft] = {}  # oldest first; each at most once for a (prompt, sample)
 
-    def get(self, key: DraftKey) -> Draft | None:
-        return self._drafts.get(key)
-
     def put(self, key: DraftKey, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         if (old := self._drafts.pop(key, None)) is not None:
             self.num_tokens -= len(old.token_ids)
@@ -88,7 +85,7 @@ class Speculation:
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
         """The request of prompt number `prompt`, with drafts of completions `samples` where there are any."""
         mark = fingerprint(request.prompt_ids)
-        drafts = [self.get((prompt, mark, sample)) for sample in samples]
+        drafts = [self._drafts.get((prompt, mark, sample)) for sample in samples]
         if not any(drafts):
             return request
         logprobs = [draft.logprobs.tolist() if draft and draft.logprobs else None for draft in drafts]

@@ -319,28 +319,24 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     part shares at least these, and at most the tokens before its own first sampled one: equal tokens that were sampled
     twice are trained on twice.
     """
-    whole: list[int] = []  # tokens of the rollout, with its prompt
-    found: list[tuple[np.ndarray, np.ndarray]] = []  # tokens of each part, and their positions in `whole`
+    first = parts[0][0]
+    prompt = len(first.prompt_ids)
+    whole = list(first.prompt_ids)  # tokens of the rollout, with its prompt
+    found = [(np.array(whole, dtype=np.int64), np.arange(prompt))]  # tokens of the prompt and parts, with positions
     ends: dict[tuple[int, int], int] = {}
     strands: list[tuple[int, int]] = []
     sampled: list[bool] = []
     fields: dict[str, Any] = {name: [] for name in PER_TOKEN}
-    first = parts[0][0]
-    prompt = len(first.prompt_ids)
     for number, (part, own) in enumerate(parts):
         tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
         mask = [*[False] * len(part.prompt_ids), *part.sampled]
-        if number == 0:
-            shared, position = prompt, np.arange(prompt)
-            whole += part.prompt_ids
-        else:
-            begins = next(index for index in range(own, len(mask)) if mask[index])
-            lengths = [_common(tokens[:begins], other) for other, _ in found]
-            best = max(range(len(found)), key=lengths.__getitem__)
-            shared, position = lengths[best], found[best][1][: lengths[best]]
-            follows = int(position[-1]) if shared else -1
-            if follows != len(whole) - 1:
-                strands.append((len(whole) - prompt, follows))
+        begins = next(index for index in range(own, len(mask)) if mask[index])
+        lengths = [_common(tokens[:begins], other) for other, _ in found]
+        best = max(range(len(found)), key=lengths.__getitem__)
+        shared, position = lengths[best], found[best][1][: lengths[best]]
+        follows = int(position[-1]) if shared else -1
+        if follows != len(whole) - 1:
+            strands.append((len(whole) - prompt, follows))
         position = np.concatenate([position, np.arange(len(whole), len(whole) + len(tokens) - shared)])
         found.append((tokens, position))
         whole += tokens[shared:].tolist()

@@ -179,10 +179,13 @@ class TurnTemplate:
         clean = [{**result, "content": self._without_control(result.get("content"), hidden)} for result in results]
         if self.result_role == "tool":
             return clean
-        if any(isinstance(result["content"], list) for result in clean):
-            return [{"role": "user", "content": _user_parts(clean)}]
-        texts = [f"```tool_output\n{r['content']}\n```" if r["role"] == "tool" else r["content"] for r in clean]
-        return [{"role": "user", "content": "\n".join(texts)}]
+        parts: list[dict[str, Any]] = []
+        for number, result in enumerate(clean):
+            begin, end = ("```tool_output\n", "\n```") if result["role"] == "tool" else ("", "")
+            parts += [*as_parts("\n" if number else ""), *as_parts(begin), *as_parts(result["content"]), *as_parts(end)]
+        if all(part["type"] == "text" for part in parts):
+            return [{"role": "user", "content": "".join(part["text"] for part in parts)}]
+        return [{"role": "user", "content": parts}]
 
     def _without_control(self, content: Any, hidden: dict[str, str]) -> Any:
         """Content whose control tokens are hidden, or where a processor encodes it, broken by a space of no width."""
@@ -297,17 +300,6 @@ class TurnTemplates:
 
 def _result(number: str = "") -> Message:
     return {"role": "tool", "name": "lookup", "tool_call_id": "call00000", "content": _RESULT + number}
-
-
-def _user_parts(results: Sequence[Message]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for result in results:
-        content = as_parts(result["content"])
-        if result["role"] == "tool":
-            fences = [{"type": "text", "text": text} for text in ("```tool_output\n", "\n```")]
-            content = [fences[0], *content, fences[1]]
-        parts += [{"type": "text", "text": "\n"}, *content] if parts else content
-    return parts
 
 
 def _difference(one: str, other: str) -> str:
