@@ -142,7 +142,7 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._generate, self.engine.send = self.engine.send, self._send
         name = self.engine.templates.parser or parser_for(self.engine.tokenizer.chat_template)
-        self._parser = TOOL_PARSERS[name]
+        self._parser, self._most = TOOL_PARSERS[name], self.engine.params.max_tokens
 
     @property
     def asked(self) -> bool:
@@ -175,10 +175,6 @@ class AgentSession:
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
         """Keep the answers to a request whose client has gone, for the same request again."""
         self._undelivered[request.digest(), request.n] = answers
-
-    @property
-    def _most(self) -> int:
-        return self.engine.params.max_tokens
 
     @property
     def _left(self) -> int:
