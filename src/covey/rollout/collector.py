@@ -79,7 +79,7 @@ class Collector:
             try:
                 await asyncio.sleep(0)  # each group runs until it has submitted its request
                 if runner is not None:
-                    await runner.barrier.all_sent()  # or, with several rollouts a group, until these have
+                    await runner.all_sent()  # or, with several rollouts a group, until these have
                 if submitted is not None:
                     submitted()
                 return _number_groups(await asyncio.gather(*tasks), params)

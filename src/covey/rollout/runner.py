@@ -2,8 +2,8 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -22,6 +22,7 @@ from covey.runtime.deadlines import CallTimeout, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error
 
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
+SUBMISSION_SECONDS = 1.0  # a slower first request may be sampled with newer weights, as later turns are
 
 
 class RolloutCallbacks:
@@ -57,32 +58,6 @@ class RolloutSpec:
             self.play.close()
 
 
-class SubmissionBarrier:
-    """Event: the engine has the first request of every rollout of a batch."""
-
-    SECONDS = 1.0  # a slower rollout may be sampled with newer weights, as later turns are
-
-    def __init__(self) -> None:
-        self._awaited: list[asyncio.Event] = []
-
-    @contextmanager
-    def awaited(self) -> Iterator[Callable[[], None]]:
-        """Wait for the rollout that runs within this context, until it calls the function that is yielded."""
-        sent = asyncio.Event()
-        self._awaited.append(sent)
-        try:
-            yield sent.set
-        finally:
-            sent.set()
-
-    async def all_sent(self) -> None:
-        await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.SECONDS):
-                for sent in self._awaited:
-                    await sent.wait()
-
-
 @dataclass(frozen=True)
 class GroupRunner:
     """Plays the groups of one batch, which `seed_key` names."""
@@ -93,14 +68,18 @@ class GroupRunner:
     params: SamplingParams
     seed_key: tuple[int | str, ...]
     callbacks: RolloutCallbacks
-    barrier: SubmissionBarrier = field(default_factory=SubmissionBarrier)
+    first_requests: list[asyncio.Event] = field(default_factory=list)  # of each rollout: the engine has it
 
     async def play_group(self, group: SampleGroup) -> list[Rollout]:
         coalescer = RequestCoalescer(self.engine)
 
         async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:
-            with self.barrier.awaited() as sent:
-                rollouts = await self._play(samples, partial(coalescer.generate, sent=sent))
+            sent = asyncio.Event()
+            self.first_requests.append(sent)
+            try:
+                rollouts = await self._play(samples, partial(coalescer.generate, sent=sent.set))
+            finally:
+                sent.set()
             self.callbacks.on_rollouts(group.start + begin, group.rows[begin : begin + len(samples)], rollouts)
             return rollouts
 
@@ -113,6 +92,14 @@ class GroupRunner:
             for task in tasks:
                 task.cancel()  # the others of a group in which the engine failed
             coalescer.close()
+
+    async def all_sent(self) -> None:
+        """Wait until the engine has the first request of every rollout of the batch, but not for long."""
+        await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SUBMISSION_SECONDS):
+                for sent in self.first_requests:
+                    await sent.wait()
 
     async def _play(self, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
         """One rollout, or all of a group that one function plays; failed ones are returned as such."""
