@@ -130,17 +130,17 @@ class TextEnvironmentAgent(EnvironmentAgent):
             reply = await episode.sample()
             if not reply.token_ids:  # no room for a turn, so there is no action
                 break
-            step = await lease.call("step", interface.checked_step, reply.text)
-            rewards.append(step.reward)
+            observation, reward, done, truncated = await lease.call("step", interface.checked_step, reply.text)
+            rewards.append(reward)
             if reply.finish is not FinishReason.STOP:
                 break
             last = len(rewards) == self.max_turns
-            if step.truncated or (last and not step.done):
+            if truncated or (last and not done):
                 episode.finish = FinishReason.TOOL_BUDGET
-            if step.done or last:
+            if done or last:
                 break
-            assert step.observation is not None, "checked"
-            if not episode.write(interface.as_messages(step.observation)):
+            assert observation is not None, "checked"
+            if not episode.write(interface.as_messages(observation)):
                 break
         if self.turn_end is not None:
             return [(self.turn_end(turn), reward) for turn, reward in enumerate(rewards)]
