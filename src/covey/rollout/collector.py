@@ -4,14 +4,13 @@ A rollout that fails is a result (`FinishReason.ERROR`); an exception of the eng
 """
 
 import asyncio
-import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.records import PromptSample, Rollout, SampleGroup
+from covey.core.records import PER_TOKEN, PromptSample, Rollout, SampleGroup
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
@@ -52,15 +51,14 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
-        submitted: Callable[[], None] | None = None,
+        submitted: Callable[[], None] = lambda: None,
         callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
         """The same as a coroutine, which only reads `reuse`; calls `submitted` when the engine has every request."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             groups, spec = sample_groups(samples), self.spec
             if spec is not None and isinstance(spec.play, BatchFunction):
-                if submitted is not None:
-                    submitted()
+                submitted()
                 return _number_groups(await self._play_batch(spec.play, groups, params, key, callbacks), params)
             runner = None
             if spec is not None:
@@ -80,8 +78,7 @@ class Collector:
                 await asyncio.sleep(0)  # each group runs until it has submitted its request
                 if runner is not None:
                     await runner.all_sent()  # or, with several rollouts a group, until these have
-                if submitted is not None:
-                    submitted()
+                submitted()
                 return _number_groups(await asyncio.gather(*tasks), params)
             finally:
                 for task in tasks:
@@ -93,16 +90,15 @@ class Collector:
         if not self._batches:
             self._engine_awake.enter_context(self.engine.awake())
         self._batches += 1
-        raised: Any = (None, None, None)
-        try:
-            yield
-        except BaseException:
-            raised = sys.exc_info()  # passed on: an engine may have to report to other processes that it failed
-            raise
-        finally:
+
+        def leave(*raised: Any) -> None:  # an engine may have to report to other processes that it failed
             self._batches -= 1
             if not self._batches:
                 self._engine_awake.__exit__(*raised)
+
+        with ExitStack() as stack:
+            stack.push(leave)
+            yield
 
     async def _complete(
         self, group: SampleGroup, params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
@@ -123,13 +119,10 @@ class Collector:
                 media=encoded.media,
                 completion_ids=completion.token_ids,
                 sampled=[True] * len(completion.token_ids),
-                logprobs=completion.logprobs,
                 completion=self.codec.decode(row["prompt"], completion.token_ids),
                 finish=completion.finish,
-                entropies=completion.entropies,
                 reused=completion.reused,
-                versions=completion.versions,
-                sampling_mask=completion.sampling_mask,
+                **{name: getattr(completion, name) for name in PER_TOKEN},
             )
             for completion in await self.engine.generate(request)
         ]

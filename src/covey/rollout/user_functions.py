@@ -1,7 +1,6 @@
 """Users' rollout functions that play one rollout or one group, on an event loop of their own and under a deadline."""
 
 import asyncio
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -21,8 +20,6 @@ from covey.runtime.user_code import UserCodeError, is_async, parameters_of, sett
 T = TypeVar("T")
 
 MAX_LOGPROB = 1e-3  # a log-prob is at most 0, up to rounding
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class RolloutError(ValueError):
@@ -130,7 +127,7 @@ def form_of(function: Callable[..., Any]) -> str:
     parameters = parameters_of(function)
     if parameters is None:
         return "batch"
-    positional = [one for one in parameters if one.kind in POSITIONAL]
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = [one.name for one in positional if one.default is one.empty]
     variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if not is_async(function):

@@ -84,8 +84,6 @@ class TurnTemplate:
         try:
             text = self._after_turn(messages)
         except ValueError:
-            if len(messages) == 1:
-                raise
             text = self._after_single_calls(messages)
         ids = self._encode_after_end(text, hidden)
         repeated = ended_with is not None and ids[:1] == [ended_with]
