@@ -31,8 +31,7 @@ class BatchSampler:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     calls: int = 0
 
-    def complete(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[tuple[list[int], Completion]]:
-        """A completion of each prompt (text, messages or tokens), with its tokens; `changes` override the config's."""
+    def generate_completions(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[dict[str, Any]]:
         known = {one.name for one in fields(SamplingParams)}
         if wrong := sorted(set(changes) - known):
             raise RolloutError(f"no such sampling setting: {', '.join(wrong)}. There are: {', '.join(sorted(known))}.")
@@ -48,7 +47,15 @@ class BatchSampler:
             return await asyncio.gather(*map(self.coalescer.generate, requests))
 
         completions = asyncio.run_coroutine_threadsafe(sample(), self.loop).result()
-        return [(prompt.ids, one) for prompt, (one,) in zip(encoded, completions, strict=True)]
+        return [
+            {
+                "prompt_ids": prompt.ids,
+                "completion_ids": completion.token_ids,
+                "logprobs": completion.logprobs,
+                "text": self.codec.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            }
+            for prompt, (completion,) in zip(encoded, completions, strict=True)
+        ]
 
     def _encode(self, prompt: Any) -> Encoded:
         if not (isinstance(prompt, list | tuple) and prompt and all(isinstance(token, int) for token in prompt)):
@@ -91,15 +98,7 @@ class BatchFunction:
                 "completions are sampled only while rollout_func runs, and on its own thread where several batches are"
                 " in flight."
             )
-        return [
-            {
-                "prompt_ids": prompt_ids,
-                "completion_ids": completion.token_ids,
-                "logprobs": completion.logprobs,
-                "text": self.codec.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            }
-            for prompt_ids, completion in current.complete(prompts, changes)
-        ]
+        return current.generate_completions(prompts, changes)
 
     async def __call__(
         self, prompts: Sequence[Any], images: Sequence[Sequence[Any]], sampler: BatchSampler

@@ -95,17 +95,17 @@ class Answer:
     prompt_tokens: int
 
 
-class _Turn(NamedTuple):
-    """The end of a turn of the policy, which a request may continue."""
-
-    strand: int
-    turns: int
-
-
 @dataclass(eq=False)
 class _Strand:
     episode: Episode
     own: int  # tokens, prompt included, that it has in common with the episode that it is a fork of
+
+
+class _Turn(NamedTuple):
+    """The end of a turn of the policy, which a request may continue."""
+
+    strand: _Strand
+    turns: int
 
 
 def digest_after(digest: bytes, message: Message) -> bytes:
@@ -156,11 +156,11 @@ class AgentSession:
         if self._left <= 0:
             raise self._no_room(f"the rollout has {self._most} sampled tokens, as max_completion_length allows.")
         strands = self._begin(request)
-        replies = await asyncio.gather(*(self._sample(number, request) for number in strands))
-        found = [reply for reply in replies if reply is not None]
-        if not found:
+        replies = await asyncio.gather(*(self._sample(strand.episode, request) for strand in strands))
+        if not any(replies):
             raise self._no_room("the conversation leaves no room for another turn.")
-        return [self._record(request, digest, number, reply) for number, reply in found]
+        found = zip(strands, replies, strict=True)
+        return [self._record(request, digest, strand, reply) for strand, reply in found if reply is not None]
 
     async def answer_from(self, seat: SeatEngine, request: ChatRequest) -> list[Answer]:
         """Completions of another engine, with the policy's tokenizer, that are no part of the rollout."""
@@ -198,7 +198,7 @@ class AgentSession:
         known = "prompt is too long: this model's maximum context length is reached"
         return RequestError(f"{known}, as {reason}", FULL)
 
-    def _begin(self, request: ChatRequest) -> list[int]:
+    def _begin(self, request: ChatRequest) -> list[_Strand]:
         """The strands that the request is to be sampled in: one that it continues, or new ones."""
         if len(self._strands) + request.n > MAX_STRANDS:
             raise self._no_room(f"a rollout has at most {MAX_STRANDS} conversations that do not continue one another.")
@@ -207,7 +207,7 @@ class AgentSession:
         _, *digests = request.digests()
         last = max((i for i, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
         turn = self._known.get(digests[last]) if last >= 0 else None
-        if turn is None or (number := self._continued(turn, request.messages[last + 1 :])) is None:
+        if turn is None or (strand := self._continued(turn, request.messages[last + 1 :])) is None:
             try:
                 episode = self.engine.begin(request.messages, tools=request.tools)
             except PromptTooLong as error:
@@ -215,20 +215,19 @@ class AgentSession:
             own_prompt: Any = self.engine.row.get("prompt")
             if are_messages(own_prompt) and digests[-1] == replace(request, messages=own_prompt).digest():
                 self.engine.own_ids = episode.prompt_ids
-            number = self._add(episode, len(episode.prompt_ids))
-        episode = self._strands[number].episode
+            strand = self._add(episode, len(episode.prompt_ids))
         if not self._turns and not self._prompt:
             self._prompt = list(request.messages)
         else:
             unseen = zip(request.messages, digests, strict=True)
             self._transcript += [m for m, d in unseen if d not in self._seen and m["role"] != "assistant"]
         self._seen.update(digests)
-        size = len(episode.prompt_ids) + len(episode.completion_ids)
-        return [number, *(self._add(episode.fork(), size) for _ in range(request.n - 1))]
+        size = len(strand.episode.prompt_ids) + len(strand.episode.completion_ids)
+        return [strand, *(self._add(strand.episode.fork(), size) for _ in range(request.n - 1))]
 
-    def _continued(self, turn: _Turn, added: list[Message]) -> int | None:
+    def _continued(self, turn: _Turn, added: list[Message]) -> _Strand | None:
         """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
-        episode = self._strands[turn.strand].episode
+        episode = turn.strand.episode
         if not added:
             return None
         goes_on = len(episode.turn_ends) == turn.turns and episode.at_turn_end
@@ -242,7 +241,7 @@ class AgentSession:
             raise self._no_room("the added messages leave no room for another turn.")
         return turn.strand if goes_on else self._add(episode, len(episode.prompt_ids) + episode.turn_ends[-1] + 1)
 
-    def _add(self, episode: Episode, own: int) -> int:
+    def _add(self, episode: Episode, own: int) -> _Strand:
         if self._strands and (episode.media or self._strands[0].episode.media):
             raise RequestError(
                 "`messages` of a rollout with images are one conversation: go on with it, and with n=1.",
@@ -250,20 +249,19 @@ class AgentSession:
             )
         episode.path = ()  # seeds by tokens alone, not by the order of arrival
         self._strands.append(_Strand(episode, own))
-        return len(self._strands) - 1
+        return self._strands[-1]
 
-    async def _sample(self, number: int, request: ChatRequest) -> tuple[int, Reply] | None:
-        episode = self._strands[number].episode
+    async def _sample(self, episode: Episode, request: ChatRequest) -> Reply | None:
         if episode.finish is not None or self._left <= 0:
             return None
         reply = await episode.sample(min(self._left, request.max_tokens or self._most), request.stop)
         self.full |= reply.finish is not FinishReason.STOP and self._left <= 0
-        return (number, reply) if reply.token_ids else None
+        return reply if reply.token_ids else None
 
-    def _record(self, request: ChatRequest, digest: bytes, number: int, reply: Reply) -> Answer:
-        episode = self._strands[number].episode
+    def _record(self, request: ChatRequest, digest: bytes, strand: _Strand, reply: Reply) -> Answer:
+        episode = strand.episode
         message = episode.messages[-1] = self._message(request, episode.tools, reply)
-        turn = _Turn(number, len(episode.turn_ends))
+        turn = _Turn(strand, len(episode.turn_ends))
         self._turns.append(turn)
         self._transcript.append(message)
         after = digest_after(digest, message)
@@ -299,10 +297,11 @@ class AgentSession:
     def rollout(self, finish: FinishReason | None = None, **extras: Any) -> Rollout:
         """The finished rollout: its completion is every message after the first request, in the order of time."""
         assert self.asked, "the program has asked"
-        last = self._strands[self._turns[-1].strand].episode
+        last = self._turns[-1].strand.episode
         finish = FinishReason.LENGTH if self.full else last.finish or finish or FinishReason.STOP
-        used = sorted({turn.strand for turn in self._turns})  # a request may be open, or have had no reply
-        joined, ends = join_strands([(self._strands[one].episode.done(), self._strands[one].own) for one in used])
+        answered = {turn.strand for turn in self._turns}  # a request may be open, or have had no reply
+        used = [strand for strand in self._strands if strand in answered]
+        joined, ends = join_strands([(strand.episode.done(), strand.own) for strand in used])
         turn_ends = [ends[used.index(turn.strand), turn.turns] for turn in self._turns]
         prompt, completion = list(self._prompt), list(self._transcript)
         return replace(joined, prompt=prompt, completion=completion, finish=finish, turn_ends=turn_ends, extras=extras)
