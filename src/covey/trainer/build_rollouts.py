@@ -19,7 +19,6 @@ from covey.rollout.prompts import PromptCodec, row_images
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
-from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
@@ -181,8 +180,10 @@ def build_environment(
     methods = tool_methods(example)
     if not methods and not tools:
         return agent.EnvironmentAgent(pool, gives_reward, required(example.reset))
-    schemas, rounds = [Tool.of(tool).schema for tool in [*methods, *tools]], args.max_tool_calling_iterations
-    return agent.ToolEnvironmentAgent(pool, gives_reward, example, parser(schemas), tools, rounds)
+    toolbox = Toolbox([*methods, *tools], timeout=args.tool_timeout)
+    player = ToolAgent(toolbox, parser(toolbox.schemas), args.max_tool_calling_iterations)
+    names = list(toolbox.tools)[: len(methods)]
+    return agent.ToolEnvironmentAgent(pool, gives_reward, required(example.reset), agent=player, methods=names)
 
 
 def environment(**columns: Any) -> list[Any]:

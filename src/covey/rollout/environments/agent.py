@@ -2,8 +2,8 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
@@ -12,7 +12,6 @@ from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning,
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
-from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Content, Toolbox, ToolResult, content_of
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
@@ -70,35 +69,28 @@ class EnvironmentAgent:
         return None
 
 
+@dataclass(eq=False)
 class ToolEnvironmentAgent(EnvironmentAgent):
     """Plays environments whose public methods are tools."""
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        gives_reward: bool,
-        example: Any,
-        parser: ToolParser,
-        tools: Sequence[Callable[..., Any] | Tool] = (),
-        max_iterations: int | None = None,
-    ):
-        super().__init__(pool, gives_reward, interface.required(example.reset))
-        self._methods = [Tool.of(method) for method in interface.tool_methods(example)]
-        self._others = [Tool.of(tool) for tool in tools]
-        self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
-        self.schemas = self.toolbox.schemas
-        self._agent = ToolAgent(self.toolbox, parser, max_iterations)
+    _: KW_ONLY
+    agent: ToolAgent  # with the methods of one of the environments, and further tools
+    methods: Collection[str]  # names of the tools that are methods
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.schemas = self.agent.toolbox.schemas
 
     async def _play(self, lease: Lease, episode: Episode) -> None:
-        await self._agent.play(episode, EnvironmentToolbox(lease, self._methods, self._others))
+        await self.agent.play(episode, EnvironmentToolbox(lease, self.agent.toolbox, self.methods))
 
 
 class EnvironmentToolbox(Toolbox):
     """The methods of one environment, as described for another of its kind, and further tools."""
 
-    def __init__(self, lease: Lease, methods: Sequence[Tool], more: Sequence[Tool]):
-        super().__init__([*methods, *more], timeout=lease.seconds, loop=lease.loop)
-        self._lease, self._methods = lease, {tool.name for tool in methods}
+    def __init__(self, lease: Lease, described: Toolbox, methods: Collection[str]):
+        super().__init__(list(described.tools.values()), timeout=lease.seconds, loop=lease.loop)
+        self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
         """As `Toolbox.answer`; raises EnvironmentFailed if a method was abandoned, since the state is unknown."""
