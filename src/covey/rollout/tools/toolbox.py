@@ -7,7 +7,7 @@ import difflib
 import inspect
 import json
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -177,13 +177,7 @@ def _short(text: str, limit: int = 500) -> str:
 # A result may be of any size, nested without end, or broken: rendering stops as soon as there is more text than is
 # shown. It runs the result's own code (`__str__`, `__repr__`), so call it under the tool's deadline.
 
-BRACKETS: dict[type, tuple[str, str]] = {
-    list: ("[", "]"),
-    tuple: ("(", ")"),
-    set: ("{", "}"),
-    frozenset: ("frozenset({", "})"),
-    deque: ("deque([", "])"),
-}
+BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", dict: "{}"}
 MAX_DEPTH = 50  # containers that JSON cannot hold are shown down to this depth
 MAX_PARTS = 1000  # members of a list that are looked at for images, and shown if there are any
 
@@ -243,22 +237,22 @@ def _plain(result: Any) -> Any:
 
 def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
     kind = type(value)
-    if kind is not dict and kind not in BRACKETS:
+    if kind not in BRACKETS:
         yield str.__str__(repr(value) if above else str(value))
         return
     if id(value) in above or len(above) == MAX_DEPTH:
         yield "..."
         return
     above = (*above, id(value))
-    left, right = BRACKETS.get(kind, ("{", "}"))
-    yield left
+    brackets = BRACKETS[kind]
+    yield brackets[0]
     for number, item in enumerate(value):
         yield ", " if number else ""
         yield from _shown(item, above)
         if kind is dict:
             yield ": "
             yield from _shown(value[item], above)
-    yield ",)" if kind is tuple and len(value) == 1 else right
+    yield ",)" if kind is tuple and len(value) == 1 else brackets[1]
 
 
 def _part(item: Any, limit: int) -> dict[str, Any]:
