@@ -9,8 +9,8 @@ import secrets
 import threading
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from concurrent.futures import Future, wait
+from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -185,9 +185,7 @@ class Service:
         self.loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
             return True
-        with suppress(TimeoutError):
-            self._ended.result(CLOSING)
-        return self._ended.done()
+        return bool(wait([self._ended], CLOSING).done)
 
     async def _serve(self) -> None:
         """Run the servers, whose scopes must begin and end in one task."""
