@@ -35,7 +35,7 @@ class Lease:
         self.loop, self.seconds = loop, seconds
         self.environment = environment  # None until it is made
         self.lost: str | None = None  # why the environment can no longer be used
-        self._thread = WorkerThread("covey-environment", wrap_errors=True)
+        self.thread = WorkerThread("covey-environment", wrap_errors=True)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     @property
@@ -67,21 +67,18 @@ class Lease:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
             return await self._on_loop(name, partial(function, *args, **kwargs), check)
-        future = self._thread.submit(lambda: check(call_and_wait(function, *args, **kwargs), name))
+        future = self.thread.submit(lambda: check(call_and_wait(function, *args, **kwargs), name))
         try:
             return await await_future(future, self.seconds)
         except (CallTimeout, asyncio.CancelledError):
             if not (future.cancel() or future.done()):  # it has begun
                 self.lose(name)
-                self._thread.stop()
+                self.thread.stop()
             raise
 
     def lose(self, name: str) -> None:
         """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
         self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
-
-    def end(self) -> None:
-        self._thread.close()
 
     async def _on_loop(self, name: str, function: Callable[[], Awaitable[Any]], check: Callable[[Any, str], T]) -> T:
         begun = False
@@ -165,7 +162,7 @@ class EnvironmentPool:
                 known.leased[id(environment)] = lease
             return lease
         except BaseException:
-            lease.end()
+            lease.thread.close()
             self._wake_next()
             raise
         finally:
@@ -239,8 +236,8 @@ class _Environments:
                 # The thread of one that was abandoned may never come back.
                 closing = lease if lease.lost is None else Lease(self.loop, self.seconds, lease.environment)
                 await closing.call("close", unchanged)
-                closing.end()
+                closing.thread.close()
         except Exception as error:
             self.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
         finally:
-            lease.end()
+            lease.thread.close()
