@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import islice
-from time import perf_counter
 from typing import Any
 
 from covey.core.records import Message, Rollout
@@ -47,7 +46,6 @@ class ToolResult:
     call_id: str
     content: Content
     failure: Failure | None = None
-    seconds: float = 0.0
 
     def message(self) -> Message:
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
@@ -135,17 +133,15 @@ class Toolbox:
             arguments = tool.arguments(copy.deepcopy(call.arguments))
         except WrongArgument as wrong:
             return _failed(name, call_id, Failure.WRONG_ARGUMENT, _short(str(wrong)))
-        started = perf_counter()
         try:
-            content = await self._call(tool, arguments)
-            return ToolResult(name, call_id, content, None, perf_counter() - started)
+            return ToolResult(name, call_id, await self._call(tool, arguments))
         except CallTimeout:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
         except UserCodeError as raised:
             failure, text = Failure.EXCEPTION, _short(raised.release())
         except RuntimeError as error:  # no thread could be started
             failure, text = Failure.EXCEPTION, format_error(error)
-        return _failed(name, call_id, failure, text, perf_counter() - started)
+        return _failed(name, call_id, failure, text)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
         """The rendered result. Rendering runs the result's own code, so it is under the same deadline."""
@@ -161,8 +157,8 @@ class Toolbox:
         return await run_in_thread(lambda: render(call_and_wait(tool.function, **arguments)), self.timeout)
 
 
-def _failed(name: str, call_id: str, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:
-    return ToolResult(name, call_id, f"Error: {text}", failure, seconds)
+def _failed(name: str, call_id: str, failure: Failure, text: str) -> ToolResult:
+    return ToolResult(name, call_id, f"Error: {text}", failure)
 
 
 def _call_id(number: int) -> str:
