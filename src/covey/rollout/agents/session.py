@@ -264,9 +264,7 @@ class AgentSession:
         turn = _Turn(strand, len(episode.turn_ends))
         self._turns.append(turn)
         self._transcript.append(message)
-        after = digest_after(digest, message)
-        self._known[after] = turn
-        self._seen.add(after)
+        self._known[digest_after(digest, message)] = turn
         prompt_tokens = len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
         return self._answer(message, reply, prompt_tokens)
 
