@@ -137,7 +137,7 @@ class Collector:
     ) -> list[list[Rollout]]:
         first = (groups[0].samples[0].prompt, groups[0].samples[0].sample) if groups else ()  # differs by process
         prompts, images = [], []
-        played: list[list[Rollout] | None] = []  # None where the function plays the group
+        unreadable: dict[int, list[Rollout]] = {}  # by the group's start
         for group in groups:
             row = group.rows[0]
             prompt, shown = row["prompt"], list[Any]()
@@ -146,17 +146,16 @@ class Collector:
                     self.codec.read_row(row)
                     prompt, shown = embed_images(prompt, row_images(row))
             except ValueError as error:
-                played.append(self._unreadable(group, error))
+                unreadable[group.start] = self._unreadable(group, error)
             else:
-                played.append(None)
                 prompts += [prompt] * len(group.samples)
                 images += [shown] * len(group.samples)
         if prompts:
             sampler = BatchSampler(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first))
             returned = iter(await function(prompts, images, sampler))
         rollouts = []
-        for group, failed in zip(groups, played, strict=True):
-            rollouts.append([next(returned) for _ in group.samples] if failed is None else failed)
+        for group in groups:
+            rollouts.append(unreadable.get(group.start) or [next(returned) for _ in group.samples])
             callbacks.on_rollouts(group.start, group.rows, rollouts[-1])
             callbacks.on_group(group.start, group.rows, rollouts[-1])
         return rollouts
