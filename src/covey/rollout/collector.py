@@ -178,10 +178,7 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
 
 
 def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) -> list[Rollout]:
-    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own.
-
-    ValueError if masks are to be kept and a rollout has sampled tokens without them.
-    """
+    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rollouts: list[Rollout] = []
     for index, group in enumerate(groups):

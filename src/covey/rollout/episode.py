@@ -162,9 +162,8 @@ class EpisodeEngine:
     def paused_timeout(self) -> Iterator[None]:
         """Stop the rollout's clock within this context, where it waits for other rollouts."""
         loop, timeout = asyncio.get_running_loop(), self.timeout
-        if timeout is None or (until := timeout.when()) is None:
-            yield
-            return
+        until = None if timeout is None else timeout.when()
+        assert timeout is not None and until is not None, "a rollout is played under a deadline"
         left = until - loop.time()
         timeout.reschedule(None)
         try:
