@@ -4,11 +4,10 @@ The engine verifies such a draft in one parallel pass and decodes from the first
 2509.23232; `SampleRequest.drafts`). A missing draft costs time and never changes a result.
 """
 
-import dataclasses
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,7 +88,7 @@ class Speculation:
         if not any(drafts):
             return request
         logprobs = [draft.logprobs.tolist() if draft and draft.logprobs else None for draft in drafts]
-        return dataclasses.replace(
+        return replace(
             request,
             drafts=[draft.token_ids.tolist() if draft else None for draft in drafts],
             draft_logprobs=None if self.lenience is None else logprobs,

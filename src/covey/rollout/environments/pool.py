@@ -4,13 +4,12 @@ One that hung or failed is discarded. Each is closed exactly once, at the latest
 """
 
 import asyncio
-import concurrent.futures
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -220,7 +219,7 @@ class _Environments:
             self.errors += filter(None, [close_here(lease.environment) for lease in leases])
         if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
             return
-        late = concurrent.futures.wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
+        late = wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
         self.errors += ["it took too long"] * len(late)
         self.loop.close()
         if self.errors:

@@ -2,17 +2,15 @@
 
 import asyncio
 import copy
-import dataclasses
 import difflib
 import inspect
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from covey.core.records import Message, Rollout
@@ -186,7 +184,7 @@ def content_of(result: Any, limit: int) -> Content:
 
 def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
     if isinstance(result, list | tuple):
-        first = list(islice(result, MAX_PARTS))
+        first = result[:MAX_PARTS]
         return [_part(item, limit) for item in first] if any(_is_image(one) or _is_part(one) for one in first) else None
     return [_part(result, limit)] if _is_image(result) else None
 
@@ -226,8 +224,8 @@ def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
 
 
 def _plain(result: Any) -> Any:
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    if is_dataclass(result) and not isinstance(result, type):
+        return {field.name: getattr(result, field.name) for field in fields(result)}
     raise TypeError(f"JSON cannot hold {type(result).__name__}")
 
 
