@@ -81,6 +81,17 @@ class Endless:
         hang()
 
 
+class Slow:
+    """Made within the deadline and shown within it, but not both."""
+
+    def __init__(self):
+        time.sleep(0.75 * SECONDS)
+
+    def __str__(self):
+        time.sleep(0.75 * SECONDS)
+        return "slow"
+
+
 def terrible():
     raise Terrible
 
@@ -97,6 +108,7 @@ FAULTS = [
     (Text, "step", lambda: ("on", Endless(), False, {}), "Text.step took longer than tool_timeout=0.4 s"),
     (Tools, "reset", lambda: [{"content": "no role"}], "Tools.reset returned [{'content': 'no role'}]"),
     (Tools, "act", hang, "Tools.act was given up"),
+    (Tools, "act", Slow, "Tools.act was given up"),
     (Tools, "get_reward", error, "Tools.get_reward raised ZeroDivisionError"),
     (Tools, "get_reward", hang, "Tools.get_reward took longer than tool_timeout=0.4 s"),
     (Tools, "get_reward", lambda: float("nan"), "Tools.get_reward returned the reward nan"),

@@ -1,5 +1,6 @@
 """Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
 
+import asyncio
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Content, Toolbox, ToolResult, content_of
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
+from covey.runtime.deadlines import CallTimeout
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
@@ -104,9 +106,14 @@ class EnvironmentToolbox(Toolbox):
             return await super()._call(tool, arguments)
         lease = self._lease
         name, method = f"{lease.kind}.{tool.name}", getattr(lease.environment, tool.name)
-        result = await lease.raw_call(name, method, unchanged, **arguments)
-        # Rendering runs the environment's code, so it is on the environment's thread, under its deadline.
-        return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
+        try:
+            async with asyncio.timeout(self.timeout):
+                result = await lease.raw_call(name, method, unchanged, **arguments)
+                # Rendering runs the environment's code, so it is on the environment's thread, under the same deadline.
+                return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
+        except (TimeoutError, interface.EnvironmentFailed):  # the environment was lost to this call or to another
+            lease.lose(name)
+            raise CallTimeout from None
 
 
 @dataclass(eq=False)
