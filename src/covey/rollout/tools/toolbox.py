@@ -6,11 +6,12 @@ import difflib
 import inspect
 import json
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from covey.core.records import Message, Rollout
@@ -171,7 +172,14 @@ def _short(text: str, limit: int = 500) -> str:
 # A result may be of any size, nested without end, or broken: rendering stops as soon as there is more text than is
 # shown. It runs the result's own code (`__str__`, `__repr__`), so call it under the tool's deadline.
 
-BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", dict: "{}"}
+BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    dict: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+    deque: ("deque([", "])"),
+}
 MAX_DEPTH = 50  # containers that JSON cannot hold are shown down to this depth
 MAX_PARTS = 1000  # members of a list that are looked at for images, and shown if there are any
 
@@ -184,7 +192,7 @@ def content_of(result: Any, limit: int) -> Content:
 
 def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
     if isinstance(result, list | tuple):
-        first = result[:MAX_PARTS]
+        first = list(islice(result, MAX_PARTS))
         return [_part(item, limit) for item in first] if any(_is_image(one) or _is_part(one) for one in first) else None
     return [_part(result, limit)] if _is_image(result) else None
 
@@ -238,15 +246,15 @@ def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
         yield "..."
         return
     above = (*above, id(value))
-    brackets = BRACKETS[kind]
-    yield brackets[0]
+    left, right = BRACKETS[kind]
+    yield left
     for number, item in enumerate(value):
         yield ", " if number else ""
         yield from _shown(item, above)
         if kind is dict:
             yield ": "
             yield from _shown(value[item], above)
-    yield ",)" if kind is tuple and len(value) == 1 else brackets[1]
+    yield ",)" if kind is tuple and len(value) == 1 else right
 
 
 def _part(item: Any, limit: int) -> dict[str, Any]:
