@@ -248,8 +248,9 @@ class RemoteAgents(_ServedAgent):
             return _error("this is not the key for sessions.", 401)
         try:
             async with asyncio.timeout(PATIENCE):
-                while (one := await self._waiting.get()).reward.done():
-                    pass  # its rollout has ended
+                one = await self._waiting.get()
+                while one.reward.done():  # its rollout has ended
+                    one = await self._waiting.get()
         except TimeoutError:
             return _error("no rollout waits for an agent: ask again.", 503)
         if request.transport is None or request.transport.is_closing():
