@@ -25,7 +25,11 @@ class OpenEnvironment:
             of the client. It raises `ValueError` for text that is no action; the policy is shown its message.
         show: observation -> text or messages for the policy. By default the observation's fields as JSON, or the text
             of its only field.
-        instructions, system, invalid_reward, turn_rewards, max_turns: as of `GymEnvironment`.
+        instructions: the user's message before the first observation.
+        system: a system message, or None.
+        invalid_reward: of text that is no action; the environment does not change.
+        turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
+        max_turns: turns of the policy.
         max_environments: sessions that the server allows at a time (its `max_concurrent_envs`, 1 unless the server says
             otherwise); rollouts wait for one. None: one for each rollout.
     """
