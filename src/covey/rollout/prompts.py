@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from covey.core.records import Message
@@ -78,7 +78,8 @@ class ControlTokens:
         # Private characters of a message's own are hidden like control tokens, so that none is taken for one.
         patterns = [] if allowed else [*map(re.escape, self.texts), "[\U000f0000-\U0010ffff]"]
         self._pattern = re.compile("|".join(patterns) or "(?!)")
-        self._as_text = cache(partial(self._tokens, True))  # cached, as asking the tokenizer switches its state
+        # Of texts that were hidden: asking the tokenizer switches its state.
+        self._ids: dict[tuple[str, bool], list[int]] = {}
 
     def hide(self, text: str, hidden: dict[str, str]) -> str:
         """The text with private characters, which `hidden` gets, in the place of control tokens."""
@@ -93,20 +94,25 @@ class ControlTokens:
             inside = bool(before) and self._prefixes_text
             if inside and before.endswith(tuple(self.texts)):
                 inside = not self._prefixes_after_control
-            ids += self._as_text(controls[piece], inside) if piece in controls else self._tokens(False, piece, inside)
+            ids += self._as_text(controls[piece], inside) if piece in controls else self._tokens(piece, False, inside)
             before = piece or before
         return ids
 
     @cached_property
     def _prefixes_text(self) -> bool:
         """The tokenizer begins every text with a space (sentencepiece), which pieces inside of a text must not get."""
-        return self._tokens(False, "b", False) != self._tokens(False, "b", True)
+        return self._tokens("b", False, False) != self._tokens("b", False, True)
 
     @cached_property
     def _prefixes_after_control(self) -> bool:
-        return self._tokens(False, self.texts[0] + "b", False)[1:] == self._tokens(False, "b", False)
+        return self._tokens(self.texts[0] + "b", False, False)[1:] == self._tokens("b", False, False)
 
-    def _tokens(self, is_text: bool, text: str, inside: bool) -> list[int]:
+    def _as_text(self, control: str, inside: bool) -> list[int]:
+        if (control, inside) not in self._ids:
+            self._ids[control, inside] = self._tokens(control, True, inside)
+        return self._ids[control, inside]
+
+    def _tokens(self, text: str, is_text: bool, inside: bool) -> list[int]:
         """Tokens of a text, `inside` of another: as they follow a line break."""
         both = ["\n", "\n" + text] if inside else [text]
         found = self.tokenizer(both, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
