@@ -162,8 +162,9 @@ class EpisodeEngine:
     def paused_timeout(self) -> Iterator[None]:
         """Stop the rollout's clock within this context, where it waits for other rollouts."""
         loop, timeout = asyncio.get_running_loop(), self.timeout
-        until = None if timeout is None else timeout.when()
-        assert timeout is not None and until is not None, "a rollout is played under a deadline"
+        if timeout is None or (until := timeout.when()) is None:
+            yield
+            return
         left = until - loop.time()
         timeout.reschedule(None)
         try:
@@ -185,6 +186,7 @@ class Episode:
         sampled: True where the policy chose the token.
         messages: the completion as messages: turns of the policy and the messages written between them.
         logprobs: of every completion token, 0.0 where it was not sampled; None if the engine reports none.
+        entropies, versions, sampling_mask: the same, as in a `Rollout`.
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
             itself leaves it None, since something may be written after it.
@@ -206,15 +208,14 @@ class Episode:
     calls: dict[str, int] = field(default_factory=dict)
     tool_seconds: float = 0.0
     media: tuple[Media, ...] = ()
-    _per_token: dict[str, Any] = field(default_factory=lambda: {name: [] for name in PER_TOKEN})  # of the completion
+    logprobs: list[float] | None = field(default_factory=list)
+    entropies: list[float] | None = field(default_factory=list)
+    versions: list[int] | None = field(default_factory=list)
+    sampling_mask: list[list[int]] | None = field(default_factory=list)
     _forks: int = 0
     _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
     _open: bool = False  # that turn was cut off by its own limit, and may go on
     _sampling: bool = False
-
-    @property
-    def logprobs(self) -> list[float] | None:
-        return self._per_token["logprobs"]
 
     @property
     def room(self) -> int:
@@ -327,7 +328,7 @@ class Episode:
             self.finish = FinishReason.LENGTH
             return False
         self.media += encoded.media
-        last_version = (self._per_token["versions"] or [0])[-1]
+        last_version = (self.versions or [0])[-1]
         written = {"logprobs": 0.0, "entropies": 0.0, "versions": last_version, "sampling_mask": []}
         self._append(encoded.ids, False, {name: [value] * len(encoded.ids) for name, value in written.items()})
         self.messages += messages
@@ -370,7 +371,7 @@ class Episode:
         if turns is None:
             self._refuse_while_sampling("forked")
         other = copy.copy(self)
-        for name in ("completion_ids", "sampled", "turn_ends", "calls", "_per_token"):
+        for name in ("completion_ids", "sampled", "turn_ends", "calls", *PER_TOKEN):
             setattr(other, name, copy.copy(getattr(self, name)))
         other.messages = [dict(message) for message in self.messages]
         if turns is not None:
@@ -381,8 +382,9 @@ class Episode:
 
     def _keep(self, turns: int) -> None:
         end, sampled = self.turn_ends[turns - 1] + 1, [m["role"] == "assistant" for m in self.messages]
-        del self.completion_ids[end:], self.sampled[end:]
-        self._per_token = {name: None if values is None else values[:end] for name, values in self._per_token.items()}
+        for name in ("completion_ids", "sampled", *PER_TOKEN):
+            if (values := getattr(self, name)) is not None:
+                del values[end:]
         last = [index for index, by_policy in enumerate(sampled) if by_policy][turns - 1]
         del self.turn_ends[turns:], self.messages[last + 1 :]
         self._turn_start = self.turn_ends[-2] + 1 if turns > 1 else 0
@@ -410,15 +412,15 @@ class Episode:
             tool_seconds=self.tool_seconds,
             prompt=self.prompt,
             media=self.media,
-            **self._per_token,
+            **{name: getattr(self, name) for name in PER_TOKEN},
         )
 
     def _append(self, token_ids: list[int], sampled: bool, per_token: dict[str, Any]) -> None:
         self.completion_ids += token_ids
         self.sampled += [sampled] * len(token_ids)
-        for name, known in self._per_token.items():  # None where an engine did not report it for an earlier turn
-            added = per_token[name]
-            self._per_token[name] = None if known is None or added is None else known + added
+        for name, values in per_token.items():
+            known = getattr(self, name)  # None where an engine did not report it for an earlier turn
+            setattr(self, name, None if known is None or values is None else known + values)
 
 
 def _stopped(completion: Completion, stop: Sequence[str], tokenizer: Any) -> Completion:
