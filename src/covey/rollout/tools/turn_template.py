@@ -181,7 +181,7 @@ class TurnTemplate:
         for number, result in enumerate(clean):
             begin, end = ("```tool_output\n", "\n```") if result["role"] == "tool" else ("", "")
             parts += [*as_parts("\n" if number else ""), *as_parts(begin), *as_parts(result["content"]), *as_parts(end)]
-        if all(part["type"] == "text" for part in parts):
+        if all(part.get("type") == "text" for part in parts):
             return [{"role": "user", "content": "".join(part["text"] for part in parts)}]
         return [{"role": "user", "content": parts}]
 
