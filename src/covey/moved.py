@@ -35,6 +35,7 @@ MOVED = {
     "covey.rollout.engines.scripted": "covey.engines.scripted",
     "covey.rollout.functions": "covey.rollout.user_functions",
     "covey.rollout.tools.call_spans": "covey.rollout.tools.calls",
+    "covey.rollout.tools.parsers_xml": "covey.rollout.tools.parsers",
     "covey.rollout.tools.result_text": "covey.rollout.tools.toolbox",
     "covey.rollout.tools.schema": "covey.rollout.tools.tool",
     "covey.rollout.tools.template": "covey.rollout.tools.turn_template",

@@ -102,16 +102,7 @@ def test_the_best_branch_is_the_one_that_is_right(example):
 def test_an_environments_reward_comes_with_the_completions(example):
     class Trainer:
         def generate_completions(self, prompts, **changes):
-            completions = self.play.complete(prompts, **changes)
-            return [
-                {
-                    "prompt_ids": prompt_ids,
-                    "completion_ids": completion.token_ids,
-                    "logprobs": completion.logprobs,
-                    "text": TOKENIZER.decode(completion.token_ids, skip_special_tokens=True),
-                }
-                for prompt_ids, completion in completions
-            ]
+            return self.play.generate_completions(prompts, **changes)
 
     def kind(function, timeout, limits):
         trainer = Trainer()

@@ -32,10 +32,12 @@ def tokens(text):
 
 
 def collector(function, engine=None, timeout=60.0):
-    """With a function `(prompts, complete) -> dict`: `complete` is what `trainer.generate_completions` goes through."""
+    """With a function `(prompts, complete) -> dict`: `complete` is what `trainer.generate_completions` calls."""
     codec = PromptCodec(TOKENIZER, None, None)
     limits = RolloutValidator(tiny.config().vocab_size, None)
-    play = BatchFunction(lambda prompts, _: function(prompts, play.complete), None, timeout, codec, limits, {EOS})
+    play = BatchFunction(
+        lambda prompts, _: function(prompts, play.generate_completions), None, timeout, codec, limits, {EOS}
+    )
     agency = RolloutSpec(play, TurnTemplates(codec, [EOS]), timeout)
     return Collector(engine or ScriptedEngine(letters), codec, 7, agency)
 
@@ -45,10 +47,10 @@ def draws(prompts=2, group=2):
 
 
 def sampled(prompts, complete, **changes):
-    pairs = complete(prompts, **changes)
+    completions = complete(prompts, **changes)
     return {
-        "prompt_ids": [prompt for prompt, _ in pairs],
-        "completion_ids": [completion.token_ids for _, completion in pairs],
+        "prompt_ids": [one["prompt_ids"] for one in completions],
+        "completion_ids": [one["completion_ids"] for one in completions],
         "logprobs": None,
     }
 

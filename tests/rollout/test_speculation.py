@@ -34,18 +34,18 @@ def test_the_last_completion_is_kept():
     drafts = store()
     drafts.put(key(3), [5, 6], [-1.0, -2.0])
     drafts.put(key(3), [5, 8, 9], [-1.0, -0.5, -0.25])
-    assert drafts.get(key(3)).token_ids == array("i", [5, 8, 9])
-    assert drafts.get(key(3)).logprobs == array("f", [-1.0, -0.5, -0.25])
+    assert drafts._drafts.get(key(3)).token_ids == array("i", [5, 8, 9])
+    assert drafts._drafts.get(key(3)).logprobs == array("f", [-1.0, -0.5, -0.25])
     assert (len(drafts._drafts), drafts.num_tokens) == (1, 3)
 
 
 def test_drafts_are_keyed_by_prompt_text_and_sample_index():
     drafts = store()
     drafts.put(key(3, 0, (7, 8)), [5], [-1.0])
-    assert drafts.get(key(4, 0, (7, 8))) is None
-    assert drafts.get(key(3, 1, (7, 8))) is None
-    assert drafts.get(key(3, 0, (8, 7))) is None
-    assert drafts.get(key(3, 0, (7, 8))) is not None
+    assert drafts._drafts.get(key(4, 0, (7, 8))) is None
+    assert drafts._drafts.get(key(3, 1, (7, 8))) is None
+    assert drafts._drafts.get(key(3, 0, (8, 7))) is None
+    assert drafts._drafts.get(key(3, 0, (7, 8))) is not None
 
 
 def test_the_oldest_completions_make_room():
@@ -54,7 +54,7 @@ def test_the_oldest_completions_make_room():
         drafts.put(key(prompt), [9, 9], [-1.0, -1.0])
     drafts.put(key(0), [9, 9], [-1.0, -1.0])  # sampled again: now prompt 1 is the oldest
     drafts.put(key(2), [9, 9], [-1.0, -1.0])  # 6 tokens: one too many
-    assert [drafts.get(key(prompt)) is None for prompt in (0, 1, 2)] == [False, True, False]
+    assert [drafts._drafts.get(key(prompt)) is None for prompt in (0, 1, 2)] == [False, True, False]
     assert drafts.num_tokens == 4
 
 
@@ -68,7 +68,7 @@ def test_without_the_log_probs_it_needs_a_completion_is_not_kept():
     drafts = store(with_logprobs=True)
     drafts.put(key(0), [9], [-1.0])
     drafts.put(key(0), [8], None)
-    assert drafts.get(key(0)) is None
+    assert drafts._drafts.get(key(0)) is None
     assert drafts.num_tokens == 0
 
 

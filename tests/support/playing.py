@@ -4,8 +4,11 @@ from covey.core.engine import SamplingParams
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.environments import EnvironmentPool, TextEnvironmentAgent, ToolEnvironmentAgent
+from covey.rollout.environments.interface import tool_methods
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS
+from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.tools.turn_template import TurnTemplates
 from tests.support import tiny
 
@@ -60,12 +63,15 @@ def tool_agent(factory, seconds=5.0, tools=(), max_iterations=None):
     pool = EnvironmentPool(factory, seconds)
     example = factory()
     reward = hasattr(example, "get_reward")
-    return ToolEnvironmentAgent(pool, reward, example, TOOL_PARSERS["hermes"], tools, max_iterations)
+    methods = tool_methods(example)
+    agent = ToolAgent(Toolbox([*methods, *tools], timeout=seconds), TOOL_PARSERS["hermes"], max_iterations)
+    names = list(agent.toolbox.tools)[: len(methods)]
+    return ToolEnvironmentAgent(pool, reward, agent=agent, methods=names)
 
 
 def text_agent(factory, seconds=5.0, max_turns=None, limit=None, turn_end=None):
     """An agent of text environments."""
-    return TextEnvironmentAgent(EnvironmentPool(factory, seconds, limit), max_turns, turn_end)
+    return TextEnvironmentAgent(EnvironmentPool(factory, seconds, limit), True, (), max_turns, turn_end)
 
 
 def play(

@@ -35,6 +35,9 @@ StepRewards = list[tuple[int, float]]
 
 Message = dict[str, Any]  # one chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads
 
+PER_TOKEN = ("logprobs", "entropies", "versions", "sampling_mask")
+"""Fields of completions and rollouts that have a value for each token, or are None where the engine reports none."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSample:
@@ -49,7 +52,6 @@ class PromptSample:
 class SampleGroup:
     """Samples of one prompt."""
 
-    number: int  # index among the groups of the batch
     start: int  # index of the first sample in the batch
     samples: list[PromptSample]  # one or more
     rows: list[dict[str, Any]]  # the dataset row of each
@@ -133,7 +135,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
-        for name in ("sampled", "logprobs", "entropies", "versions", "sampling_mask"):
+        for name in ("sampled", *PER_TOKEN):
             values = getattr(self, name)
             if values is not None and len(values) != tokens:
                 raise ValueError(

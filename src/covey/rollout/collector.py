@@ -4,21 +4,19 @@ A rollout that fails is a result (`FinishReason.ERROR`); an exception of the eng
 """
 
 import asyncio
-import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.records import PromptSample, Rollout, SampleGroup
+from covey.core.records import PER_TOKEN, PromptSample, Rollout, SampleGroup
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
-from covey.rollout.runner import GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
+from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
 from covey.rollout.speculation import Speculation
-from covey.rollout.user_batch_function import BatchFunction
+from covey.rollout.user_batch_function import BatchFunction, BatchSampler
 from covey.runtime.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -39,7 +37,7 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
-        callbacks: RolloutCallbacks | None = None,
+        callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
         """One rollout for each sample, in order; another `key` (mode, step) gives others, unless `reuse` is exact."""
         rollouts = self.run(self.sample(samples, params, key, reuse, callbacks=callbacks))
@@ -53,15 +51,14 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
-        submitted: Callable[[], None] | None = None,
-        callbacks: RolloutCallbacks | None = None,
+        submitted: Callable[[], None] = lambda: None,
+        callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
         """The same as a coroutine, which only reads `reuse`; calls `submitted` when the engine has every request."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             groups, spec = sample_groups(samples), self.spec
             if spec is not None and isinstance(spec.play, BatchFunction):
-                if submitted is not None:
-                    submitted()
+                submitted()
                 return _number_groups(await self._play_batch(spec.play, groups, params, key, callbacks), params)
             runner = None
             if spec is not None:
@@ -72,19 +69,16 @@ class Collector:
                     rollouts = await runner.play_group(group)
                 else:
                     rollouts = await self._complete(group, params, key, reuse)
-                    if callbacks is not None:
-                        callbacks.on_rollouts(group.start, group.rows, rollouts)
-                if callbacks is not None:
-                    callbacks.on_group(group.start, group.rows, rollouts)
+                    callbacks.on_rollouts(group.start, group.rows, rollouts)
+                callbacks.on_group(group.start, group.rows, rollouts)
                 return rollouts
 
             tasks = [asyncio.ensure_future(sample_group(group)) for group in groups]
             try:
                 await asyncio.sleep(0)  # each group runs until it has submitted its request
                 if runner is not None:
-                    await runner.barrier.all_sent()  # or, with several rollouts a group, until these have
-                if submitted is not None:
-                    submitted()
+                    await runner.all_sent()  # or, with several rollouts a group, until these have
+                submitted()
                 return _number_groups(await asyncio.gather(*tasks), params)
             finally:
                 for task in tasks:
@@ -96,16 +90,15 @@ class Collector:
         if not self._batches:
             self._engine_awake.enter_context(self.engine.awake())
         self._batches += 1
-        raised: Any = (None, None, None)
-        try:
-            yield
-        except BaseException:
-            raised = sys.exc_info()  # passed on: an engine may have to report to other processes that it failed
-            raise
-        finally:
+
+        def leave(*raised: Any) -> None:  # an engine may have to report to other processes that it failed
             self._batches -= 1
             if not self._batches:
                 self._engine_awake.__exit__(*raised)
+
+        with ExitStack() as stack:
+            stack.push(leave)
+            yield
 
     async def _complete(
         self, group: SampleGroup, params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
@@ -126,14 +119,10 @@ class Collector:
                 media=encoded.media,
                 completion_ids=completion.token_ids,
                 sampled=[True] * len(completion.token_ids),
-                logprobs=completion.logprobs,
                 completion=self.codec.decode(row["prompt"], completion.token_ids),
                 finish=completion.finish,
-                group=group.number,
-                entropies=completion.entropies,
                 reused=completion.reused,
-                versions=completion.versions,
-                sampling_mask=completion.sampling_mask,
+                **{name: getattr(completion, name) for name in PER_TOKEN},
             )
             for completion in await self.engine.generate(request)
         ]
@@ -144,12 +133,11 @@ class Collector:
         groups: Sequence[SampleGroup],
         params: SamplingParams,
         key: tuple[int | str, ...],
-        callbacks: RolloutCallbacks | None,
+        callbacks: RolloutCallbacks,
     ) -> list[list[Rollout]]:
-        samples = [sample for group in groups[:1] for sample in group.samples[:1]]
-        first = [number for sample in samples for number in (sample.prompt, sample.sample)]  # differs by process
+        first = (groups[0].samples[0].prompt, groups[0].samples[0].sample) if groups else ()  # differs by process
         prompts, images = [], []
-        rollouts: dict[int, list[Rollout]] = {}
+        unreadable: dict[int, list[Rollout]] = {}  # by the group's start
         for group in groups:
             row = group.rows[0]
             prompt, shown = row["prompt"], list[Any]()
@@ -158,26 +146,23 @@ class Collector:
                     self.codec.read_row(row)
                     prompt, shown = embed_images(prompt, row_images(row))
             except ValueError as error:
-                rollouts[group.number] = self._unreadable(group, error)
+                unreadable[group.start] = self._unreadable(group, error)
             else:
                 prompts += [prompt] * len(group.samples)
                 images += [shown] * len(group.samples)
         if prompts:
-            with function.sampling(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first)):
-                returned = iter(await function(prompts, images))
+            sampler = BatchSampler(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first))
+            returned = iter(await function(prompts, images, sampler))
+        rollouts = []
         for group in groups:
-            if group.number not in rollouts:
-                rollouts[group.number] = [next(returned) for _ in group.samples]
-            for rollout in rollouts[group.number]:
-                rollout.group = group.number
-            if callbacks is not None:
-                callbacks.on_rollouts(group.start, group.rows, rollouts[group.number])
-                callbacks.on_group(group.start, group.rows, rollouts[group.number])
-        return [rollouts[group.number] for group in groups]
+            rollouts.append(unreadable.get(group.start) or [next(returned) for _ in group.samples])
+            callbacks.on_rollouts(group.start, group.rows, rollouts[-1])
+            callbacks.on_group(group.start, group.rows, rollouts[-1])
+        return rollouts
 
     def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:
         text = f"row {group.samples[0].prompt} of the dataset: {error}"
-        return [replace(failed_rollout(self.codec, row, text), group=group.number) for row in group.rows]
+        return [failed_rollout(self.codec, row, text) for row in group.rows]
 
 
 def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
@@ -186,20 +171,17 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
     for index, sample in enumerate(samples):
         last = samples[index - 1] if index else None
         if last is None or last.prompt != sample.prompt or last.sample >= sample.sample:
-            groups.append(SampleGroup(len(groups), index, [], []))
+            groups.append(SampleGroup(index, [], []))
         groups[-1].samples.append(sample)
         groups[-1].rows.append(sample.row)
     return groups
 
 
 def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) -> list[Rollout]:
-    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own.
-
-    ValueError if masks are to be kept and a rollout has sampled tokens without them.
-    """
+    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     rollouts: list[Rollout] = []
-    for group in groups:
+    for index, group in enumerate(groups):
         rollouts += group
         for rollout in group:
             if params.keep_mask and rollout.sampling_mask is None and any(rollout.sampled):
@@ -218,7 +200,7 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                 rollout.sampling_mask = None
             if rollout.sampling_mask:
                 _check_masks(rollout)
-            rollout.group = numbers.setdefault((rollout.group, tuple(rollout.prompt_ids)), len(numbers))
+            rollout.group = numbers.setdefault((index, tuple(rollout.prompt_ids)), len(numbers))
     return rollouts
 
 

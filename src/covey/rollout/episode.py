@@ -14,14 +14,12 @@ import numpy as np
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
-from covey.core.records import Completion, FinishReason, Message, Rollout
+from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
 from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, row_images, sample_seed
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded
 
 Generate = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
-
-_REPORTED = ("logprobs", "_entropies", "_versions", "_masks")  # one value for each token, as the engine reports them
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +186,7 @@ class Episode:
         sampled: True where the policy chose the token.
         messages: the completion as messages: turns of the policy and the messages written between them.
         logprobs: of every completion token, 0.0 where it was not sampled; None if the engine reports none.
+        entropies, versions, sampling_mask: the same, as in a `Rollout`.
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
             itself leaves it None, since something may be written after it.
@@ -210,9 +209,9 @@ class Episode:
     tool_seconds: float = 0.0
     media: tuple[Media, ...] = ()
     logprobs: list[float] | None = field(default_factory=list)
-    _entropies: list[float] | None = field(default_factory=list)
-    _versions: list[int] | None = field(default_factory=list)
-    _masks: list[list[int]] | None = field(default_factory=list)
+    entropies: list[float] | None = field(default_factory=list)
+    versions: list[int] | None = field(default_factory=list)
+    sampling_mask: list[list[int]] | None = field(default_factory=list)
     _forks: int = 0
     _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
     _open: bool = False  # that turn was cut off by its own limit, and may go on
@@ -293,8 +292,7 @@ class Episode:
         if not continues:
             self._turn_start = len(self.completion_ids)
             self.messages.append({"role": "assistant", "content": ""})
-        reported = completion.logprobs, completion.entropies, completion.versions, completion.sampling_mask
-        self._append(completion.token_ids, train, *reported)
+        self._append(completion.token_ids, train, {name: getattr(completion, name) for name in PER_TOKEN})
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
         text = self.engine.tokenizer.decode(self.completion_ids[self._turn_start :], skip_special_tokens=True)
@@ -315,8 +313,7 @@ class Episode:
         Raises:
             ValueError: the chat template cannot render it, or there is no turn of the policy that it could follow.
         """
-        chat = is_conversational(self.prompt)
-        if not chat and not isinstance(content, str):
+        if not isinstance(content, str) and not is_conversational(self.prompt):
             raise ValueError("messages need a prompt of messages: after a prompt that is a string, write a string.")
         if isinstance(content, str):
             messages: list[Message] = [{"role": "user", "content": content}]
@@ -326,24 +323,22 @@ class Episode:
         if self.finish is not None:
             return False
         room = self.room
-        encoded = None
-        if characters(messages) <= LONGEST_TOKEN * room:
-            if chat:
-                encoded = self._encode_messages(messages)
-            else:
-                text = messages[0]["content"]
-                encoded = Encoded(list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
+        encoded = self._encode_messages(messages) if characters(messages) <= LONGEST_TOKEN * room else None
         if encoded is None or len(encoded.ids) >= room:
             self.finish = FinishReason.LENGTH
             return False
         self.media += encoded.media
-        zeros, last_version = [0.0] * len(encoded.ids), self._versions[-1:] if self._versions else [0]
-        self._append(encoded.ids, False, zeros, zeros, last_version * len(encoded.ids), [[]] * len(encoded.ids))
+        last_version = (self.versions or [0])[-1]
+        written = {"logprobs": 0.0, "entropies": 0.0, "versions": last_version, "sampling_mask": []}
+        self._append(encoded.ids, False, {name: [value] * len(encoded.ids) for name, value in written.items()})
         self.messages += messages
         self._turn_start, self._open = None, False
         return True
 
     def _encode_messages(self, messages: list[Message]) -> Encoded:
+        if not is_conversational(self.prompt):
+            text = messages[0]["content"]
+            return Encoded(list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
         if not messages:
             raise ValueError("there is nothing to write: the list of messages is empty.")
         if self._turn_start is None:
@@ -376,10 +371,9 @@ class Episode:
         if turns is None:
             self._refuse_while_sampling("forked")
         other = copy.copy(self)
-        for name in ("completion_ids", "sampled", "turn_ends", *_REPORTED):
-            value = getattr(self, name)
-            setattr(other, name, None if value is None else list(value))
-        other.messages, other.calls = [dict(message) for message in self.messages], dict(self.calls)
+        for name in ("completion_ids", "sampled", "turn_ends", "calls", *PER_TOKEN):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        other.messages = [dict(message) for message in self.messages]
         if turns is not None:
             other._keep(turns)
         self._forks += 1
@@ -388,7 +382,7 @@ class Episode:
 
     def _keep(self, turns: int) -> None:
         end, sampled = self.turn_ends[turns - 1] + 1, [m["role"] == "assistant" for m in self.messages]
-        for name in ("completion_ids", "sampled", *_REPORTED):
+        for name in ("completion_ids", "sampled", *PER_TOKEN):
             if (values := getattr(self, name)) is not None:
                 del values[end:]
         last = [index for index, by_policy in enumerate(sampled) if by_policy][turns - 1]
@@ -409,12 +403,8 @@ class Episode:
             prompt_ids=self.prompt_ids,
             completion_ids=list(self.completion_ids),  # a copy: code that failed may still be at work on the original
             sampled=list(self.sampled),
-            logprobs=self.logprobs,
             completion=list(self.messages) if is_conversational(self.prompt) else text,
             finish=finish or self.finish or (FinishReason.LENGTH if self._open else FinishReason.STOP),
-            entropies=self._entropies,
-            versions=self._versions,
-            sampling_mask=self._masks,
             extras=extras,
             turn_ends=list(self.turn_ends),
             calls=dict(self.calls),
@@ -422,12 +412,13 @@ class Episode:
             tool_seconds=self.tool_seconds,
             prompt=self.prompt,
             media=self.media,
+            **{name: getattr(self, name) for name in PER_TOKEN},
         )
 
-    def _append(self, token_ids: list[int], sampled: bool, *reported: list[Any] | None) -> None:
+    def _append(self, token_ids: list[int], sampled: bool, per_token: dict[str, Any]) -> None:
         self.completion_ids += token_ids
         self.sampled += [sampled] * len(token_ids)
-        for name, values in zip(_REPORTED, reported, strict=True):
+        for name, values in per_token.items():
             known = getattr(self, name)  # None where an engine did not report it for an earlier turn
             setattr(self, name, None if known is None or values is None else known + values)
 
@@ -448,6 +439,6 @@ def first_tokens(completion: Completion, end: int, finish: FinishReason) -> Comp
     """The completion cut off before its token `end`."""
     cut: dict[str, Any] = {
         name: None if (values := getattr(completion, name)) is None else values[:end]
-        for name in ("token_ids", "logprobs", "entropies", "versions", "sampling_mask")
+        for name in ("token_ids", *PER_TOKEN)
     }
     return replace(completion, **cut, finish=finish, reused=min(completion.reused, end))

@@ -82,25 +82,19 @@ class ControlTokens:
         self._ids: dict[tuple[str, bool], list[int]] = {}
 
     def hide(self, text: str, hidden: dict[str, str]) -> str:
-        signs = {control: character for character, control in hidden.items()}
-
-        def sign(found: re.Match[str]) -> str:
-            if found[0] not in signs:
-                signs[found[0]] = chr(0xF0000 + len(hidden))
-                hidden[signs[found[0]]] = found[0]
-            return signs[found[0]]
-
-        return self._pattern.sub(sign, text)
+        """The text with private characters, which `hidden` gets, in the place of control tokens."""
+        return self._pattern.sub(lambda found: hidden.setdefault(found[0], chr(0xF0000 + len(hidden))), text)
 
     def encode(self, rendered: str, hidden: dict[str, str]) -> list[int]:
         """Tokens of a rendered conversation in which each private character is the text of a control token."""
         ids: list[int] = []
         before = ""
-        for piece in re.split(f"([{''.join(hidden)}])", rendered) if hidden else [rendered]:
+        controls = {character: control for control, character in hidden.items()}
+        for piece in re.split(f"([{''.join(controls)}])", rendered) if hidden else [rendered]:
             inside = bool(before) and self._prefixes_text
             if inside and before.endswith(tuple(self.texts)):
                 inside = not self._prefixes_after_control
-            ids += self._as_text(hidden[piece], inside) if piece in hidden else self._tokens(piece, False, inside)
+            ids += self._as_text(controls[piece], inside) if piece in controls else self._tokens(piece, False, inside)
             before = piece or before
         return ids
 

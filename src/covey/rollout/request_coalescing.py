@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 from covey.core.engine import RolloutEngine, SampleRequest
 from covey.core.records import Completion
@@ -35,27 +34,17 @@ class RequestCoalescer:
         if batch is None:
             batch = []
             batches.append(batch)
-            loop.call_soon(self._send, key, batch)
+            task = loop.create_task(self._generate(key, batch))
+            self._tasks.add(task)  # the loop itself holds no strong reference
+            task.add_done_callback(partial(self._end, batch))
         future: asyncio.Future[list[Completion]] = loop.create_future()
         batch.append((request, future, sent))
         return await future
 
-    def _send(self, key: tuple[int, ...], batch: Batch) -> None:
-        batches = self._waiting[key]
-        batches.remove(batch)
-        if not batches:
+    async def _generate(self, key: tuple[int, ...], batch: Batch) -> None:
+        self._waiting[key].remove(batch)
+        if not self._waiting[key]:
             del self._waiting[key]
-        task = asyncio.get_running_loop().create_task(self._generate(batch))
-        self._tasks.add(task)  # the loop itself holds no strong reference
-        task.add_done_callback(partial(self._end, batch))
-
-    def _end(self, batch: Batch, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if task.cancelled():  # perhaps before it ran a line
-            for _, future, _ in batch:
-                future.cancel()
-
-    async def _generate(self, batch: Batch) -> None:
         pending = [(request, future) for request, future, _ in batch if not future.done()]
         if not pending:
             return  # all were cancelled
@@ -63,24 +52,22 @@ class RequestCoalescer:
         for _, _, sent in batch:
             if sent is not None:
                 asyncio.get_running_loop().call_soon(sent)  # once the engine has begun with the request
-        try:
-            completions = iter(await self._engine.generate(replace(pending[0][0], n=len(seeds), seeds=seeds)))
-        except BaseException as error:
-            for _, future in pending:
-                if not future.done():
-                    future.cancel() if isinstance(error, asyncio.CancelledError) else future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-            return
+        completions = iter(await self._engine.generate(replace(pending[0][0], n=len(seeds), seeds=seeds)))
         for request, future in pending:
             own = [next(completions) for _ in request.seeds]
             if not future.done():
                 future.set_result(own)
 
+    def _end(self, batch: Batch, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        for _, future, _ in batch:
+            if task.cancelled():  # perhaps before it ran a line
+                future.cancel()
+            elif (error := task.exception()) is not None and not future.done():
+                future.set_exception(error)
+
     def close(self) -> None:
         """Cancel all requests, sent or not."""
-        for batch in chain.from_iterable(self._waiting.values()):
-            for _, future, _ in batch:
-                future.cancel()
+        self._waiting.clear()
         for task in self._tasks:
             task.cancel()

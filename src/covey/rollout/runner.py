@@ -2,12 +2,12 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.records import FinishReason, PromptSample, Rollout, SampleGroup
@@ -22,9 +22,10 @@ from covey.runtime.deadlines import CallTimeout, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error
 
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
+SUBMISSION_SECONDS = 1.0  # a slower first request may be sampled with newer weights, as later turns are
 
 
-class RolloutCallbacks(Protocol):
+class RolloutCallbacks:
     """Callbacks on the thread that samples; `start` is the index of the first rollout in the batch."""
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
@@ -32,6 +33,9 @@ class RolloutCallbacks(Protocol):
 
     def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         """All rollouts of a group, once the last of them has ended."""
+
+
+NO_CALLBACKS = RolloutCallbacks()
 
 
 @dataclass(frozen=True)
@@ -54,38 +58,6 @@ class RolloutSpec:
             self.play.close()
 
 
-class SubmissionBarrier:
-    """Event: the engine has the first request of every rollout of a batch."""
-
-    SECONDS = 1.0  # a slower rollout may be sampled with newer weights, as later turns are
-
-    def __init__(self) -> None:
-        self._awaited: set[object] = set()
-        self._all_sent = asyncio.Event()
-
-    @contextmanager
-    def awaited(self) -> Iterator[Callable[[], None]]:
-        """Wait for the rollout that runs within this context, until it calls the function that is yielded."""
-        rollout = object()
-        self._awaited.add(rollout)
-
-        def sent() -> None:
-            self._awaited.discard(rollout)
-            if not self._awaited:
-                self._all_sent.set()
-
-        try:
-            yield sent
-        finally:
-            sent()
-
-    async def all_sent(self) -> None:
-        await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
-        if self._awaited:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_sent.wait(), self.SECONDS)
-
-
 @dataclass(frozen=True)
 class GroupRunner:
     """Plays the groups of one batch, which `seed_key` names."""
@@ -95,18 +67,20 @@ class GroupRunner:
     spec: RolloutSpec
     params: SamplingParams
     seed_key: tuple[int | str, ...]
-    callbacks: RolloutCallbacks | None
-    barrier: SubmissionBarrier = field(default_factory=SubmissionBarrier)
+    callbacks: RolloutCallbacks
+    first_requests: list[asyncio.Event] = field(default_factory=list)  # of each rollout: the engine has it
 
     async def play_group(self, group: SampleGroup) -> list[Rollout]:
         coalescer = RequestCoalescer(self.engine)
 
         async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:
-            with self.barrier.awaited() as sent:
-                rollouts = await self._play(group.number, samples, partial(coalescer.generate, sent=sent))
-            if self.callbacks is not None:
-                rows = group.rows[begin : begin + len(samples)]
-                self.callbacks.on_rollouts(group.start + begin, rows, rollouts)
+            sent = asyncio.Event()
+            self.first_requests.append(sent)
+            try:
+                rollouts = await self._play(samples, partial(coalescer.generate, sent=sent.set))
+            finally:
+                sent.set()
+            self.callbacks.on_rollouts(group.start + begin, group.rows[begin : begin + len(samples)], rollouts)
             return rollouts
 
         size = len(group.samples) if isinstance(self.spec.play, GroupFunction) else 1
@@ -119,7 +93,15 @@ class GroupRunner:
                 task.cancel()  # the others of a group in which the engine failed
             coalescer.close()
 
-    async def _play(self, number: int, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
+    async def all_sent(self) -> None:
+        """Wait until the engine has the first request of every rollout of the batch, but not for long."""
+        await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SUBMISSION_SECONDS):
+                for sent in self.first_requests:
+                    await sent.wait()
+
+    async def _play(self, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
         """One rollout, or all of a group that one function plays; failed ones are returned as such."""
         first, play, timeout = samples[0], self.spec.play, self.spec.timeout
         assert not isinstance(play, BatchFunction), "plays whole batches"
@@ -145,7 +127,7 @@ class GroupRunner:
         if engine.failure is not None:
             raise engine.failure
         for rollout in rollouts:
-            rollout.group, rollout.seconds = number, perf_counter() - began
+            rollout.seconds = perf_counter() - began
             if self.spec.trained_turns == "last" and rollout.turn_ends:
                 _train_last_turn(rollout)
         return rollouts

@@ -4,11 +4,10 @@ The engine verifies such a draft in one parallel pass and decodes from the first
 2509.23232; `SampleRequest.drafts`). A missing draft costs time and never changes a result.
 """
 
-import dataclasses
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,9 +44,6 @@ class Speculation:
     def __init__(self, max_tokens: int, lenience: float | None = None):
         self.max_tokens, self.lenience, self.num_tokens = max_tokens, lenience, 0
         self._drafts: dict[DraftKey, Draft] = {}  # oldest first; each at most once for a (prompt, sample)
-
-    def get(self, key: DraftKey) -> Draft | None:
-        return self._drafts.get(key)
 
     def put(self, key: DraftKey, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         if (old := self._drafts.pop(key, None)) is not None:
@@ -88,11 +84,11 @@ class Speculation:
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
         """The request of prompt number `prompt`, with drafts of completions `samples` where there are any."""
         mark = fingerprint(request.prompt_ids)
-        drafts = [self.get((prompt, mark, sample)) for sample in samples]
+        drafts = [self._drafts.get((prompt, mark, sample)) for sample in samples]
         if not any(drafts):
             return request
         logprobs = [draft.logprobs.tolist() if draft and draft.logprobs else None for draft in drafts]
-        return dataclasses.replace(
+        return replace(
             request,
             drafts=[draft.token_ids.tolist() if draft else None for draft in drafts],
             draft_logprobs=None if self.lenience is None else logprobs,

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from covey.core.records import FinishReason, Message, Rollout
-from covey.rollout.episode import Episode, EpisodeEngine, Reply
+from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser, read_turn
 from covey.rollout.tools.toolbox import Toolbox, count_outcomes
@@ -35,7 +35,8 @@ class ToolAgent:
             reply = await episode.sample()
             if not reply.token_ids:
                 return
-            turn = self._read(episode, reply)
+            turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, episode.prefill)
+            episode.messages[-1] = as_message(turn, episode.messages[-1]["content"])
             if reply.finish is not FinishReason.STOP or not turn.asks:
                 return
             if rounds == self.max_iterations:
@@ -52,11 +53,6 @@ class ToolAgent:
             episode.calls = dict(Counter(episode.calls) + count_outcomes(results))
             if not episode.write([result.message() for result in results]):
                 return
-
-    def _read(self, episode: Episode, reply: Reply) -> AssistantTurn:
-        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, episode.prefill)
-        episode.messages[-1] = as_message(turn, episode.messages[-1]["content"])
-        return turn
 
 
 def as_message(turn: AssistantTurn, text: str) -> Message:

@@ -2,8 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -22,34 +21,41 @@ from covey.runtime.user_code import UserCodeError
 
 
 @dataclass(eq=False)
-class _Sampler:
-    """Completions for a function that runs on another thread than the engine."""
+class BatchSampler:
+    """Completions for a function that runs on another thread than the engine. Made on the engine's event loop."""
 
     coalescer: RequestCoalescer
     codec: PromptCodec
     params: SamplingParams
     seed_key: tuple[int | str, ...]
-    loop: asyncio.AbstractEventLoop
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     calls: int = 0
 
-    def complete(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[tuple[list[int], Completion]]:
+    def generate_completions(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[dict[str, Any]]:
         known = {one.name for one in fields(SamplingParams)}
         if wrong := sorted(set(changes) - known):
             raise RolloutError(f"no such sampling setting: {', '.join(wrong)}. There are: {', '.join(sorted(known))}.")
         params, call = replace(self.params, **changes), self.calls
         self.calls += 1
         encoded = [self._encode(prompt) for prompt in prompts]
-        seeds = [sample_seed(*self.seed_key, "call", call, i) for i in range(len(prompts))]
         requests = [
-            SampleRequest(prompt.ids, 1, params, [seed], media=prompt.media)
-            for prompt, seed in zip(encoded, seeds, strict=True)
+            SampleRequest(prompt.ids, 1, params, [sample_seed(*self.seed_key, "call", call, i)], media=prompt.media)
+            for i, prompt in enumerate(encoded)
         ]
 
         async def sample() -> list[list[Completion]]:
             return await asyncio.gather(*map(self.coalescer.generate, requests))
 
         completions = asyncio.run_coroutine_threadsafe(sample(), self.loop).result()
-        return [(prompt.ids, one) for prompt, (one,) in zip(encoded, completions, strict=True)]
+        return [
+            {
+                "prompt_ids": prompt.ids,
+                "completion_ids": completion.token_ids,
+                "logprobs": completion.logprobs,
+                "text": self.codec.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            }
+            for prompt, (completion,) in zip(encoded, completions, strict=True)
+        ]
 
     def _encode(self, prompt: Any) -> Encoded:
         if not (isinstance(prompt, list | tuple) and prompt and all(isinstance(token, int) for token in prompt)):
@@ -63,7 +69,7 @@ class _Sampler:
         return Encoded(list(prompt))
 
 
-_CURRENT: ContextVar[_Sampler | None] = ContextVar("covey_sampling", default=None)  # of the calling function
+_CURRENT: ContextVar[BatchSampler | None] = ContextVar("covey_sampling", default=None)  # of the calling function
 
 
 @dataclass(eq=False)
@@ -80,25 +86,10 @@ class BatchFunction:
     codec: PromptCodec
     limits: RolloutValidator
     end_ids: Collection[int]  # any other last token means that a completion was cut off
-    _samplers: list[_Sampler] = field(default_factory=list, init=False)
+    _samplers: list[BatchSampler] = field(default_factory=list, init=False)  # of the batches in flight
 
-    @contextmanager
-    def sampling(
-        self, coalescer: RequestCoalescer, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
-    ) -> Iterator[None]:
-        """Within this context `complete` samples. Several batches may be in flight; each has its own."""
-        own = _Sampler(coalescer, codec, params, seed_key, asyncio.get_running_loop())
-        self._samplers.append(own)
-        token = _CURRENT.set(own)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
-            self._samplers.remove(own)
-            coalescer.close()
-
-    def complete(self, prompts: Sequence[Any], **changes: Any) -> list[tuple[list[int], Completion]]:
-        """A completion of each prompt (text, messages or tokens), with its tokens; `changes` override the config's."""
+    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
+        """See `OnlineTrainer.generate_completions`."""
         current = _CURRENT.get()
         if current is None and len(self._samplers) == 1:
             (current,) = self._samplers  # on a thread that the function has started
@@ -107,26 +98,20 @@ class BatchFunction:
                 "completions are sampled only while rollout_func runs, and on its own thread where several batches are"
                 " in flight."
             )
-        return current.complete(prompts, changes)
+        return current.generate_completions(prompts, changes)
 
-    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
-        """See `OnlineTrainer.generate_completions`."""
-        return [
-            {
-                "prompt_ids": prompt_ids,
-                "completion_ids": completion.token_ids,
-                "logprobs": completion.logprobs,
-                "text": self.codec.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            }
-            for prompt_ids, completion in self.complete(prompts, **changes)
-        ]
+    async def __call__(
+        self, prompts: Sequence[Any], images: Sequence[Sequence[Any]], sampler: BatchSampler
+    ) -> list[Rollout]:
+        """Rollouts of all prompts; the function's calls of `generate_completions` go to the sampler."""
 
-    async def __call__(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> list[Rollout]:
         def run() -> list[Rollout]:
             shared = {id(image): image for shown in images for image in shown}
             own_prompts = copy.deepcopy(list(prompts), shared)
             return self._rollouts(prompts, images, self.function(own_prompts, self.trainer))
 
+        self._samplers.append(sampler)
+        token = _CURRENT.set(sampler)
         try:
             return await run_in_thread(run, self.timeout)
         except CallTimeout:
@@ -138,6 +123,10 @@ class BatchFunction:
             if isinstance(raised.error, Exception):
                 raise raised.error from None
             raise RolloutError(f"rollout_func raised {raised.text}") from raised.error  # SystemExit would end silently
+        finally:
+            _CURRENT.reset(token)
+            self._samplers.remove(sampler)
+            sampler.coalescer.close()
 
     def _rollouts(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]], returned: Any) -> list[Rollout]:
         needed = ("prompt_ids", "completion_ids", "logprobs")
@@ -184,7 +173,7 @@ class BatchFunction:
             rollout = self.limits.checked(rollout)
             if vision is not None:
                 own_images = _item(returned.get("images"), i)
-                rollout.media = _find_media(vision, rollout, own_images, images[i] if images else (), i)
+                rollout.media = _find_media(vision, rollout, own_images, images[i], i)
             rollouts.append(rollout)
         return rollouts
 

@@ -1,7 +1,6 @@
 """Users' rollout functions that play one rollout or one group, on an event loop of their own and under a deadline."""
 
 import asyncio
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -14,15 +13,13 @@ from typing import Any, TypeVar
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.core.strands import longest
-from covey.rollout.episode import EpisodeEngine, Generate
+from covey.rollout.episode import EpisodeEngine
 from covey.runtime.loop_thread import CallbackRelay, LoopThread
 from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
 
 T = TypeVar("T")
 
 MAX_LOGPROB = 1e-3  # a log-prob is at most 0, up to rounding
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class RolloutError(ValueError):
@@ -40,11 +37,21 @@ class _IsolatedFunction:
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
         """`check` of the function's result; on that loop too, since the result's own code may hang."""
         pending: set[Future[list[Completion]]] = set()
-        engine.send = self._generate_on(asyncio.get_running_loop(), engine, pending)
+        home, generate = asyncio.get_running_loop(), engine.send
+
+        async def submit(request: SampleRequest) -> list[Completion]:  # requests of one turn there, in one turn here
+            future: Future[list[Completion]] = Future()
+            pending.add(future)
+            future.add_done_callback(pending.discard)
+            if engine.closed:
+                future.cancel()
+            self._relay.send(home, lambda: _run_into(generate(request), future))
+            return await asyncio.wrap_future(future)
 
         async def play() -> T:
             return check(await self._function(*arguments))
 
+        engine.send = submit
         try:
             return await self._loop.call(play, self._timeout)
         except UserCodeError as raised:
@@ -55,23 +62,6 @@ class _IsolatedFunction:
             engine.closed = True  # first: a request that begins now is in `pending`, or sees it
             for future in list(pending):  # the loop here may end before it has answered
                 future.cancel()
-
-    def _generate_on(
-        self, home: asyncio.AbstractEventLoop, engine: EpisodeEngine, pending: "set[Future[list[Completion]]]"
-    ) -> Generate:
-        """The engine's `send` for code on another loop. Requests of one turn there are submitted in one turn here."""
-        generate = engine.send
-
-        async def submit(request: SampleRequest) -> list[Completion]:
-            future: Future[list[Completion]] = Future()
-            pending.add(future)
-            future.add_done_callback(pending.discard)
-            if engine.closed:
-                future.cancel()
-            self._relay.send(home, lambda: _run_into(generate(request), future))
-            return await asyncio.wrap_future(future)
-
-        return submit
 
 
 class RolloutFunction(_IsolatedFunction):
@@ -137,7 +127,7 @@ def form_of(function: Callable[..., Any]) -> str:
     parameters = parameters_of(function)
     if parameters is None:
         return "batch"
-    positional = [one for one in parameters if one.kind in POSITIONAL]
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = [one.name for one in positional if one.default is one.empty]
     variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if not is_async(function):

@@ -19,7 +19,6 @@ from covey.rollout.prompts import PromptCodec, row_images
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
-from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
@@ -176,13 +175,15 @@ def build_environment(
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
-        return agent.TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
+        return agent.TextEnvironmentAgent(pool, True, required(example.reset), max_turns, turn_end)
     gives_reward = callable(getattr(example, "get_reward", None))
     methods = tool_methods(example)
     if not methods and not tools:
         return agent.EnvironmentAgent(pool, gives_reward, required(example.reset))
-    schemas, rounds = [Tool.of(tool).schema for tool in [*methods, *tools]], args.max_tool_calling_iterations
-    return agent.ToolEnvironmentAgent(pool, gives_reward, example, parser(schemas), tools, rounds)
+    toolbox = Toolbox([*methods, *tools], timeout=args.tool_timeout)
+    player = ToolAgent(toolbox, parser(toolbox.schemas), args.max_tool_calling_iterations)
+    names = list(toolbox.tools)[: len(methods)]
+    return agent.ToolEnvironmentAgent(pool, gives_reward, required(example.reset), agent=player, methods=names)
 
 
 def environment(**columns: Any) -> list[Any]:

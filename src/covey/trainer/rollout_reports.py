@@ -20,7 +20,7 @@ from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext, check_logged_name
-from covey.rollout.runner import RolloutSpec
+from covey.rollout.runner import RolloutCallbacks, RolloutSpec
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import plays_functions
@@ -56,7 +56,7 @@ class RewardLog:
 
 
 @dataclass(eq=False)
-class RolloutListener:
+class RolloutListener(RolloutCallbacks):
     """Times rollouts as they end, and streams them to rewards, if these stream; leaving this context gives those up."""
 
     stream: RewardStream | None = None
@@ -70,15 +70,15 @@ class RolloutListener:
         if self.stream is not None:
             self.stream.__exit__(*raised)
 
-    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         now = perf_counter()
         self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
         if self.stream is not None:
-            self.stream.on_rollouts(place, rows, rollouts)
+            self.stream.on_rollouts(start, rows, rollouts)
 
-    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+    def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         if self.stream is not None:
-            self.stream.on_group(place, rows, rollouts)
+            self.stream.on_group(start, rows, rollouts)
 
     def tell(self, timeline: Timeline, names: list[str]) -> None:
         """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from covey.rollout.agents.session import AgentSession, RequestError
 from covey.rollout.agents.wire import APIS, read_request
-from covey.rollout.tools.parsers import TOOL_PARSERS
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support.playing import TOKENIZER, call, play, says
 
@@ -139,8 +138,9 @@ def test_schemas_that_cannot_be_read_are_refused(properties):
     request = read_request(APIS["/v1/chat/completions"], {"messages": [{"role": "user"}], "tools": [tool]})
 
     async def rollout(row, engine):
+        engine.templates.parser = "qwen3_coder"
         with pytest.raises(RequestError, match="`tools` has a schema that cannot be read"):
-            await AgentSession(engine, TOOL_PARSERS["qwen3_coder"]).answer(request)
+            await AgentSession(engine).answer(request)
         return replace(engine.begin([{"role": "user", "content": "go"}]).done(), sampling_mask=None)
 
     policy = says("<tool_call><function=add><parameter=a>3</parameter></function></tool_call>")

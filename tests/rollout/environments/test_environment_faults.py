@@ -83,6 +83,17 @@ class Endless:
         hang()
 
 
+class Slow:
+    """Made within the deadline and shown within it, but not both."""
+
+    def __init__(self):
+        time.sleep(0.75 * SECONDS)
+
+    def __str__(self):
+        time.sleep(0.75 * SECONDS)
+        return "slow"
+
+
 def terrible():
     raise Terrible
 
@@ -99,6 +110,7 @@ FAULTS = [
     (Text, "step", lambda: ("on", Endless(), False, {}), "Text.step took longer than tool_timeout=0.4 s"),
     (Tools, "reset", lambda: [{"content": "no role"}], "Tools.reset returned [{'content': 'no role'}]"),
     (Tools, "act", hang, "Tools.act was given up"),
+    (Tools, "act", Slow, "Tools.act was given up"),
     (Tools, "get_reward", error, "Tools.get_reward raised ZeroDivisionError"),
     (Tools, "get_reward", hang, "Tools.get_reward took longer than tool_timeout=0.4 s"),
     (Tools, "get_reward", lambda: float("nan"), "Tools.get_reward returned the reward nan"),
@@ -118,6 +130,11 @@ FAULTS = [
 ]
 
 
+def alive(agent):
+    known = agent.pool._environments
+    return len(known.idle) + len(known.leased)
+
+
 @pytest.mark.parametrize(("kind", "where", "what", "said"), FAULTS)
 def test_a_fault_costs_its_own_rollout(kind, where, what, said):
     prompt = [{"role": "user", "content": "go"}]
@@ -127,7 +144,7 @@ def test_a_fault_costs_its_own_rollout(kind, where, what, said):
     assert [rollout.finish for rollout in rollouts] == [FinishReason.STOP, FinishReason.ERROR, FinishReason.STOP]
     assert said in rollouts[1].error
     assert [rollout.extras.get("environment_reward") for rollout in rollouts] == [1.0, None, 1.0]
-    assert len(agent.pool) == 2  # the third is thrown away
+    assert alive(agent) == 2  # the third is thrown away
     agent.close()
 
 
@@ -232,7 +249,7 @@ def test_a_rollout_that_is_late_gives_its_environment_away():
     prompt = [{"role": "user", "content": "go"}]
     (rollout,) = play(agent, says("1"), [{"prompt": prompt, "where": "step", "what": hang}], seconds=SECONDS)
     assert rollout.finish is FinishReason.ERROR and "rollout_timeout" in rollout.error
-    assert len(agent.pool) == 0
+    assert alive(agent) == 0
 
 
 # --- closing --------------------------------------------------------------------------------------------------------

@@ -412,6 +412,7 @@ class Liar(str):
     [
         (lambda: nested(60, 2), "[[[[[[[[[[[[[[[[[[[[\n[more characters left out]"),
         (lambda: [object, nested(60, 2)], "[<class 'object'>, [\n[more characters left out]"),
+        (lambda: collections.deque(nested(60, 2)), "deque(" + "[" * 14 + "\n[more characters left out]"),
         (itself, "[...]"),
         (lambda: ({object}, (3,), collections.deque([{1: 2}])), "({<class 'object'>},\n[23 more characters left out]"),
         (lambda: nested(100_000, 1), "[[[[[[[[[[[[[[[[[[[[\n[more characters left out]"),

@@ -307,7 +307,7 @@ def test_a_tool_may_be_called_play(tmp_path):
             return move
 
     trained = trainer(tmp_path, Game)
-    assert list(trained.collector.spec.play.toolbox.tools) == ["play", "add"]
+    assert list(trained.collector.spec.play.agent.toolbox.tools) == ["play", "add"]
 
 
 class Plays:

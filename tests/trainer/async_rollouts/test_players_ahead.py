@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.runner import SubmissionBarrier
+from covey.rollout import runner
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine, scripted
 from tests.support.players import PLAYERS, tree, twice
@@ -137,7 +137,7 @@ def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
 @pytest.mark.parametrize(("player", "starts"), [("one rollout", 4), ("a group", 1)])
 def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, starts, monkeypatch):
     """The engine has them all before it gets newer weights, though functions run on another thread, and slowly."""
-    monkeypatch.setattr(SubmissionBarrier, "SECONDS", 30.0)  # the machine may be busy
+    monkeypatch.setattr(runner, "SUBMISSION_SECONDS", 30.0)  # the machine may be busy
 
     async def slowly(row, engine):
         await asyncio.sleep(0.2)  # longer than a step takes
@@ -156,7 +156,7 @@ def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, st
 
 
 def test_a_function_that_begins_late_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(SubmissionBarrier, "SECONDS", 0.05)
+    monkeypatch.setattr(runner, "SUBMISSION_SECONDS", 0.05)
 
     async def late(row, engine):
         await asyncio.sleep(0.5)

@@ -9,8 +9,8 @@ import secrets
 import threading
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from concurrent.futures import Future, wait
+from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -33,7 +33,6 @@ class AgentEndpoint:
         self.url = ""  # without the `/v1` of the APIs' paths
         self._sessions: dict[str, AgentSession] = {}
         self._busy: dict[str, set[asyncio.Task[Any]]] = {}
-        self._runner: web.AppRunner | None = None
 
     def open(self, session: AgentSession) -> str:
         """The key of a new session."""
@@ -50,11 +49,10 @@ class AgentEndpoint:
     async def __aenter__(self) -> "AgentEndpoint":
         app = web.Application(client_max_size=MAX_BODY)
         app.add_routes(self._routes)
-        for path in APIS:
-            for prefix in ("", "/{key}"):
-                app.router.add_post(prefix + path, self._post)
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            for path in APIS:
+                app.router.add_post(prefix + path, self._post)
         # A body that was refused is read on for as long as `lingering_time`, so that its client reads the refusal.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, lingering_time=1.0)
         await self._runner.setup()
@@ -65,8 +63,7 @@ class AgentEndpoint:
     async def __aexit__(self, *raised: Any) -> None:
         for key in list(self._sessions):
             self.close(key)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
     def _key(self, request: web.Request) -> str | None:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -185,9 +182,7 @@ class Service:
         self.loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
             return True
-        with suppress(TimeoutError):
-            self._ended.result(CLOSING)
-        return self._ended.done()
+        return bool(wait([self._ended], CLOSING).done)
 
     async def _serve(self) -> None:
         """Run the servers, whose scopes must begin and end in one task."""

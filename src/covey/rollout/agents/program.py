@@ -12,7 +12,6 @@ import secrets
 import shlex
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,19 +222,17 @@ class RemoteAgents(_ServedAgent):
                 f"remote agents need a key of at least 16 characters, got {len(self._key)}: give `key`, or set the"
                 f" variable {KEY_VARIABLE}."
             )
-        self._waiting: deque[_Open] = deque()
+        self._waiting: asyncio.Queue[_Open] = asyncio.Queue()
         self._open: dict[str, _Open] = {}
-        self._arrived = asyncio.Event()
 
     def _start(self) -> Service:
-        self._arrived = asyncio.Event()
+        self._waiting = asyncio.Queue()
         routes = [web.post("/sessions", self._begin), web.post("/sessions/{id}/reward", self._end)]
         return Service(endpoint=AgentEndpoint(*self._address, routes))
 
     async def _play(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
         waiting = _Open(row, key, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        self._arrived.set()
+        self._waiting.put_nowait(waiting)
         try:
             return await waiting.reward
         except EnvironmentFailed:
@@ -243,24 +240,23 @@ class RemoteAgents(_ServedAgent):
                 raise
             return None
         finally:
+            waiting.reward.cancel()  # no agent gets it any more
             self._open = {number: one for number, one in self._open.items() if one is not waiting}
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
 
     async def _begin(self, request: web.Request) -> web.Response:
         if not self._allowed(request):
             return _error("this is not the key for sessions.", 401)
-        until = asyncio.get_running_loop().time() + PATIENCE
-        while not self._waiting:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return _error("no rollout waits for an agent: ask again.", 503)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                one = await self._waiting.get()
+                while one.reward.done():  # its rollout has ended
+                    one = await self._waiting.get()
+        except TimeoutError:
+            return _error("no rollout waits for an agent: ask again.", 503)
         if request.transport is None or request.transport.is_closing():
-            return _error("the agent has gone.", 499)  # the rollout is for another
-        number, one = secrets.token_hex(8), self._waiting.popleft()
+            self._waiting.put_nowait(one)  # for another
+            return _error("the agent has gone.", 499)
+        number = secrets.token_hex(8)
         self._open[number] = one
         access = {"base_url": f"http://{request.host}/v1", "api_key": one.key}
         return web.json_response(

@@ -7,7 +7,7 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from covey.core.engine import SampleRequest
-from covey.core.records import Completion, FinishReason, Message, Rollout
+from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, are_messages
 from covey.rollout.tool_agent import as_message
-from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for, read_turn
+from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 
 MAX_STRANDS = 64  # of a rollout
 FULL = "context_length_exceeded"  # code of a request that there is no room to answer
@@ -45,9 +45,12 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
 
-    def digests(self) -> Iterator[bytes]:
+    def digests(self) -> list[bytes]:
         """A digest of the tools, then one of each beginning of the conversation."""
-        return accumulate(self.messages, digest_after, initial=_digest(b"", self.tools))
+        return list(accumulate(self.messages, digest_after, initial=_digest(b"", self.tools)))
+
+    def digest(self) -> bytes:
+        return self.digests()[-1]
 
 
 class SeatEngine(Protocol):
@@ -92,17 +95,17 @@ class Answer:
     prompt_tokens: int
 
 
-class _Turn(NamedTuple):
-    """The end of a turn of the policy, which a request may continue."""
-
-    strand: int
-    turns: int
-
-
 @dataclass(eq=False)
 class _Strand:
     episode: Episode
     own: int  # tokens, prompt included, that it has in common with the episode that it is a fork of
+
+
+class _Turn(NamedTuple):
+    """The end of a turn of the policy, which a request may continue."""
+
+    strand: _Strand
+    turns: int
 
 
 def digest_after(digest: bytes, message: Message) -> bytes:
@@ -124,7 +127,6 @@ class AgentSession:
     """Requests of one rollout's program. What its engine samples from now on counts towards the rollout's budget."""
 
     engine: EpisodeEngine
-    parser: ToolParser | None = None
     seats: Seats = field(default_factory=dict)  # other models, by the name in a request
     full: bool = False  # a request found no room
     refused: str | None = None  # the first request that could not be read
@@ -139,9 +141,8 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._generate, self.engine.send = self.engine.send, self._send
-        if self.parser is None:
-            templates = self.engine.templates
-            self.parser = TOOL_PARSERS[templates.parser or parser_for(templates.codec.tokenizer.chat_template)]
+        name = self.engine.templates.parser or parser_for(self.engine.tokenizer.chat_template)
+        self._parser, self._most = TOOL_PARSERS[name], self.engine.params.max_tokens
 
     @property
     def asked(self) -> bool:
@@ -149,17 +150,17 @@ class AgentSession:
 
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """Sample the completions of a request; RequestError if it cannot be answered."""
-        *_, digest = request.digests()
+        digest = request.digest()
         if (undelivered := self._undelivered.pop((digest, request.n), None)) is not None:
             return undelivered
         if self._left <= 0:
             raise self._no_room(f"the rollout has {self._most} sampled tokens, as max_completion_length allows.")
         strands = self._begin(request)
-        replies = await asyncio.gather(*(self._sample(number, request) for number in strands))
-        found = [reply for reply in replies if reply is not None]
-        if not found:
+        replies = await asyncio.gather(*(self._sample(strand.episode, request) for strand in strands))
+        if not any(replies):
             raise self._no_room("the conversation leaves no room for another turn.")
-        return [self._record(request, digest, number, reply) for number, reply in found]
+        found = zip(strands, replies, strict=True)
+        return [self._record(request, digest, strand, reply) for strand, reply in found if reply is not None]
 
     async def answer_from(self, seat: SeatEngine, request: ChatRequest) -> list[Answer]:
         """Completions of another engine, with the policy's tokenizer, that are no part of the rollout."""
@@ -173,12 +174,7 @@ class AgentSession:
 
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
         """Keep the answers to a request whose client has gone, for the same request again."""
-        *_, digest = request.digests()
-        self._undelivered[digest, request.n] = answers
-
-    @property
-    def _most(self) -> int:
-        return self.engine.params.max_tokens
+        self._undelivered[request.digest(), request.n] = answers
 
     @property
     def _left(self) -> int:
@@ -202,7 +198,7 @@ class AgentSession:
         known = "prompt is too long: this model's maximum context length is reached"
         return RequestError(f"{known}, as {reason}", FULL)
 
-    def _begin(self, request: ChatRequest) -> list[int]:
+    def _begin(self, request: ChatRequest) -> list[_Strand]:
         """The strands that the request is to be sampled in: one that it continues, or new ones."""
         if len(self._strands) + request.n > MAX_STRANDS:
             raise self._no_room(f"a rollout has at most {MAX_STRANDS} conversations that do not continue one another.")
@@ -211,32 +207,27 @@ class AgentSession:
         _, *digests = request.digests()
         last = max((i for i, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
         turn = self._known.get(digests[last]) if last >= 0 else None
-        if turn is None or (number := self._continued(turn, request.messages[last + 1 :])) is None:
+        if turn is None or (strand := self._continued(turn, request.messages[last + 1 :])) is None:
             try:
                 episode = self.engine.begin(request.messages, tools=request.tools)
             except PromptTooLong as error:
                 raise self._no_room(str(error)) if self.asked else error from None
-            if digests[-1] == self._own_digest(request):
+            own_prompt: Any = self.engine.row.get("prompt")
+            if are_messages(own_prompt) and digests[-1] == replace(request, messages=own_prompt).digest():
                 self.engine.own_ids = episode.prompt_ids
-            number = self._add(episode, len(episode.prompt_ids))
-        episode = self._strands[number].episode
+            strand = self._add(episode, len(episode.prompt_ids))
         if not self._turns and not self._prompt:
             self._prompt = list(request.messages)
         else:
             unseen = zip(request.messages, digests, strict=True)
             self._transcript += [m for m, d in unseen if d not in self._seen and m["role"] != "assistant"]
         self._seen.update(digests)
-        size = len(episode.prompt_ids) + len(episode.completion_ids)
-        return [number, *(self._add(episode.fork(), size) for _ in range(request.n - 1))]
+        size = len(strand.episode.prompt_ids) + len(strand.episode.completion_ids)
+        return [strand, *(self._add(strand.episode.fork(), size) for _ in range(request.n - 1))]
 
-    def _own_digest(self, request: ChatRequest) -> bytes | None:
-        """Digest of the row's prompt with the tools of the request."""
-        prompt: Any = self.engine.row.get("prompt")
-        return [*replace(request, messages=prompt).digests()][-1] if are_messages(prompt) else None
-
-    def _continued(self, turn: _Turn, added: list[Message]) -> int | None:
+    def _continued(self, turn: _Turn, added: list[Message]) -> _Strand | None:
         """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
-        episode = self._strands[turn.strand].episode
+        episode = turn.strand.episode
         if not added:
             return None
         goes_on = len(episode.turn_ends) == turn.turns and episode.at_turn_end
@@ -250,7 +241,7 @@ class AgentSession:
             raise self._no_room("the added messages leave no room for another turn.")
         return turn.strand if goes_on else self._add(episode, len(episode.prompt_ids) + episode.turn_ends[-1] + 1)
 
-    def _add(self, episode: Episode, own: int) -> int:
+    def _add(self, episode: Episode, own: int) -> _Strand:
         if self._strands and (episode.media or self._strands[0].episode.media):
             raise RequestError(
                 "`messages` of a rollout with images are one conversation: go on with it, and with n=1.",
@@ -258,25 +249,22 @@ class AgentSession:
             )
         episode.path = ()  # seeds by tokens alone, not by the order of arrival
         self._strands.append(_Strand(episode, own))
-        return len(self._strands) - 1
+        return self._strands[-1]
 
-    async def _sample(self, number: int, request: ChatRequest) -> tuple[int, Reply] | None:
-        episode = self._strands[number].episode
+    async def _sample(self, episode: Episode, request: ChatRequest) -> Reply | None:
         if episode.finish is not None or self._left <= 0:
             return None
         reply = await episode.sample(min(self._left, request.max_tokens or self._most), request.stop)
         self.full |= reply.finish is not FinishReason.STOP and self._left <= 0
-        return (number, reply) if reply.token_ids else None
+        return reply if reply.token_ids else None
 
-    def _record(self, request: ChatRequest, digest: bytes, number: int, reply: Reply) -> Answer:
-        episode = self._strands[number].episode
+    def _record(self, request: ChatRequest, digest: bytes, strand: _Strand, reply: Reply) -> Answer:
+        episode = strand.episode
         message = episode.messages[-1] = self._message(request, episode.tools, reply)
-        turn = _Turn(number, len(episode.turn_ends))
+        turn = _Turn(strand, len(episode.turn_ends))
         self._turns.append(turn)
         self._transcript.append(message)
-        after = digest_after(digest, message)
-        self._known[after] = turn
-        self._seen.add(after)
+        self._known[digest_after(digest, message)] = turn
         prompt_tokens = len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
         return self._answer(message, reply, prompt_tokens)
 
@@ -284,9 +272,8 @@ class AgentSession:
         """A reply with its calls read, up to a stop text."""
         message: Message = {"role": "assistant", "content": reply.text}
         if tools:
-            assert self.parser is not None, "set when it was made"
             try:
-                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self.parser, tools)
+                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self._parser, tools)
             except (AttributeError, TypeError) as error:  # some notations read values by the schema's types
                 raise RequestError(f"`tools` has a schema that cannot be read: {error}.", param="tools") from error
             message = as_message(parsed, reply.text)
@@ -296,25 +283,23 @@ class AgentSession:
 
     def _answer(self, message: Message, reply: Reply, prompt_tokens: int) -> Answer:
         sent: Message = {"role": "assistant", "content": message["content"]}
-        if message.get("tool_calls"):
-            sent["tool_calls"] = [self._sent_call(call) for call in message["tool_calls"]]
+        for call in message.get("tool_calls") or ():
+            self._calls += 1
+            function = call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}
+            sent_call = {"id": call.get("id") or f"call{self._calls:05d}", "type": "function", "function": function}
+            sent.setdefault("tool_calls", []).append(sent_call)
         cut = reply.finish is not FinishReason.STOP
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
         return Answer(sent, finish, reply, prompt_tokens)
 
-    def _sent_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        self._calls += 1
-        arguments = json.dumps(call["function"]["arguments"])
-        function = {"name": call["function"]["name"], "arguments": arguments}
-        return {"id": call.get("id") or f"call{self._calls:05d}", "type": "function", "function": function}
-
     def rollout(self, finish: FinishReason | None = None, **extras: Any) -> Rollout:
         """The finished rollout: its completion is every message after the first request, in the order of time."""
         assert self.asked, "the program has asked"
-        last = self._strands[self._turns[-1].strand].episode
+        last = self._turns[-1].strand.episode
         finish = FinishReason.LENGTH if self.full else last.finish or finish or FinishReason.STOP
-        used = sorted({turn.strand for turn in self._turns})  # a request may be open, or have had no reply
-        joined, ends = join_strands([(self._strands[one].episode.done(), self._strands[one].own) for one in used])
+        answered = {turn.strand for turn in self._turns}  # a request may be open, or have had no reply
+        used = [strand for strand in self._strands if strand in answered]
+        joined, ends = join_strands([(strand.episode.done(), strand.own) for strand in used])
         turn_ends = [ends[used.index(turn.strand), turn.turns] for turn in self._turns]
         prompt, completion = list(self._prompt), list(self._transcript)
         return replace(joined, prompt=prompt, completion=completion, finish=finish, turn_ends=turn_ends, extras=extras)
@@ -327,28 +312,24 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     part shares at least these, and at most the tokens before its own first sampled one: equal tokens that were sampled
     twice are trained on twice.
     """
-    whole: list[int] = []  # tokens of the rollout, with its prompt
-    found: list[tuple[np.ndarray, np.ndarray]] = []  # tokens of each part, and their positions in `whole`
+    first = parts[0][0]
+    prompt = len(first.prompt_ids)
+    whole = list(first.prompt_ids)  # tokens of the rollout, with its prompt
+    found = [(np.array(whole, dtype=np.int64), np.arange(prompt))]  # tokens of the prompt and parts, with positions
     ends: dict[tuple[int, int], int] = {}
     strands: list[tuple[int, int]] = []
     sampled: list[bool] = []
-    fields: dict[str, Any] = {name: [] for name in ("logprobs", "entropies", "versions", "sampling_mask")}
-    first = parts[0][0]
-    prompt = len(first.prompt_ids)
+    fields: dict[str, Any] = {name: [] for name in PER_TOKEN}
     for number, (part, own) in enumerate(parts):
         tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
         mask = [*[False] * len(part.prompt_ids), *part.sampled]
-        if number == 0:
-            shared, position = prompt, np.arange(prompt)
-            whole += part.prompt_ids
-        else:
-            begins = next(index for index in range(own, len(mask)) if mask[index])
-            lengths = [_common(tokens[:begins], other) for other, _ in found]
-            best = max(range(len(found)), key=lengths.__getitem__)
-            shared, position = lengths[best], found[best][1][: lengths[best]]
-            follows = int(position[-1]) if shared else -1
-            if follows != len(whole) - 1:
-                strands.append((len(whole) - prompt, follows))
+        begins = next(index for index in range(own, len(mask)) if mask[index])
+        lengths = [_common(tokens[:begins], other) for other, _ in found]
+        best = max(range(len(found)), key=lengths.__getitem__)
+        shared, position = lengths[best], found[best][1][: lengths[best]]
+        follows = int(position[-1]) if shared else -1
+        if follows != len(whole) - 1:
+            strands.append((len(whole) - prompt, follows))
         position = np.concatenate([position, np.arange(len(whole), len(whole) + len(tokens) - shared)])
         found.append((tokens, position))
         whole += tokens[shared:].tolist()

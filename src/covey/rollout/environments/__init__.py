@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, Any
 from covey.rollout.environments.agent import EnvironmentAgent as EnvironmentAgent
 from covey.rollout.environments.agent import TextEnvironmentAgent as TextEnvironmentAgent
 from covey.rollout.environments.agent import ToolEnvironmentAgent as ToolEnvironmentAgent
+from covey.rollout.environments.gym import GymEnvironment as GymEnvironment
 from covey.rollout.environments.interface import EnvironmentFailed as EnvironmentFailed
+from covey.rollout.environments.openenv import OpenEnvironment as OpenEnvironment
 from covey.rollout.environments.pool import EnvironmentPool as EnvironmentPool
 from covey.rollout.environments.pool import EnvironmentWarning as EnvironmentWarning
 
 if TYPE_CHECKING:
-    from covey.rollout.environments.gym import GymEnvironment as GymEnvironment
-    from covey.rollout.environments.openenv import OpenEnvironment as OpenEnvironment
     from covey.rollout.environments.verifiers import VerifiersEnvironment as VerifiersEnvironment
-
-_HOMES = {"GymEnvironment": "gym", "OpenEnvironment": "openenv", "VerifiersEnvironment": "verifiers"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name != "VerifiersEnvironment":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return import_module(f"{__name__}.verifiers").VerifiersEnvironment  # which needs this package's other modules

@@ -1,34 +1,37 @@
 """Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
 
+import asyncio
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments import interface
-from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, unchanged
+from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, close_here, unchanged
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
-from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult, content_of
+from covey.rollout.tools.toolbox import Content, Toolbox, ToolResult, content_of
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
-from covey.runtime.user_code import UserCodeError, format_error
+from covey.runtime.deadlines import CallTimeout
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
 
 
+@dataclass(eq=False)
 class EnvironmentAgent:
     """Plays rollouts in environments of a pool; rollouts of one turn, in environments that have `reset` alone."""
 
-    def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
-        self.pool = pool
-        self.gives_reward, self.gives_objects = gives_reward, pool.limit is None
-        self.needs = list(needs)  # columns that `reset` has no defaults for
+    pool: EnvironmentPool
+    gives_reward: bool
+    needs: Sequence[str] = ()  # columns that `reset` has no defaults for
+
+    def __post_init__(self) -> None:
+        self.gives_objects = self.pool.limit is None
         self.schemas: Sequence[dict[str, Any]] = ()  # of tools, for the chat template
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
@@ -68,73 +71,57 @@ class EnvironmentAgent:
         return None
 
 
+@dataclass(eq=False)
 class ToolEnvironmentAgent(EnvironmentAgent):
     """Plays environments whose public methods are tools."""
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        gives_reward: bool,
-        example: Any,
-        parser: ToolParser,
-        tools: Sequence[Callable[..., Any] | Tool] = (),
-        max_iterations: int | None = None,
-    ):
-        super().__init__(pool, gives_reward, interface.required(example.reset))
-        self._methods = [Tool.of(method) for method in interface.tool_methods(example)]
-        self._others = [Tool.of(tool) for tool in tools]
-        self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
-        self.schemas = self.toolbox.schemas
-        self._agent = ToolAgent(self.toolbox, parser, max_iterations)
+    _: KW_ONLY
+    agent: ToolAgent  # with the methods of one of the environments, and further tools
+    methods: Collection[str]  # names of the tools that are methods
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.schemas = self.agent.toolbox.schemas
 
     async def _play(self, lease: Lease, episode: Episode) -> None:
-        await self._agent.play(episode, EnvironmentToolbox(lease, self._methods, self._others, self.pool))
+        await self.agent.play(episode, EnvironmentToolbox(lease, self.agent.toolbox, self.methods))
 
 
 class EnvironmentToolbox(Toolbox):
     """The methods of one environment, as described for another of its kind, and further tools."""
 
-    def __init__(self, lease: Lease, methods: Sequence[Tool], more: Sequence[Tool], pool: EnvironmentPool):
-        super().__init__([*(self._bound(lease, tool) for tool in methods), *more], timeout=pool.seconds, loop=pool.loop)
+    def __init__(self, lease: Lease, described: Toolbox, methods: Collection[str]):
+        super().__init__(list(described.tools.values()), timeout=lease.seconds, loop=lease.loop)
         self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
         """As `Toolbox.answer`; raises EnvironmentFailed if a method was abandoned, since the state is unknown."""
         results = await super().answer(turn, first_id)
-        methods = {tool.name for tool in self._methods}
-        for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):
-            self._lease.caller.lose(f"{self._lease.kind}.{late}")  # the caller's own deadline may be a moment later
-        if self._lease.caller.lost is not None:
-            raise interface.EnvironmentFailed(self._lease.caller.lost)
+        if self._lease.lost is not None:
+            raise interface.EnvironmentFailed(self._lease.lost)
         return results
 
-    def _bound(self, lease: Lease, tool: Tool) -> Tool:
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
+        if tool.name not in self._methods:
+            return await super()._call(tool, arguments)
+        lease = self._lease
         name, method = f"{lease.kind}.{tool.name}", getattr(lease.environment, tool.name)
-
-        async def call(**arguments: Any) -> Any:
-            try:
-                result = await lease.caller.raw_call(name, method, unchanged, **arguments)
-            except UserCodeError as raised:
-                raise raised.error from None
-            # Rendering runs the environment's code, so it is on the environment's thread, under its deadline.
-            return await lease.caller.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
-
-        return replace(tool, function=call)
+        try:
+            async with asyncio.timeout(self.timeout):
+                result = await lease.raw_call(name, method, unchanged, **arguments)
+                # Rendering runs the environment's code, so it is on the environment's thread, under the same deadline.
+                return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
+        except (TimeoutError, interface.EnvironmentFailed):  # the environment was lost to this call or to another
+            lease.lose(name)
+            raise CallTimeout from None
 
 
+@dataclass(eq=False)
 class TextEnvironmentAgent(EnvironmentAgent):
     """Plays environments with `step(text)`: the policy's turn is the action, the observation answers it."""
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        max_turns: int | None = None,
-        turn_end: Callable[[int], Any] | None = None,
-        needs: Sequence[str] = (),
-    ):
-        super().__init__(pool, True, needs)
-        self.max_turns = max_turns
-        self._turn_end = turn_end  # makes the end of turn k, as reward functions name it; None: rewards are added up
+    max_turns: int | None = None
+    turn_end: Callable[[int], Any] | None = None  # makes the end of turn k for reward functions; None: rewards add up
 
     async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
         rewards: list[float | None] = []
@@ -142,20 +129,20 @@ class TextEnvironmentAgent(EnvironmentAgent):
             reply = await episode.sample()
             if not reply.token_ids:  # no room for a turn, so there is no action
                 break
-            step = await lease.call("step", interface.checked_step, reply.text)
-            rewards.append(step.reward)
+            observation, reward, done, truncated = await lease.call("step", interface.checked_step, reply.text)
+            rewards.append(reward)
             if reply.finish is not FinishReason.STOP:
                 break
             last = len(rewards) == self.max_turns
-            if step.truncated or (last and not step.done):
+            if truncated or (last and not done):
                 episode.finish = FinishReason.TOOL_BUDGET
-            if step.done or last:
+            if done or last:
                 break
-            assert step.observation is not None, "checked"
-            if not episode.write(interface.as_messages(step.observation)):
+            assert observation is not None, "checked"
+            if not episode.write(interface.as_messages(observation)):
                 break
-        if self._turn_end is not None:
-            return [(self._turn_end(turn), reward) for turn, reward in enumerate(rewards)]
+        if self.turn_end is not None:
+            return [(self.turn_end(turn), reward) for turn, reward in enumerate(rewards)]
         given = [reward for reward in rewards if reward is not None]
         return sum(given) if given else None
 
@@ -177,13 +164,8 @@ class PlayedEnvironment(RolloutFunction):
 
 
 def _close(environment: Any) -> None:
-    close = getattr(environment, "close", None)
-    try:
-        if callable(close):
-            close()
-    except Exception as error:
-        message = f"an environment could not be closed: {format_error(error)}."
-        warnings.warn(message, EnvironmentWarning, stacklevel=3)
+    if (error := close_here(environment)) is not None:
+        warnings.warn(f"an environment could not be closed: {error}.", EnvironmentWarning, stacklevel=3)
 
 
 class NamedEnvironments:

@@ -6,7 +6,6 @@ import math
 import numbers
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -71,16 +70,6 @@ def library(name: str, extra: str) -> ModuleType:
         raise ImportError(f"{name} cannot be imported ({error}). {hint}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Return value of a text environment's `step`; `truncated`: the episode is over because it lasted too long."""
-
-    observation: Observation | None
-    reward: float | None
-    done: bool
-    truncated: bool = False
-
-
 def checked_observation(value: Any, where: str) -> Observation | None:
     """Text, messages, or None; a PIL image, or a list with images among other things, becomes parts. All is copied."""
     if value is None or isinstance(value, str):
@@ -95,8 +84,11 @@ def checked_observation(value: Any, where: str) -> Observation | None:
     )
 
 
-def checked_step(value: Any, where: str) -> Step:
-    """`(observation, reward, done, info)`, or gymnasium's `(observation, reward, terminated, truncated, info)`."""
+def checked_step(value: Any, where: str) -> tuple[Observation | None, float | None, bool, bool]:
+    """`(observation, reward, done, truncated)` of what a text environment's `step` returns; truncated ones are done.
+
+    That is `(observation, reward, done, info)`, or gymnasium's `(observation, reward, terminated, truncated, info)`.
+    """
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise EnvironmentFailed(
             f"{where} returned {format_value(value)}; it must return (observation, reward, done, info) or"
@@ -109,7 +101,7 @@ def checked_step(value: Any, where: str) -> Step:
     observation, reward = checked_observation(value[0], where), checked_number(value[1], where)
     if observation is None and not (done or truncated):
         raise EnvironmentFailed(f"{where} returned no observation, although the episode goes on")
-    return Step(observation, reward, bool(done or truncated), bool(truncated and not done))
+    return observation, reward, bool(done or truncated), bool(truncated and not done)
 
 
 def checked_reward(value: Any, where: str) -> Reward:

@@ -4,14 +4,13 @@ One that hung or failed is discarded. Each is closed exactly once, at the latest
 """
 
 import asyncio
-import concurrent.futures
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from covey.rollout.environments.interface import EnvironmentFailed
@@ -28,22 +27,30 @@ class EnvironmentWarning(UserWarning):
     """Something is wrong with an environment, and the run goes on."""
 
 
-class Caller:
-    """Calls functions of one environment one after another; the deadline of each includes the wait for earlier ones."""
+class Lease:
+    """An environment that a rollout uses, called once at a time; a deadline includes the wait for earlier calls."""
 
-    def __init__(self, loop: LoopThread, seconds: float):
-        self.seconds = seconds
+    def __init__(self, loop: LoopThread, seconds: float, environment: Any = None):
+        self.loop, self.seconds = loop, seconds
+        self.environment = environment  # None until it is made
         self.lost: str | None = None  # why the environment can no longer be used
-        self._loop = loop
-        self._thread = WorkerThread("covey-environment", wrap_errors=True)
+        self.thread = WorkerThread("covey-environment", wrap_errors=True)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
-    async def call(
-        self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
+    @property
+    def kind(self) -> str:
+        return type(self.environment).__name__
+
+    async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
+        """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed."""
+        return await self.run(f"{self.kind}.{method}", getattr(self.environment, method), check, *args, **kwargs)
+
+    async def run(
+        self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """`read(function(...))` under one deadline, since looking at a value may run the value's own code."""
+        """The same of a function, under one deadline, since looking at a value may run the value's own code."""
         try:
-            return await self.raw_call(name, function, read, *args, **kwargs)
+            return await self.raw_call(name, function, check, *args, **kwargs)
         except CallTimeout:
             raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
         except UserCodeError as raised:
@@ -52,35 +59,27 @@ class Caller:
             raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
 
     async def raw_call(
-        self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
+        self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
     ) -> T:
         """The same, for callers that distinguish failures."""
         if self.lost is not None:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
-
-            async def start() -> T:
-                return read(await function(*args, **kwargs))
-
-            return await self._on_loop(name, start)
-
-        future = self._thread.submit(lambda: read(call_and_wait(function, *args, **kwargs)))
+            return await self._on_loop(name, partial(function, *args, **kwargs), check)
+        future = self.thread.submit(lambda: check(call_and_wait(function, *args, **kwargs), name))
         try:
             return await await_future(future, self.seconds)
         except (CallTimeout, asyncio.CancelledError):
             if not (future.cancel() or future.done()):  # it has begun
                 self.lose(name)
-                self._thread.stop()
+                self.thread.stop()
             raise
 
     def lose(self, name: str) -> None:
         """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
         self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
 
-    def end(self) -> None:
-        self._thread.close()
-
-    async def _on_loop(self, name: str, start: Callable[[], Awaitable[T]]) -> T:
+    async def _on_loop(self, name: str, function: Callable[[], Awaitable[Any]], check: Callable[[Any, str], T]) -> T:
         begun = False
 
         async def take_turn() -> T:
@@ -90,35 +89,29 @@ class Caller:
                 self._turn = loop, asyncio.Lock()
             async with self._turn[1]:
                 begun = True
-                return await start()
+                return check(await function(), name)
 
         try:
-            return await self._loop.call(take_turn, self.seconds)
+            return await self.loop.call(take_turn, self.seconds)
         except (CallTimeout, asyncio.CancelledError):
             if begun:
                 self.lose(name)
             raise
 
 
-def unchanged(value: T) -> T:
+def unchanged(value: T, name: str) -> T:
     return value
 
 
-@dataclass(eq=False, repr=False)
-class Lease:
-    """An environment that a rollout uses, with the caller of its methods."""
-
-    environment: Any
-    caller: Caller
-
-    def __post_init__(self) -> None:
-        self.kind = type(self.environment).__name__  # for messages
-
-    async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
-        """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed as `Caller.call`."""
-        name = f"{self.kind}.{method}"
-        function = getattr(self.environment, method)
-        return await self.caller.call(name, function, lambda value: check(value, name), *args, **kwargs)
+def close_here(environment: Any) -> str | None:
+    """Close an environment on this thread; the message of the exception that it raised, if any."""
+    close = getattr(environment, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception as error:
+        return format_error(error)
+    return None
 
 
 class EnvironmentPool:
@@ -131,9 +124,6 @@ class EnvironmentPool:
         self._making = 0
         self._waiting: deque[Future[None]] = deque()
         self._at_end = weakref.finalize(self, self._environments.close)  # which does not keep the pool alive
-
-    def __len__(self) -> int:
-        return len(self._environments.idle) + len(self._environments.leased)
 
     async def acquire(self) -> Lease:
         """An environment that no other rollout uses: an idle one, or a new one."""
@@ -159,19 +149,19 @@ class EnvironmentPool:
                 raise
 
     async def _make(self) -> Lease:
-        caller, known = Caller(self.loop, self.seconds), self._environments
+        lease, known = Lease(self.loop, self.seconds), self._environments
         try:
-            environment = await caller.call("environment_factory", self.factory, unchanged)
+            environment = lease.environment = await lease.run("environment_factory", self.factory, unchanged)
             with known.lock:
                 if id(environment) in known.leased or any(one.environment is environment for one in known.idle):
                     raise EnvironmentFailed(
                         f"environment_factory returned the same {type(environment).__name__} twice; make a new object"
                         " in every call, since concurrent rollouts each need one of their own"
                     )
-                lease = known.leased[id(environment)] = Lease(environment, caller)
+                known.leased[id(environment)] = lease
             return lease
         except BaseException:
-            caller.end()
+            lease.thread.close()
             self._wake_next()
             raise
         finally:
@@ -183,11 +173,13 @@ class EnvironmentPool:
         known = self._environments
         with known.lock:
             lease = known.leased.pop(id(environment), None)
-            usable = usable and lease is not None and lease.caller.lost is None
+            usable = usable and lease is not None and lease.lost is None
             if lease is not None and usable:
                 known.idle.append(lease)
         if lease is not None and not usable:
-            known.start_closing(lease)
+            closing = known.loop.start(known.close_one(lease))
+            known.closing.add(closing)
+            closing.add_done_callback(known.closing.discard)
         self._wake_next()
 
     def close(self) -> None:
@@ -215,11 +207,6 @@ class _Environments:
         self.leased: dict[int, Lease] = {}
         self.errors: list[str] = []
 
-    def start_closing(self, lease: Lease) -> None:
-        future = self.loop.start(self._close(lease))
-        self.closing.add(future)
-        future.add_done_callback(self.closing.discard)
-
     def close(self) -> None:
         with self.lock:
             leases = [*self.idle, *self.leased.values()]
@@ -227,18 +214,12 @@ class _Environments:
             self.leased.clear()
         waiting = list(self.closing)
         try:
-            waiting += [self.loop.start(self._close(lease)) for lease in leases]
+            waiting += [self.loop.start(self.close_one(lease)) for lease in leases]
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            for lease in leases:
-                close = getattr(lease.environment, "close", None)
-                try:
-                    if callable(close):
-                        close()
-                except Exception as error:
-                    self.errors.append(format_error(error))
+            self.errors += filter(None, [close_here(lease.environment) for lease in leases])
         if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
             return
-        late = concurrent.futures.wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
+        late = wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
         self.errors += ["it took too long"] * len(late)
         self.loop.close()
         if self.errors:
@@ -247,15 +228,15 @@ class _Environments:
             self.errors.clear()
             warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
-    async def _close(self, lease: Lease) -> None:
+    async def close_one(self, lease: Lease) -> None:
         close = getattr(lease.environment, "close", None)
         try:
             if callable(close):
                 # The thread of one that was abandoned may never come back.
-                caller = lease.caller if lease.caller.lost is None else Caller(self.loop, self.seconds)
-                await caller.call(f"{lease.kind}.close", close, unchanged)
-                caller.end()
+                closing = lease if lease.lost is None else Lease(self.loop, self.seconds, lease.environment)
+                await closing.call("close", unchanged)
+                closing.thread.close()
         except Exception as error:
             self.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
         finally:
-            lease.caller.end()
+            lease.thread.close()

@@ -45,7 +45,7 @@ class VerifiersEnvironment:
         max_turns: int | None = None,
     ):
         vf: Any = library("verifiers.v1", "verifiers")
-        from covey.rollout.environments.verifiers_harness import register
+        from covey.rollout.environments.verifiers_harness import HARNESS
 
         given: dict[str, Any] = {"taskset": {"id": taskset, **(options or {})}, **(environment or {})}
         kind = vf.env_config_type(taskset, given.get("id", ""))
@@ -55,7 +55,7 @@ class VerifiersEnvironment:
                 f"{taskset!r} is played by {len(roles)} agents ({', '.join(roles)}); one policy plays one of them, so"
                 " only environments with a single agent can be trained on."
             )
-        seat = {"harness": {"id": harness or register()}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
+        seat = {"harness": {"id": harness or HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
         given[roles[0]] = {**seat, **dict(given.get(roles[0]) or {})}
         self.environment = vf.load_environment(vf.resolve_env_config(given))
         self._tasks: list[Any] = []

@@ -14,11 +14,7 @@ from verifiers.v1.trace import Trace
 __all__ = ["ConversationHarness"]
 
 HARNESS = "covey_conversation"  # as `harness.id` of verifiers, which finds this module by it
-
-
-def register() -> str:
-    sys.modules.setdefault(HARNESS, sys.modules[__name__])
-    return HARNESS
+sys.modules.setdefault(HARNESS, sys.modules[__name__])
 
 
 def conversation(system: str | None, prompt: Any) -> list[dict[str, Any]]:

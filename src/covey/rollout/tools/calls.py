@@ -160,22 +160,20 @@ class Finder:
     """`text.find(mark, start)` that reads the text once for any number of increasing positions."""
 
     def __init__(self, text: str, mark: str):
-        self.text, self.mark = text, mark
-        self.start, self.found = 0, text.find(mark)
+        self.text, self.mark, self.found = text, mark, text.find(mark)
 
     def __call__(self, start: int) -> int:
         """The first position of the mark from `start` on; the length of the text if there is none."""
-        if start < self.start or 0 <= self.found < start:
-            self.start, self.found = start, self.text.find(self.mark, start)
+        if 0 <= self.found < start:
+            self.found = self.text.find(self.mark, start)
         return self.found if self.found >= 0 else len(self.text)
 
 
 def calls_between(text: str, opening: str, closing: str, read: Callable[[str], list[Part]]) -> AssistantTurn:
     """A turn with calls between two marks. A mark inside a JSON string closes nothing, and the last may be missing."""
     scanner, openings, closings = Scanner(text), Finder(text, opening), Finder(text, closing)
-    spans: list[Span] = []
-    start = openings(answer_start(text))
-    while start < len(text):
+
+    def read_at(start: int) -> tuple[int, list[Part]]:
         inner = scanner.skip_space(start + len(opening))
         end = scanner.end_of_value(inner) if text.startswith(("{", "["), inner) else None
         if end is None:
@@ -185,8 +183,21 @@ def calls_between(text: str, opening: str, closing: str, read: Callable[[str], l
         else:
             body_end = closings(end)
         stop = body_end + len(closing) if text.startswith(closing, body_end) else body_end
-        spans.append((start, stop, read(text[inner:body_end].strip())))
-        start = openings(stop)
+        return stop, read(text[inner:body_end].strip())
+
+    return calls_at(text, openings, read_at, answer_start(text))
+
+
+def calls_at(
+    text: str, find: Callable[[int], int], read: Callable[[int], tuple[int, list[Part]]], start: int
+) -> AssistantTurn:
+    """A turn with calls at the positions that `find` gives from `start` on; `read` gives the end and content of one."""
+    spans: list[Span] = []
+    begin = find(start)
+    while begin < len(text):
+        end, parts = read(begin)
+        spans.append((begin, end, parts))
+        begin = find(end)
     return turn_without(text, spans)
 
 

@@ -6,6 +6,7 @@ register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>"
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from covey.rollout.tools.calls import (
     ToolCall,
     Unreadable,
     answer_start,
+    calls_at,
     calls_between,
     calls_in,
     decode_json,
@@ -29,7 +31,6 @@ from covey.rollout.tools.calls import (
     turn_without,
 )
 from covey.rollout.tools.literals import read_gemma_call, read_python_calls
-from covey.rollout.tools.parsers_xml import GLM_TOKENS, parse_glm, parse_qwen3_coder
 from covey.rollout.tools.tool import from_text
 from covey.runtime.registry import Registry
 from covey.runtime.user_code import format_error
@@ -46,12 +47,6 @@ class ToolParser:
 
 TOOL_PARSERS: Registry[ToolParser] = Registry("tool parser")
 """Every notation by name; the first one whose mark is in a chat template is taken."""
-
-
-def _notation(
-    name: str, marks: tuple[str, ...] = (), tokens: tuple[str, ...] = ()
-) -> Callable[[Callable[[str], AssistantTurn]], Callable[[str], AssistantTurn]]:
-    return lambda parse: TOOL_PARSERS.register(name, ToolParser(parse, marks, tokens)).parse
 
 
 def parser_for(chat_template: str | dict[str, str] | None) -> str:
@@ -102,27 +97,19 @@ def _read_response_template(tokenizer: Any, token_ids: Sequence[int], prefill: s
     return AssistantTurn(message.get("content") or "", good, bad) if calls else None
 
 
-# The notations in XML come first: their templates mention marks of other families too.
-TOOL_PARSERS.register("qwen3_coder", ToolParser(parse_qwen3_coder, ("<parameter=",), ("<tool_call>", "</tool_call>")))
-TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
+_FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
+_GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 
-def parse_marked_gemma(text: str, opening: str, closing: str, quote: str, answer: str) -> AssistantTurn:
+def parse_marked_gemma(marks: tuple[str, str, str, str], text: str) -> AssistantTurn:
     """`call:name{key:<quote>text<quote>,items:[1,2]}` between two marks; a turn with calls may end with `answer`."""
+    opening, closing, quote, answer = marks
     turn = calls_between(text, opening, closing, lambda body: [read_gemma_call(body, quote)])
     if turn.asks:
         turn.content = turn.content.removesuffix(answer).rstrip()
     return turn
 
 
-_FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
-_GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
-for _name, _marks in {"functiongemma": _FUNCTION_GEMMA, "gemma4": _GEMMA_4}.items():
-    _parse = partial(parse_marked_gemma, **dict(zip(("opening", "closing", "quote", "answer"), _marks, strict=True)))
-    TOOL_PARSERS.register(_name, ToolParser(_parse, _marks[:1], _marks[:3]))
-
-
-@_notation("hermes", ("<tool_call>",), ("<tool_call>", "</tool_call>"))
 def parse_hermes(text: str) -> AssistantTurn:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once for each call (Qwen, SmolLM 3, others)."""
     return calls_between(text, "<tool_call>", "</tool_call>", lambda body: calls_in(decode_json(body), body))
@@ -131,7 +118,6 @@ def parse_hermes(text: str) -> AssistantTurn:
 _DS = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
 
 
-@_notation("deepseek", ("<｜tool▁call",), tuple(_DS.values()))
 def parse_deepseek(text: str) -> AssistantTurn:
     """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; V3 has a type before it and a fence around."""
     turn = calls_between(text, _DS["call▁begin"], _DS["call▁end"], _read_deepseek)
@@ -157,24 +143,19 @@ _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _THINK = ("[THINK]", "[/THINK]")  # Magistral and later; models trained by others on top of Mistral write <think>
 
 
-@_notation("mistral", (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK))
 def parse_mistral(text: str) -> AssistantTurn:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
     scanner, openings = Scanner(text), Finder(text, _TOOL_CALLS)
-    spans: list[Span] = []
-    start = openings(max(answer_start(text), answer_start(text, *_THINK)))
-    while start < len(text):
+
+    def read(start: int) -> tuple[int, list[Part]]:
         inner = scanner.skip_space(start + len(_TOOL_CALLS))
         limit = openings(inner)
-        if text.startswith(("[", "{"), inner):
-            found = scanner.value(inner)
-            stop = found[1] if found else limit
-            parts = calls_in(found[0] if found else Unreadable("it is not closed"), text[inner:stop])
-        else:
-            stop, parts = _named_mistral(text, scanner, inner, limit)
-        spans.append((start, stop, parts))
-        start = openings(stop)
-    return turn_without(text, spans)
+        if not text.startswith(("[", "{"), inner):
+            return _named_mistral(text, scanner, inner, limit)
+        value, stop = scanner.value(inner) or (Unreadable("it is not closed"), limit)
+        return stop, calls_in(value, text[inner:stop])
+
+    return calls_at(text, openings, read, max(answer_start(text), answer_start(text, *_THINK)))
 
 
 def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple[int, list[Part]]:
@@ -193,7 +174,6 @@ _PYTHON_TAG = "<|python_tag|>"
 _CALL_LIST = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
 
-@_notation("llama3", (_PYTHON_TAG, "Environment: ipython"), (_PYTHON_TAG,))
 def parse_llama3(text: str) -> AssistantTurn:
     """The whole turn is `{"name": ..., "parameters": {...}}`, or the text after `<|python_tag|>`; `;` between calls.
 
@@ -205,7 +185,7 @@ def parse_llama3(text: str) -> AssistantTurn:
         body = text[tag + len(_PYTHON_TAG) :]
         return turn_without(text, [(tag, len(text), _llama_parts(body, tagged=True))])
     if _CALL_LIST.match(text):
-        return _call_list(text)
+        return turn_without(text, [(0, len(text), _python_parts(text.strip()))])
     parts = _llama_parts(text, tagged=False) if text.lstrip().startswith("{") else []
     return turn_without(text, [(0, len(text), parts)] if parts else [])
 
@@ -235,30 +215,22 @@ def _llama_parts(text: str, tagged: bool) -> list[Part]:
     return parts
 
 
-def _call_list(text: str) -> AssistantTurn:
+def _python_parts(text: str) -> list[Part]:
     calls = read_python_calls(text)
-    if isinstance(calls, Unreadable):
-        return AssistantTurn("", [], [MalformedCall(text.strip(), str(calls))])
-    return AssistantTurn("", calls)
+    return [MalformedCall(text, calls)] if isinstance(calls, Unreadable) else [*calls]
 
 
 _FENCED = re.compile(r"```([a-z_]*+)[ \t]*+\n(.*?)(?:```|\Z)", re.DOTALL)
 _BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
 
-@_notation("gemma", ("tool_code", "<start_of_turn>"))
 def parse_gemma(text: str) -> AssistantTurn:
     """Calls in Python notation in a fence named `tool_code`, or `[f(a=1), g(b="x")]` as the whole turn; JSON too."""
-    spans: list[Span] = []
-    for fence in _FENCED.finditer(text):
-        if fence[1] == "tool_code":
-            calls = read_python_calls(fence[2])
-            parts: list[Part] = [MalformedCall(fence[2], calls)] if isinstance(calls, Unreadable) else [*calls]
-            spans.append((*fence.span(), parts))
+    spans = [(*fence.span(), _python_parts(fence[2])) for fence in _FENCED.finditer(text) if fence[1] == "tool_code"]
+    if not spans and _CALL_LIST.match(text):
+        spans = [(0, len(text), _python_parts(text.strip()))]
     if spans:
         return turn_without(text, spans)
-    if _CALL_LIST.match(text):
-        return _call_list(text)
     calls = read_python_calls(text) if _BARE_CALL.match(text) else Unreadable()
     return parse_json(text) if isinstance(calls, Unreadable) else AssistantTurn("", calls)
 
@@ -270,7 +242,6 @@ _FENCE_AFTER = re.compile(r"\s*+```")
 _LONGEST_FENCE = 40
 
 
-@_notation("json")
 def parse_json(text: str) -> AssistantTurn:
     """Any JSON object with a name and arguments, or a list of them, fenced or not; other JSON is content."""
     scanner = Scanner(text)
@@ -304,3 +275,114 @@ def _looks_like_call(value: Any, text: str) -> bool:
         value = value["function"]
     named = isinstance(value.get("name", value.get("function")), str)
     return named and any(key in value for key in ("arguments", "parameters", "args"))
+
+
+# --- notations in XML tags: arguments are plain text, and the schema of the tool decides what they are ----------------
+
+_TAG = re.compile(r"<tool_call>|<function=")
+_TAGS = re.compile(r"(?:<tool_call>\s*+)?(?:<function=)?")
+_FUNCTION_TAG = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]*+)>")
+_PARAMETER = re.compile(r"\s*+<parameter=([^<>\n]*+)>\n?")
+_VALUE_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</?function|</?tool_call>|\Z))")
+_CALL_END = re.compile(r"\s*+(?:</function>(?:\s*+</tool_call>)?|</tool_call>|(?=<tool_call>|<function=)|\Z)")
+_RESUME = re.compile(r"</tool_call>|</function>(?:\s*+</tool_call>)?|(?=<tool_call>|<function=)")
+
+
+def parse_qwen3_coder(text: str) -> AssistantTurn:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, once for each call.
+
+    A value ends at the `</parameter>` that a further tag follows, so that it may hold the tag itself. The tags around
+    `<function=...>` and its end may be missing. A line break at either end of a value is layout.
+    """
+    ends = [end.span() for end in _VALUE_END.finditer(text)]
+
+    def find(start: int) -> int:
+        found = _TAG.search(text, start)
+        return found.start() if found else len(text)
+
+    return calls_at(text, find, lambda at: _read_qwen3_coder(text, at, ends), answer_start(text))
+
+
+def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tuple[int, list[Part]]:
+    """End and content of the call at `start`; `ends` are the positions where a value may end."""
+    head = _FUNCTION_TAG.match(text, start)
+    if head is None or not head[1].strip():
+        opening = _TAGS.match(text, start)
+        assert opening, "it matches anything"
+        return _malformed(text, start, opening.end(), "there is no <function=name> with the name of a tool in it")
+    texts: dict[str, str] = {}
+    at = head.end()
+    while parameter := _PARAMETER.match(text, at):
+        index = bisect_left(ends, (parameter.end() - 1, 0))  # an empty value: its line break may be the one just read
+        if index == len(ends):
+            reason = f"the argument {parameter[1]} is not closed by </parameter>"
+            return _malformed(text, start, parameter.end(), reason)
+        value_end, at = ends[index]
+        texts[parameter[1].strip()] = text[parameter.end() : max(value_end, parameter.end())]
+    end = _CALL_END.match(text, at)
+    if end is None:
+        return _malformed(text, start, at, "only <parameter=name>value</parameter> may stand within <function=...>")
+    return end.end(), _untyped_call(head[1].strip(), texts)
+
+
+def _untyped_call(name: str, texts: dict[str, str]) -> list[Part]:
+    return [ToolCall(name, {key: from_text(value, {}) for key, value in texts.items()}, texts)]
+
+
+def _malformed(
+    text: str, start: int, read: int, reason: str, resume: re.Pattern[str] = _RESUME
+) -> tuple[int, list[Part]]:
+    """A call that cannot be read beyond `read`: it extends to a tag behind which other calls may be read."""
+    after = resume.search(text, read)
+    stop = after.end() if after else len(text)
+    return stop, [MalformedCall(text[start:stop], reason)]
+
+
+GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM_NAME = re.compile(r"<tool_call>\s*+([^\s<>{}]++)\s*+")
+_GLM_KEY = re.compile(r"\s*+<arg_key>([^<]*+)</arg_key>\s*+<arg_value>")
+_GLM_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
+_GLM_RESUME = re.compile(r"</tool_call>|(?=<tool_call>)")
+
+
+def parse_glm(text: str) -> AssistantTurn:
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` (GLM 4.5 on), once a call."""
+    openings, value_ends = Finder(text, "<tool_call>"), Finder(text, "</arg_value>")
+    return calls_at(text, openings, lambda at: _read_glm(text, at, value_ends), answer_start(text))
+
+
+def _read_glm(text: str, start: int, value_ends: Finder) -> tuple[int, list[Part]]:
+    head = _GLM_NAME.match(text, start)
+    if head is None:
+        read = start + len("<tool_call>")
+        return _malformed(text, start, read, "it does not begin with the name of a tool", _GLM_RESUME)
+    texts: dict[str, str] = {}
+    at = head.end()
+    while key := _GLM_KEY.match(text, at):
+        end = value_ends(key.end())
+        if end == len(text):
+            reason = f"the argument {key[1]} is not closed by </arg_value>"
+            return _malformed(text, start, key.end(), reason, _GLM_RESUME)
+        texts[key[1].strip()] = text[key.end() : end]
+        at = end + len("</arg_value>")
+    after = _GLM_END.match(text, at)
+    if after is None:
+        reason = "after the name only <arg_key>name</arg_key><arg_value>value</arg_value> may stand"
+        return _malformed(text, start, at, reason, _GLM_RESUME)
+    return after.end(), _untyped_call(head[1], texts)
+
+
+# Templates with the notations in XML mention marks of other families too, so these come first.
+for _name, _parser in {
+    "qwen3_coder": ToolParser(parse_qwen3_coder, ("<parameter=",), ("<tool_call>", "</tool_call>")),
+    "glm": ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS),
+    "functiongemma": ToolParser(partial(parse_marked_gemma, _FUNCTION_GEMMA), _FUNCTION_GEMMA[:1], _FUNCTION_GEMMA[:3]),
+    "gemma4": ToolParser(partial(parse_marked_gemma, _GEMMA_4), _GEMMA_4[:1], _GEMMA_4[:3]),
+    "hermes": ToolParser(parse_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")),
+    "deepseek": ToolParser(parse_deepseek, ("<｜tool▁call",), tuple(_DS.values())),
+    "mistral": ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK)),
+    "llama3": ToolParser(parse_llama3, (_PYTHON_TAG, "Environment: ipython"), (_PYTHON_TAG,)),
+    "gemma": ToolParser(parse_gemma, ("tool_code", "<start_of_turn>")),
+    "json": ToolParser(parse_json),
+}.items():
+    TOOL_PARSERS.register(_name, _parser)

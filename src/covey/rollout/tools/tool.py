@@ -6,12 +6,12 @@ import functools
 import inspect
 import math
 import types
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from covey.rollout.tools.calls import decode_json
+from covey.runtime.user_code import unwrap_partial
 
 _HINT = (
     "A tool needs a type hint for every argument and a Google-style docstring that describes itself and each of them"
@@ -54,7 +54,7 @@ class Tool:
         try:
             described = _described(function)
             schema = _schema(function, described)
-            hints = typing.get_type_hints(described)
+            hints = get_type_hints(described)
         except Exception as error:  # transformers raises its own kinds, and others for what it did not expect
             reason = " ".join(map(str, error.args)).rstrip(".! ")
             raise ValueError(f"the tool {name!r} cannot be described to the policy: {reason}. {_HINT}") from error
@@ -76,8 +76,7 @@ class Tool:
 
 
 def _name(function: Any) -> str:
-    if isinstance(function, functools.partial):
-        return _name(function.func)
+    function = unwrap_partial(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -96,7 +95,7 @@ def _unbound(function: functools.partial[Any]) -> Callable[..., Any]:
     described = _described(function.func)
     signature = inspect.signature(function)
     left = [one for name, one in signature.parameters.items() if name not in function.keywords]
-    hints = typing.get_type_hints(described)
+    hints = get_type_hints(described)
 
     def placeholder() -> None: ...
 
@@ -111,13 +110,13 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
     """Converter from a value that the schema allows to members of enumerations; None where the hint names none."""
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin, inner = get_origin(hint), get_args(hint)
     each = [_members(one) for one in inner]
     if not any(each):
         return None
 
     def convert(value: Any) -> Any:
-        if origin in (typing.Union, types.UnionType):  # the first that takes it
+        if origin in (Union, types.UnionType):  # the first that takes it
             for make in filter(None, each):
                 with contextlib.suppress(ValueError, TypeError):
                     return make(value)
@@ -194,11 +193,11 @@ def checked(value: Any, schema: dict[str, Any], where: str) -> Any:
         raise WrongArgument(f"{where} must be one of {schema['enum']}, not {shown(value)}")
     if isinstance(value, dict):
         return checked_object(value, schema, where)
-    if not isinstance(value, list) or (schema.get("prefixItems") is None and schema.get("items") is None):
+    if not isinstance(value, list):
         return value
     schemas = schema.get("prefixItems")
     if schemas is None:
-        schemas = [schema["items"]] * len(value)
+        schemas = [schema.get("items") or {}] * len(value)
     if len(value) != len(schemas):
         raise WrongArgument(f"{where} must have {len(schemas)} items, not {len(value)}")
     return [checked(item, one, f"{where}[{i}]") for i, (item, one) in enumerate(zip(value, schemas, strict=True))]

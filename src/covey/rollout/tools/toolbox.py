@@ -2,18 +2,16 @@
 
 import asyncio
 import copy
-import dataclasses
 import difflib
 import inspect
 import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import islice
-from time import perf_counter
 from typing import Any
 
 from covey.core.records import Message, Rollout
@@ -47,7 +45,6 @@ class ToolResult:
     call_id: str
     content: Content
     failure: Failure | None = None
-    seconds: float = 0.0
 
     def message(self) -> Message:
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
@@ -135,17 +132,15 @@ class Toolbox:
             arguments = tool.arguments(copy.deepcopy(call.arguments))
         except WrongArgument as wrong:
             return _failed(name, call_id, Failure.WRONG_ARGUMENT, _short(str(wrong)))
-        started = perf_counter()
         try:
-            content = await self._call(tool, arguments)
-            return ToolResult(name, call_id, content, None, perf_counter() - started)
+            return ToolResult(name, call_id, await self._call(tool, arguments))
         except CallTimeout:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
         except UserCodeError as raised:
             failure, text = Failure.EXCEPTION, _short(raised.release())
         except RuntimeError as error:  # no thread could be started
             failure, text = Failure.EXCEPTION, format_error(error)
-        return _failed(name, call_id, failure, text, perf_counter() - started)
+        return _failed(name, call_id, failure, text)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
         """The rendered result. Rendering runs the result's own code, so it is under the same deadline."""
@@ -161,8 +156,8 @@ class Toolbox:
         return await run_in_thread(lambda: render(call_and_wait(tool.function, **arguments)), self.timeout)
 
 
-def _failed(name: str, call_id: str, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:
-    return ToolResult(name, call_id, f"Error: {text}", failure, seconds)
+def _failed(name: str, call_id: str, failure: Failure, text: str) -> ToolResult:
+    return ToolResult(name, call_id, f"Error: {text}", failure)
 
 
 def _call_id(number: int) -> str:
@@ -181,6 +176,7 @@ BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"),
     tuple: ("(", ")"),
     set: ("{", "}"),
+    dict: ("{", "}"),
     frozenset: ("frozenset({", "})"),
     deque: ("deque([", "])"),
 }
@@ -211,21 +207,16 @@ def text_of(result: Any, limit: int) -> str:
     elif inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError("the tool returned a generator instead of a result; let it return a list or a string")
     else:
-        text, whole = _printed(result, limit)
+        # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
+        written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
+        try:
+            text, whole = _take(written, 4 * limit)
+        except (TypeError, ValueError, RecursionError):
+            text, whole = _take(_shown(result), 4 * limit)
     left_out = len(text) - limit
     if left_out > 0:
         text = f"{text[:limit]}\n[{f'{left_out} ' if whole else ''}more characters left out]"
     return text.encode("utf-8", "replace").decode()
-
-
-def _printed(result: Any, limit: int) -> tuple[str, bool]:
-    """Text as JSON, or else by `str`, not far beyond `limit`; and True if that is all of it."""
-    # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
-    written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
-    try:
-        return _take(written, 4 * limit)
-    except (TypeError, ValueError, RecursionError):
-        return _take(_shown(result), 4 * limit)
 
 
 def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
@@ -241,21 +232,21 @@ def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
 
 
 def _plain(result: Any) -> Any:
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    if is_dataclass(result) and not isinstance(result, type):
+        return {field.name: getattr(result, field.name) for field in fields(result)}
     raise TypeError(f"JSON cannot hold {type(result).__name__}")
 
 
 def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
     kind = type(value)
-    if kind is not dict and kind not in BRACKETS:
+    if kind not in BRACKETS:
         yield str.__str__(repr(value) if above else str(value))
         return
     if id(value) in above or len(above) == MAX_DEPTH:
         yield "..."
         return
     above = (*above, id(value))
-    left, right = BRACKETS.get(kind, ("{", "}"))
+    left, right = BRACKETS[kind]
     yield left
     for number, item in enumerate(value):
         yield ", " if number else ""

@@ -82,10 +82,8 @@ class TurnTemplate:
             self._check_users = False
             self._warn_of_users()
         try:
-            text = self._after_turn([_USER], messages)
+            text = self._after_turn(messages)
         except ValueError:
-            if len(messages) == 1:
-                raise
             text = self._after_single_calls(messages)
         ids = self._encode_after_end(text, hidden)
         repeated = ended_with is not None and ids[:1] == [ended_with]
@@ -114,12 +112,16 @@ class TurnTemplate:
         _, marked, cut = self._end_of_turn(text)
         return list(self.tokenizer(text[marked:cut], add_special_tokens=False)["input_ids"])
 
-    def _render(self, messages: Sequence[Message], answer: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], answer: bool = True, tools: Sequence[Any] | None = None) -> str:
         if self.vision is not None:  # their templates may accept no contents but parts
             messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=answer, **self.kwargs
+                list(messages),
+                tools=tools or self.tools or None,
+                tokenize=False,
+                add_generation_prompt=answer,
+                **self.kwargs,
             )
         except Exception as error:  # templates are programs of their authors: they raise anything
             raise ValueError(
@@ -130,17 +132,15 @@ class TurnTemplate:
     def _after_single_calls(self, results: Sequence[Message]) -> str:
         """Several results where the template allows one call a turn: after a single call, or each by itself."""
         try:
-            return self._after_turn([_USER], results, self._turn(results[:1]))
+            return self._after_turn(results, self._turn(results[:1]))
         except ValueError:
             *first, last = results
-            texts = [self._after_turn([_USER], [result], answer=False) for result in first]
-            return "".join([*texts, self._after_turn([_USER], [last])])
+            texts = [self._after_turn([result], answer=False) for result in first]
+            return "".join([*texts, self._after_turn([last])])
 
-    def _after_turn(
-        self, before: Sequence[Message], results: Sequence[Message], turn: Message | None = None, answer: bool = True
-    ) -> str:
+    def _after_turn(self, results: Sequence[Message], turn: Message | None = None, answer: bool = True) -> str:
         turn = turn or self._turn(results)
-        alone, whole = self._render([*before, turn], False), self._render([*before, turn, *results], answer)
+        alone, whole = self._render([_USER, turn], False), self._render([_USER, turn, *results], answer)
         begin, _, cut = self._end_of_turn(alone)
         ended, at = alone[begin:cut], -1
         for _ in range(alone[:cut].count(ended)):  # calls may look alike; a result may hold the text of one
@@ -177,10 +177,13 @@ class TurnTemplate:
         clean = [{**result, "content": self._without_control(result.get("content"), hidden)} for result in results]
         if self.result_role == "tool":
             return clean
-        if any(isinstance(result["content"], list) for result in clean):
-            return [{"role": "user", "content": _user_parts(clean)}]
-        texts = [f"```tool_output\n{r['content']}\n```" if r["role"] == "tool" else r["content"] for r in clean]
-        return [{"role": "user", "content": "\n".join(texts)}]
+        parts: list[dict[str, Any]] = []
+        for number, result in enumerate(clean):
+            begin, end = ("```tool_output\n", "\n```") if result["role"] == "tool" else ("", "")
+            parts += [*as_parts("\n" if number else ""), *as_parts(begin), *as_parts(result["content"]), *as_parts(end)]
+        if all(part.get("type") == "text" for part in parts):
+            return [{"role": "user", "content": "".join(part["text"] for part in parts)}]
+        return [{"role": "user", "content": parts}]
 
     def _without_control(self, content: Any, hidden: dict[str, str]) -> Any:
         """Content whose control tokens are hidden, or where a processor encodes it, broken by a space of no width."""
@@ -217,7 +220,7 @@ class TurnTemplate:
         for role, calls in [*(("tool", calls) for calls in _CALLS), ("user", "none")]:
             self.result_role, self._calls = role, calls
             try:
-                if _RESULT in self._after_turn([_USER], self._result_messages([_result()], {})):
+                if _RESULT in self._after_turn(self._result_messages([_result()], {})):
                     return role, calls
             except ValueError as error:
                 reason = str(error)
@@ -225,13 +228,10 @@ class TurnTemplate:
 
     def _renders_tools(self) -> bool:
         schema = {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}}
-        real, self.tools = self.tools, [{"type": "function", "function": schema}]
         try:
-            return _NAME in self._render([_USER])
+            return _NAME in self._render([_USER], tools=[{"type": "function", "function": schema}])
         except ValueError:
             return False
-        finally:
-            self.tools = real
 
     def _warn_of_users(self) -> None:
         """Warn of a template that keeps earlier turns when tools answer, and changes them when a user does."""
@@ -265,7 +265,7 @@ class TurnTemplate:
             reasons.append(f"a turn does not begin with the generation prompt: {_difference(opening, first)}")
         if not second.startswith(first):
             reasons.append(f"a later turn changes earlier ones: {_difference(first, second)}")
-        alone = self._after_turn([_USER], results[1])
+        alone = self._after_turn(results[1])
         if not reasons and not second.endswith(alone):
             reasons.append(f"results are rendered differently later on: {_difference(alone, second[-len(alone) :])}")
         return reasons
@@ -298,17 +298,6 @@ class TurnTemplates:
 
 def _result(number: str = "") -> Message:
     return {"role": "tool", "name": "lookup", "tool_call_id": "call00000", "content": _RESULT + number}
-
-
-def _user_parts(results: Sequence[Message]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for result in results:
-        content = as_parts(result["content"])
-        if result["role"] == "tool":
-            fences = [{"type": "text", "text": text} for text in ("```tool_output\n", "\n```")]
-            content = [fences[0], *content, fences[1]]
-        parts += [{"type": "text", "text": "\n"}, *content] if parts else content
-    return parts
 
 
 def _difference(one: str, other: str) -> str:
