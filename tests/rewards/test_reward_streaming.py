@@ -139,7 +139,7 @@ def test_one_generation_at_a_time_calls_a_function(context, rollout):
         assert began.wait(10)
         late.on_group(0, rows, rollouts)
         assert suite(rows, rollouts, context).rewards.tolist() == [[1.0]]  # nor by one that is not streamed
-        assert late.result(0).values == early.result(0).values == [1.0]
+        assert late.results()[0].values == early.results()[0].values == [1.0]
     assert most == 1
 
 

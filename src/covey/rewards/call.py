@@ -175,8 +175,8 @@ def _samples_to_retry(whole: CallResult, batch: RewardBatch, if_late: bool) -> l
 
 
 MAX_LATE_CALLS = 3  # after this many late calls an ordinary function is not called for the rest of the batch
-Functions = dict[int, FunctionReward]  # by their index among all
 Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
+Lanes = dict[int, "AsyncLane | ThreadLane"]  # by the index of their function among all
 
 
 class RewardStream:
@@ -185,14 +185,9 @@ class RewardStream:
     Functions in `each` score single rollouts, those in `groups` complete groups.
     """
 
-    def __init__(self, each: Functions, groups: Functions, loop: LoopThread, trainer_state: Any, timeout: float):
-        self._each, self._groups = tuple(each), tuple(groups)
-        self._lanes: dict[int, _AsyncLane | _ThreadLane] = {
-            index: _AsyncLane(function, loop, trainer_state, timeout)
-            if function.is_async
-            else _ThreadLane(function, trainer_state, timeout)
-            for index, function in (each | groups).items()
-        }
+    def __init__(self, each: Lanes | None = None, groups: Lanes | None = None):
+        self._each, self._groups = each or {}, groups or {}
+        self._lanes = self._each | self._groups
         self._pending: dict[int, dict[int, Future[CallResult]]] = {index: {} for index in self._lanes}
 
     def __enter__(self) -> "RewardStream":
@@ -213,22 +208,24 @@ class RewardStream:
     def on_group(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         self._score(self._groups, start, rows, rollouts)
 
-    def _score(self, functions: tuple[int, ...], start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
+    def _score(self, lanes: Lanes, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         batch = RewardBatch(rows, rollouts)
         batch = batch.take(batch.scorable)
         if len(batch):
-            for index in functions:
-                self._pending[index][start] = self._lanes[index].start(batch)
+            for index, lane in lanes.items():
+                self._pending[index][start] = lane.start(batch)
 
-    def result(self, index: int) -> CallResult:
-        lane, pending = self._lanes[index], self._pending[index]
-        return CallResult.joined([lane.result(pending[start]) for start in sorted(pending)])
+    def results(self) -> dict[int, CallResult]:
+        return {
+            index: CallResult.joined([lane.result(future) for _, future in sorted(self._pending[index].items())])
+            for index, lane in self._lanes.items()
+        }
 
     def spans(self) -> dict[int, list[Span]]:
         return {index: list(lane.spans) for index, lane in self._lanes.items()}
 
 
-class _AsyncLane:
+class AsyncLane:
     """Concurrent calls of an async function."""
 
     def __init__(self, function: FunctionReward, loop: LoopThread, trainer_state: Any, timeout: float):
@@ -254,7 +251,7 @@ class _AsyncLane:
     def close(self) -> None: ...  # the loop belongs to the suite
 
 
-class _ThreadLane:
+class ThreadLane:
     """Calls of an ordinary function, one after another, on a thread of its own."""
 
     def __init__(self, function: FunctionReward, trainer_state: Any, timeout: float):

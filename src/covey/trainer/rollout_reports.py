@@ -57,9 +57,9 @@ class RewardLog:
 
 @dataclass(eq=False)
 class RolloutListener:
-    """Times rollouts as they end, and streams them to rewards, if these stream; leaving this context gives those up."""
+    """Times rollouts as they end, and streams them to rewards; leaving this context gives those up."""
 
-    stream: RewardStream | None = None
+    stream: RewardStream = field(default_factory=RewardStream)
     spans: list[Span] = field(default_factory=list)  # begin and end of every rollout, in the order of their ends
     _began: float = field(default_factory=perf_counter)
 
@@ -67,29 +67,25 @@ class RolloutListener:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*raised)
+        self.stream.__exit__(*raised)
 
     def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         now = perf_counter()
         self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
-        if self.stream is not None:
-            self.stream.on_rollouts(place, rows, rollouts)
+        self.stream.on_rollouts(place, rows, rollouts)
 
     def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        if self.stream is not None:
-            self.stream.on_group(place, rows, rollouts)
+        self.stream.on_group(place, rows, rollouts)
 
     def tell(self, timeline: Timeline, names: list[str]) -> None:
         """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""
         timeline.add(ROLLOUTS, "", self.spans)
-        if self.stream is None:
-            return
         calls = self.stream.spans()
         for index, spans in calls.items():
             timeline.add(names[index], "", spans)
-        last = max((end for _, end in self.spans), default=self._began)
-        timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
+        if calls:
+            last = max((end for _, end in self.spans), default=self._began)
+            timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
 
 
 class FailureMonitor:
