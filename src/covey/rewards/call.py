@@ -88,14 +88,9 @@ class CallResult:
         whole = self.first_failure if len(joined.failures) == len(parts) else None
         return replace(joined, seconds=seconds, whole=whole)
 
-    def without(self, unusable: dict[int, str]) -> "CallResult":
-        """The same result with more failures."""
-        failures = {sample: FailedReward(RewardError(text), text) for sample, text in unusable.items()}
-        return replace(
-            self,
-            values=[failures.get(sample, value) for sample, value in enumerate(self.values)],
-            steps=[None if sample in unusable else steps for sample, steps in enumerate(self.steps)],
-        )
+    def fail(self, sample: int, text: str) -> None:
+        """Count a sample's reward as one that the function did not give."""
+        self.values[sample] = FailedReward(RewardError(text), text)
 
 
 def score(

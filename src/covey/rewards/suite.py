@@ -144,7 +144,7 @@ class RewardSuite:
         results = self._score_all(batch, context.trainer_state, streamed or RewardStream())
         logged: dict[str, int] = {}  # functions by the columns that they log
         for index, result in enumerate(results):
-            results[index] = result = self._resolve_steps(index, result, batch, scorable, steps)
+            self._resolve_steps(index, result, batch, scorable, steps)
             self._check_failures(index, result, batch)
             for column in result.log.extras:
                 if (first := logged.setdefault(column, index)) != index:
@@ -207,15 +207,14 @@ class RewardSuite:
 
     def _resolve_steps(
         self, index: int, call: CallResult, batch: RewardBatch, scorable: list[int], steps: list[dict[int, StepRewards]]
-    ) -> CallResult:
-        unusable: dict[int, str] = {}
+    ) -> None:
+        """Add a function's rewards of steps to `steps`; where it ended one outside of the completion, it failed."""
         for sample, rewarded in enumerate(call.steps):
             if rewarded is not None:
                 try:
                     steps[scorable[sample]][index] = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
                 except StepEndError as error:
-                    unusable[sample] = f"it ended a step at {error}"
-        return call.without(unusable) if unusable else call
+                    call.fail(sample, f"it ended a step at {error}")
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
         name, size, failures = self.names[index], len(batch), result.failures
