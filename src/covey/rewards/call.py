@@ -149,8 +149,9 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
             return CallResult.failed(len(samples), error)
 
     async def attempt(samples: RewardBatch) -> CallResult:
+        left = timeout - (time.monotonic() - start)
         try:
-            return await deadlines.await_with_deadline(run(samples), timeout - (time.monotonic() - start))
+            return await deadlines.await_future(asyncio.ensure_future(run(samples)), left)
         except deadlines.CallTimeout:
             return CallResult.timed_out(len(samples), timeout)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -339,7 +339,7 @@ def as_values(returned: Any, size: int) -> Values:
         raise RewardError(f"it returned {format_value(returned)}; {expected}.{_hint(returned)}")
     if len(items) != size:
         raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
-    return list(map(_as_value, items, repeat(expected)))
+    return [_as_value(item, expected) for item in items]
 
 
 def _as_value(item: Any, expected: str) -> Value:
