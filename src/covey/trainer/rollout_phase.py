@@ -99,7 +99,7 @@ class RolloutPhase:
                 self._send_current_weights()
                 with context.phases("generate"), preserve_process_state():
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
-            failed = self.failures.count(rollouts)
+            self.failures.count(rollouts)
             if spec is not None:
                 context.metrics.add(reports.agent_stats(rollouts, spec), context.mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
@@ -114,8 +114,7 @@ class RolloutPhase:
             listener.tell(context.timeline, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
-        rewards = reports.without_failed(result.rewards, rollouts) if failed else result.rewards
-        return ScoredRollouts(samples, rollouts, rewards, log.columns, result.steps)
+        return ScoredRollouts(samples, rollouts, result.rewards, log.columns, result.steps)
 
     def next_key(self) -> tuple[str, int]:
         mode = self.context.mode

@@ -103,7 +103,7 @@ class FailureMonitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._has_worked, self._failed_batches = state["has_worked"], state["failed_batches"]
 
-    def count(self, rollouts: Sequence[Rollout]) -> int:
+    def count(self, rollouts: Sequence[Rollout]) -> None:
         """Count the failed rollouts of this process; all processes decide together, as one may fail by chance."""
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
         errors, counts, totals = zip(*self._gather((mine[:1], len(mine), len(rollouts))), strict=True)
@@ -123,13 +123,6 @@ class FailureMonitor:
                 RolloutWarning,
                 stacklevel=4,
             )
-        return len(mine)
-
-
-def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-    """Rewards [n, F] with NaN for rollouts that failed: they say nothing about the policy."""
-    failed = torch.tensor([rollout.finish is FinishReason.ERROR for rollout in rollouts], dtype=torch.bool)
-    return rewards.masked_fill(failed[:, None], torch.nan) if len(rollouts) else rewards
 
 
 def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
