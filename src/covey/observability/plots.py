@@ -80,11 +80,11 @@ MOST_BARS = 200  # for each phase, of one log or several: the time to draw a pag
 ROUNDING = 1e-6  # a panel with nothing larger is left out
 
 
-def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
-    """Write a PNG of every curve in `Trainer.state.log_history`; ValueError if there is none."""
+def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path | None:
+    """Write a PNG of every curve in `Trainer.state.log_history`, if there is one."""
     panels = drawn_panels(log_history)
     if not panels:
-        raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
+        return None
     columns = min(len(panels), 2)  # readable where the picture is as wide as a page
     rows = math.ceil(len(panels) / columns)
     figure = new_figure(4.6 * columns, 3.0 * rows + 0.5, title, fontsize=14)
