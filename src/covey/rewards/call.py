@@ -254,8 +254,7 @@ class ThreadLane:
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        settings = deadlines.torch_settings()  # those of the thread that makes this lane
-        self._calls = deadlines.WorkerThread("covey-reward", settings)
+        self._calls = deadlines.WorkerThread("covey-reward", deadlines.torch_settings())  # of the thread that makes it
         self._worker = deadlines.WorkerThread("covey-rewards")
 
     def start(self, batch: RewardBatch) -> "Future[CallResult]":

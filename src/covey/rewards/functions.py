@@ -143,19 +143,13 @@ class Log:
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor without values
             raise RewardError(f"log_metric({name!r}, ...) was given {format_value(value)}: give a number.") from error
 
-    def replay(self, context: RewardContext) -> None:
+    def replay(self, context: RewardContext, indices: list[int], size: int) -> None:
+        """Log in a batch of `size` samples, of which this log's have these indices; the others get None."""
         for column, values in self.extras.items():
-            context.log_extra(column, values)
+            cells = dict(zip(indices, values, strict=True))
+            context.log_extra(column, [cells.get(index) for index in range(size)])
         for name, value in self.metrics:
             context.log_metric(name, value)
-
-    def spread(self, indices: list[int], size: int) -> "Log":
-        """Log of a batch of `size` samples, of which this log's have these indices; the others get None."""
-        if len(indices) == size:
-            return self
-        given = {column: dict(zip(indices, values, strict=True)) for column, values in self.extras.items()}
-        extras = {column: [values.get(index) for index in range(size)] for column, values in given.items()}
-        return Log(size, extras, self.metrics)
 
     @classmethod
     def joined(cls, logs: "list[Log]") -> "Log":
@@ -223,11 +217,9 @@ class FunctionReward:
         available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         self.require(available)
-        copies, arguments = PlainCopies(), {}
-        for name, value in available.items():
-            if name not in self._bound and (self._takes_all or name in self._names):
-                arguments[name] = copies.copy(value)
-        return arguments
+        names = (available.keys() if self._takes_all else self._names) - self._bound.keys()
+        copies = PlainCopies()
+        return {name: copies.copy(value) for name, value in available.items() if name in names}
 
     def require_columns(self, columns: Iterable[str]) -> None:
         self.require(arguments_with(columns))

@@ -154,7 +154,7 @@ class RewardSuite:
                         f"reward functions {self.names[first]!r} and {self.names[index]!r} both log a column"
                         f" {column!r} with log_extra: the table keeps that of the second.",
                     )
-            result.log.spread(scorable, len(rollouts)).replay(context)
+            result.log.replay(context, scorable, len(rollouts))
             rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float32)
         if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
             self._warn_once(
