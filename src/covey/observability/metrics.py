@@ -97,7 +97,12 @@ def generation_stats(
     """
     rewards_NF = rewards_NF.double()
     total_N = weighted_total(rewards_NF, weights_F.double())
-    stats = _length_stats(lengths, truncated)
+    terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
+    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
+    for suffix, values in (("length", lengths), ("terminated_length", terminated)):
+        stats[f"completions/mean_{suffix}"] = Mean(float(sum(values)), len(values))
+        stats[f"completions/min_{suffix}"] = Min(float(min(values, default=math.nan)))
+        stats[f"completions/max_{suffix}"] = Max(float(max(values, default=math.nan)))
     for index, name in enumerate(names):
         column = rewards_NF[:, index]
         for spelling in ("rewards", "reward"):  # existing scripts read the first, the documentation has the second
@@ -107,16 +112,6 @@ def generation_stats(
     stats["reward_std"] = Mean.of([_deviation(total_N)])
     spread_P = nanstd(total_N.view(-1, num_generations), dim=1).flatten()
     stats["frac_reward_zero_std"] = Mean.of((spread_P == 0).double().tolist())
-    return stats
-
-
-def _length_stats(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, Stat]:
-    terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
-    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
-    for suffix, values in (("length", lengths), ("terminated_length", terminated)):
-        stats[f"completions/mean_{suffix}"] = Mean(float(sum(values)), len(values))
-        stats[f"completions/min_{suffix}"] = Min(float(min(values, default=math.nan)))
-        stats[f"completions/max_{suffix}"] = Max(float(max(values, default=math.nan)))
     return stats
 
 
