@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import numbers
 import pickle
 import threading
 import time
@@ -16,12 +15,9 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
-from covey.rewards.steps import STEPS, as_steps
+from covey.rewards.steps import STEPS, STEPS_ADVICE, NotAReward, as_number, as_steps
 from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import CallTimeout
@@ -162,8 +158,6 @@ class Log:
 Value = float | None | StepRewards
 Values = Sequence[Value]
 """One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
-
-_NOT_A_NUMBER = object()
 
 
 class FailedReward(float):
@@ -321,8 +315,6 @@ def as_values(returned: Any, size: int) -> Values:
         [1.0, None, nan]
     """
     expected = f"expected a list of {size} numbers (or None), one per completion"
-    if isinstance(returned, Tensor):
-        returned = returned.detach().cpu()
     if isinstance(returned, list | tuple):
         items = list(returned)
     elif hasattr(returned, "tolist") and getattr(returned, "ndim", None) == 1:  # a tensor, an array, a pandas series
@@ -337,32 +329,12 @@ def as_values(returned: Any, size: int) -> Values:
 def _as_value(item: Any, expected: str) -> Value:
     if isinstance(item, FailedReward):  # of a function that says why
         return item
-    value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
-    if value is not _NOT_A_NUMBER and (value is not None or item is None):
-        return value
-    rewards = [item]
-    if isinstance(item, list | tuple):
-        rewards = [pair[1] for pair in item if isinstance(pair, list | tuple) and len(pair) == 2]
-    hint = ""
-    if any(isinstance(one, numbers.Real) and _number(one) is _NOT_A_NUMBER for one in rewards):
-        hint = " Give finite numbers of ordinary size, None where there is no reward."
-    elif isinstance(item, list | tuple):
-        hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}"
-    return FailedReward(RewardError(text), text)
-
-
-def _number(item: Any) -> Any:
-    """A float, None where the function abstains, and `_NOT_A_NUMBER` for anything that cannot be a reward."""
-    if item is None:
-        return None
     try:
-        if not isinstance(item, numbers.Real) and hasattr(item, "item"):
-            item = item.item()  # a numpy or torch scalar
-        value = float(item) if isinstance(item, numbers.Real) else math.inf
-    except (ValueError, RuntimeError, OverflowError):  # an array of several elements, an integer that is too large
-        return _NOT_A_NUMBER
-    return _NOT_A_NUMBER if abs(value) > torch.finfo(torch.float32).max else value
+        return as_steps(item) if isinstance(item, list | tuple) else as_number(item)
+    except NotAReward as error:
+        advice = str(error) or STEPS_ADVICE * isinstance(item, list | tuple)
+        text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{advice}"
+        return FailedReward(RewardError(text), text)
 
 
 def _hint(returned: Any) -> str:
