@@ -22,16 +22,15 @@ POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no e
 LIMIT_SECONDS = 0.05  # between checks of limits
 OVER_MEMORY, OVER_PROCESSES = 201, 202  # exit statuses
 KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
+LINUX = sys.platform.startswith("linux")
 
 
 def main(argv: list[str]) -> int:
     parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[5:]
-    limits = (int(argv[3]), int(argv[4])) if sys.platform.startswith("linux") else (0, 0)
+    limits = (int(argv[3]), int(argv[4])) if LINUX else (0, 0)
     sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
     os.set_inheritable(pipe, False)
-    linux = sys.platform.startswith("linux")
-    if linux:
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _set_on_linux(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action does not wake `poll`
     if os.getppid() != parent:
         return 128 + signal.SIGKILL
-    child = _start(command, linux)
+    child = _start(command)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # they are the command's: its reader must see them close when the command does
         os.dup2(quiet, stream)
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
         if pipe in ready:
             break
         over = _limit_passed(*limits) if all(limits) and status is None else 0
-    ended = _end(child, grace if status is None else 0.0, linux)
+    ended = _end(child, grace if status is None else 0.0)
     status = ended.get(child, status)
     if over:
         return over
@@ -77,7 +76,7 @@ def _limit_passed(memory: int, processes: int) -> int:
     return OVER_MEMORY if sum(map(resident, running)) > memory else 0
 
 
-def _start(command: list[str], linux: bool) -> int:
+def _start(command: list[str]) -> int:
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -85,10 +84,9 @@ def _start(command: list[str], linux: bool) -> int:
     try:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)  # a group without this program, which is to see its end
-        if linux:
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != guard:  # it was killed before the kernel knew
-                os._exit(128 + signal.SIGKILL)
+        _set_on_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # it was killed before the kernel knew
+            os._exit(128 + signal.SIGKILL)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
@@ -104,7 +102,7 @@ def _reap() -> dict[int, int]:
     return ended
 
 
-def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
+def _end(child: int, grace: float) -> dict[int, int]:
     """End all processes, first with SIGTERM, then with SIGKILL. Returns the wait statuses of those that ended."""
     ended: dict[int, int] = {}
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
@@ -113,7 +111,7 @@ def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
         while time.monotonic() < until:
             ended |= _reap()
             _send(-child, number, signalled)
-            left = _descendants() if linux else {child} - set(ended)
+            left = _descendants() if LINUX else {child} - set(ended)
             for one in left:
                 _send(one, number, signalled)
             if not left:
@@ -142,10 +140,11 @@ def _descendants() -> set[int]:
     return found
 
 
-def _prctl(option: int, value: int) -> None:
-    import ctypes
+def _set_on_linux(option: int, value: int) -> None:
+    if LINUX:
+        import ctypes
 
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":
