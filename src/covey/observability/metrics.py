@@ -36,26 +36,19 @@ class MetricLog:
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None):  # one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}
-        self._assigned: dict[str, dict[str, float]] = {}
 
     def add(self, stats: dict[str, Stat], mode: str = "train") -> None:
         """Merge statistics of this process into the current window."""
         merge_all(self._stats.setdefault(mode, {}), stats)
 
-    def set(self, name: str, value: float, mode: str = "train") -> None:
-        """Assign a value that is logged as it is until it is set again (a total, say), the same on all processes."""
-        self._assigned.setdefault(mode, {})[name] = value
-
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
         """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
         merged: dict[str, Stat] = {}
-        assigned: dict[str, float] = {}
-        for stats, values in self._gather((self._stats.pop(mode, {}), self._assigned.get(mode, {}))):
+        for stats in self._gather(self._stats.pop(mode, {})):
             merge_all(merged, stats)
-            assigned = {**values, **assigned}
         result = {}
-        for name, value in [*((name, stat.value()) for name, stat in merged.items()), *assigned.items()]:
-            if not math.isnan(value):
+        for name, stat in merged.items():
+            if not math.isnan(value := stat.value()):
                 result[prefix + name] = value
             elif name in ZERO_WHEN_EMPTY:
                 result[prefix + name] = 0.0
@@ -71,14 +64,13 @@ class MetricLog:
             mode: {name: [stat.reduction, *astuple(stat)] for name, stat in stats.items()}
             for mode, stats in self._stats.items()
         }
-        return {"windows": windows, "assigned": {mode: dict(values) for mode, values in self._assigned.items()}}
+        return {"windows": windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stats = {
             mode: {name: _KINDS[kind](*fields) for name, (kind, *fields) in stats.items()}
             for mode, stats in state["windows"].items()
         }
-        self._assigned = {mode: dict(values) for mode, values in state["assigned"].items()}
 
 
 def generation_stats(
