@@ -176,7 +176,7 @@ Lanes = dict[int, "AsyncLane | ThreadLane"]  # by the index of their function am
 
 
 class RewardStream:
-    """Scores the rollouts of one batch. A context manager: leaving it cancels calls that have not begun.
+    """Times the rollouts of one batch and scores them. A context manager: leaving it cancels calls that have not begun.
 
     Functions in `each` score single rollouts, those in `groups` complete groups.
     """
@@ -185,6 +185,8 @@ class RewardStream:
         self._each, self._groups = each or {}, groups or {}
         self._lanes = self._each | self._groups
         self._pending: dict[int, dict[int, Future[CallResult]]] = {index: {} for index in self._lanes}
+        self.rollout_spans: list[Span] = []  # begin and end of every rollout, in the order of their ends
+        self._began = time.perf_counter()
 
     def __enter__(self) -> "RewardStream":
         return self
@@ -199,6 +201,8 @@ class RewardStream:
         return index in self._lanes
 
     def on_rollouts(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
+        now = time.perf_counter()
+        self.rollout_spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
         self._score(self._each, start, rows, rollouts)
 
     def on_group(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from covey.core.records import FinishReason, RankShard, Rollout, ScoredRollouts,
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
 from covey.core.transcript import Counts, RolloutSummary, count, thumbnails
 from covey.observability.metric_docs import is_taken
-from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
+from covey.observability.metrics import ROLLOUTS, Timeline, covered
 from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext, check_logged_name
@@ -55,37 +54,15 @@ class RewardLog:
         return RewardContext(trainer_state, self.log_extra, self.log_metric)
 
 
-@dataclass(eq=False)
-class RolloutListener:
-    """Times rollouts as they end, and streams them to rewards; leaving this context gives those up."""
-
-    stream: RewardStream = field(default_factory=RewardStream)
-    spans: list[Span] = field(default_factory=list)  # begin and end of every rollout, in the order of their ends
-    _began: float = field(default_factory=perf_counter)
-
-    def __enter__(self) -> "RolloutListener":
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.stream.__exit__(*raised)
-
-    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        now = perf_counter()
-        self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
-        self.stream.on_rollouts(place, rows, rollouts)
-
-    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        self.stream.on_group(place, rows, rollouts)
-
-    def tell(self, timeline: Timeline, names: list[str]) -> None:
-        """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""
-        timeline.add(ROLLOUTS, "", self.spans)
-        calls = self.stream.spans()
-        for index, spans in calls.items():
-            timeline.add(names[index], "", spans)
-        if calls:
-            last = max((end for _, end in self.spans), default=self._began)
-            timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
+def add_spans(timeline: Timeline, stream: RewardStream, names: Sequence[str]) -> None:
+    """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""
+    timeline.add(ROLLOUTS, "", stream.rollout_spans)
+    calls = stream.spans()
+    for index, spans in calls.items():
+        timeline.add(names[index], "", spans)
+    if calls:
+        last = max((end for _, end in stream.rollout_spans), default=0.0)
+        timeline.overlap("reward", covered(chain.from_iterable(calls.values()), until=last))
 
 
 class FailureMonitor:
