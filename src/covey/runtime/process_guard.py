@@ -17,20 +17,20 @@ import sys
 import time
 from contextlib import suppress
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
+from child import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, linux, resident, set_on_linux
+
 POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
 LIMIT_SECONDS = 0.05  # between checks of limits
 OVER_MEMORY, OVER_PROCESSES = 201, 202  # exit statuses
 KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
-LINUX = sys.platform.startswith("linux")
 
 
 def main(argv: list[str]) -> int:
     parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[5:]
-    limits = (int(argv[3]), int(argv[4])) if LINUX else (0, 0)
-    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
+    limits = (int(argv[3]), int(argv[4])) if linux else (0, 0)
     os.set_inheritable(pipe, False)
-    _set_on_linux(PR_SET_CHILD_SUBREAPER, 1)
+    set_on_linux(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -68,8 +68,6 @@ def main(argv: list[str]) -> int:
 
 def _limit_passed(memory: int, processes: int) -> int:
     """Exit status that stands for a limit, or 0; by the sandbox's view of descendants."""
-    from child import descendants, resident
-
     running = descendants(processes)
     if len(running) > processes:
         return OVER_PROCESSES
@@ -84,7 +82,7 @@ def _start(command: list[str]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)  # a group without this program, which is to see its end
-        _set_on_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_on_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:  # it was killed before the kernel knew
             os._exit(128 + signal.SIGKILL)
         os.execvp(command[0], command)
@@ -111,7 +109,7 @@ def _end(child: int, grace: float) -> dict[int, int]:
         while time.monotonic() < until:
             ended |= _reap()
             _send(-child, number, signalled)
-            left = _descendants() if LINUX else {child} - set(ended)
+            left = _descendants() if linux else {child} - set(ended)
             for one in left:
                 _send(one, number, signalled)
             if not left:
@@ -138,13 +136,6 @@ def _descendants() -> set[int]:
     while new := {one for one, parent in parents.items() if parent in found | {os.getpid()}} - found:
         found |= new
     return found
-
-
-def _set_on_linux(option: int, value: int) -> None:
-    if LINUX:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":
