@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
-from child import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, linux, resident, set_on_linux
+from child import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, linux, reap, resident, set_on_linux
 
 POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
 LIMIT_SECONDS = 0.05  # between checks of limits
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         ready = dict(waiting.poll(1000 * (LIMIT_SECONDS if all(limits) else POLL_SECONDS)))
         if woken in ready:
             os.read(woken, 4096)
-        status = _reap().get(child)
+        status = reap().get(child)
         if pipe in ready:
             break
         over = _limit_passed(*limits) if all(limits) and status is None else 0
@@ -92,14 +92,6 @@ def _start(command: list[str]) -> int:
         os._exit(127)
 
 
-def _reap() -> dict[int, int]:
-    ended: dict[int, int] = {}
-    with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
-    return ended
-
-
 def _end(child: int, grace: float) -> dict[int, int]:
     """End all processes, first with SIGTERM, then with SIGKILL. Returns the wait statuses of those that ended."""
     ended: dict[int, int] = {}
@@ -107,7 +99,7 @@ def _end(child: int, grace: float) -> dict[int, int]:
         signalled: set[int] = set()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            ended |= _reap()
+            ended |= reap()
             _send(-child, number, signalled)
             left = _descendants() if linux else {child} - set(ended)
             for one in left:

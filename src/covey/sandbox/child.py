@@ -137,7 +137,7 @@ def watch(limits: dict) -> None:
     stopped, status = None, None
     while status is None and stopped is None:
         wait_for_a_child()
-        status = reap(child)
+        status = reap().get(child)
         stopped = None if status is not None else reached(limits, time.monotonic() - started)
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)  # at once, so that nothing is forked in between
@@ -159,14 +159,13 @@ def wait_for_a_child() -> None:
         time.sleep(POLL_SECONDS)
 
 
-def reap(child: int):
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return None
-        if pid in (0, child):
-            return status if pid == child else None
+def reap() -> dict:
+    """Wait statuses of the children that have ended, by their ids."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
 
 
 def reached(limits: dict, elapsed: float):
@@ -217,7 +216,7 @@ def end_all() -> None:
             with contextlib.suppress(OSError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
-        reap(-2)
+        reap()
 
 
 # --- the code ----------------------------------------------------------------------------------------------------
