@@ -18,11 +18,11 @@ import time
 from contextlib import suppress
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
-from child import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, descendants, linux, reap, resident, set_on_linux
+from child import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, linux, passed, reap, set_on_linux
 
 POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
 LIMIT_SECONDS = 0.05  # between checks of limits
-OVER_MEMORY, OVER_PROCESSES = 201, 202  # exit statuses
+STATUSES = {"memory": 201, "processes": 202}  # by the limit that was passed
 KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
 
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         status = reap().get(child)
         if pipe in ready:
             break
-        over = _limit_passed(*limits) if all(limits) and status is None else 0
+        over = STATUSES.get(passed(*limits), 0) if all(limits) and status is None else 0
     ended = _end(child, grace if status is None else 0.0)
     status = ended.get(child, status)
     if over:
@@ -64,14 +64,6 @@ def main(argv: list[str]) -> int:
     if status is None:
         return 128 + signal.SIGKILL
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-def _limit_passed(memory: int, processes: int) -> int:
-    """Exit status that stands for a limit, or 0; by the sandbox's view of descendants."""
-    running = descendants(processes)
-    if len(running) > processes:
-        return OVER_PROCESSES
-    return OVER_MEMORY if sum(map(resident, running)) > memory else 0
 
 
 def _start(command: list[str]) -> int:

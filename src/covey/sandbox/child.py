@@ -172,10 +172,15 @@ def reached(limits: dict, elapsed: float):
     """The limit that was reached, or None."""
     if elapsed > limits["timeout"] or signal.SIGTERM in signal.sigpending():
         return "time"
-    running = descendants(limits["max_processes"])
-    if len(running) > limits["max_processes"]:
+    return passed(limits["memory"], limits["max_processes"])
+
+
+def passed(memory: int, processes: int):
+    """The limit that the processes below this one have passed, or None."""
+    running = descendants(processes)
+    if len(running) > processes:
         return "processes"
-    return "memory" if sum(map(resident, running)) > limits["memory"] else None
+    return "memory" if sum(map(resident, running)) > memory else None
 
 
 def descendants(limit: int) -> list:
