@@ -92,22 +92,16 @@ def _end(child: int, grace: float) -> dict[int, int]:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             ended |= reap()
-            _send(-child, number, signalled)
             left = _descendants() if linux else {child} - set(ended)
-            for one in left:
-                _send(one, number, signalled)
+            for one in (-child, *left):  # its process group, and what has left that
+                if one not in signalled:
+                    signalled.add(one)
+                    with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
+                        os.kill(one, number)
             if not left:
                 return ended
             time.sleep(0.01)
     return ended
-
-
-def _send(one: int, number: int, signalled: set[int]) -> None:
-    """Send a signal once; a negative number is a process group."""
-    if one not in signalled:
-        signalled.add(one)
-        with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
-            os.kill(one, number)
 
 
 def _descendants() -> set[int]:
