@@ -6,9 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from covey.runtime.files import written_whole
 from covey.runtime.user_code import format_error
 
@@ -38,6 +35,9 @@ def files(folder: Path, rank: int = 0, kind: str = "generation") -> list[Path]:
 
 def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
     """Write columns into a parquet file, which is there as a whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     with written_whole(path) as new:
         pq.write_table(pa.table(dict(columns)), new, compression="zstd")
     return path
@@ -67,6 +67,8 @@ def read_run(run: Path) -> dict[str, Any]:
 
 def read_data(folder: Path) -> dict[int, dict[str, Any]]:
     """Rows of the dataset that are on record, by their number."""
+    import pyarrow.parquet as pq
+
     rows: dict[int, dict[str, Any]] = {}
     for path in files(folder):
         table = pq.read_table(path, columns=["row", "data"]).to_pydict()
@@ -76,5 +78,7 @@ def read_data(folder: Path) -> dict[int, dict[str, Any]]:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rollouts of a file, one dictionary each; columns that hold messages and data are Python objects again."""
+    import pyarrow.parquet as pq
+
     rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     return [{**row, **{name: json.loads(row[name]) for name in AS_JSON}} for row in rows]

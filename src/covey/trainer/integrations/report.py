@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 import yaml
 from transformers import TrainerCallback
@@ -298,6 +297,8 @@ class CompletionFiles:
 
     def _groups(self, path: Path) -> dict[str, list[Row]]:
         """Rows with their total `reward`, by prompt."""
+        import pyarrow.parquet as pq
+
         groups: dict[str, list[Row]] = {}
         weights = dict(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True))
         for row in pq.read_table(path).to_pylist():
