@@ -1,11 +1,11 @@
 """Parent program of a command that ends the command and all its descendants when the requesting process ends.
 
-`covey.runtime.child_process` runs it by path, so it imports only modules of the standard library that load fast. It
-ends all processes when the command ends (whose exit status it takes), when the requesting process ends or closes the
-pipe (seen by the pipe, or by another parent where a forked process keeps that open), or on SIGTERM, SIGINT or SIGHUP.
-On Linux, descendants outside of the process group are ended as well (it is a "subreaper"), and the kernel kills the
-command if this program is killed. With limits (other than 0) it also ends all when they need more MEMORY (resident
-bytes) or are more PROCESSES.
+`covey.runtime.child_process` runs it by path, so it imports only the sandbox's calls of the kernel, and modules of the
+standard library that load fast. It ends all processes when the command ends (whose exit status it takes), when the
+requesting process ends or closes the pipe (seen by the pipe, or by another parent where a forked process keeps that
+open), or on SIGTERM, SIGINT or SIGHUP. On Linux, descendants outside of the process group are ended as well (it is a
+"subreaper"), and the kernel kills the command if this program is killed. With limits (other than 0) it also ends all
+when they need more MEMORY (resident bytes) or are more PROCESSES.
 
 usage: guard.py PARENT_PID PIPE GRACE MEMORY PROCESSES COMMAND [ARGUMENT ...]
 """
