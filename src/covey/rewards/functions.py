@@ -329,10 +329,13 @@ def as_values(returned: Any, size: int) -> Values:
 def _as_value(item: Any, expected: str) -> Value:
     if isinstance(item, FailedReward):  # of a function that says why
         return item
+    are_steps = isinstance(item, list | tuple)
     try:
-        return as_steps(item) if isinstance(item, list | tuple) else as_number(item)
+        return as_steps(item) if are_steps else as_number(item)
     except NotAReward as error:
-        advice = str(error) or STEPS_ADVICE * isinstance(item, list | tuple)
+        advice = str(error)
+        if are_steps and not advice:
+            advice = STEPS_ADVICE
         text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{advice}"
         return FailedReward(RewardError(text), text)
 

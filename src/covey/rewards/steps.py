@@ -64,8 +64,9 @@ def as_number(item: Any) -> float | None:
     with suppress(ValueError, RuntimeError, OverflowError):  # several elements, or an integer that is too large
         scalar = not isinstance(item, numbers.Real) and hasattr(item, "item")  # of numpy or torch
         value = item.item() if scalar else item
-        if isinstance(value, numbers.Real) and not abs(float(value)) > torch.finfo(torch.float32).max:  # NaN is not
-            return float(value)
+        number = float(value) if isinstance(value, numbers.Real) else math.inf
+        if math.isnan(number) or abs(number) <= torch.finfo(torch.float32).max:
+            return number
     raise NotAReward(NUMBER_ADVICE if isinstance(item, numbers.Real) else "")
 
 
