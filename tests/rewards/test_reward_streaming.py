@@ -251,3 +251,20 @@ def test_leaving_gives_up_what_is_not_scored(context, rollout):
     for thread in workers:
         thread.join(20)
     assert called == [0]
+
+
+def test_leaving_a_stream_cancels_calls_of_async_functions(rollout):
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def never(completions, **kwargs):
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with RewardSuite(never).stream(None, groups=True) as stream:
+        stream.on_group(0, [{"prompt": "question"}], [rollout("a")])
+        assert began.wait(10)
+    assert cancelled.wait(10)

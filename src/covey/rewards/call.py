@@ -176,8 +176,9 @@ Lanes = dict[int, "AsyncLane | ThreadLane"]  # by the index of their function am
 
 
 class RewardStream:
-    """Times the rollouts of one batch and scores them. A context manager: leaving it cancels calls that have not begun.
+    """Times the rollouts of one batch and scores them.
 
+    A context manager: leaving it cancels the calls of async functions, and those of others that have not begun.
     Functions in `each` score single rollouts, those in `groups` complete groups.
     """
 
