@@ -48,7 +48,8 @@ class MetricLog:
             merge_all(merged, stats)
         result = {}
         for name, stat in merged.items():
-            if not math.isnan(value := stat.value()):
+            value = stat.value()
+            if not math.isnan(value):
                 result[prefix + name] = value
             elif name in ZERO_WHEN_EMPTY:
                 result[prefix + name] = 0.0

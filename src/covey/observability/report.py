@@ -18,7 +18,8 @@ from covey.runtime.files import written_whole
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
 NOT_NUMBERS = ("step", "error", "turns", "calls")  # columns of a group that its table leaves out
-PAGE, STYLE = (Path(__file__).with_name(name) for name in ("report.html", "report.css"))
+PAGE = Path(__file__).with_name("report.html")
+STYLE = Path(__file__).with_name("report.css")
 
 
 @dataclass(frozen=True)

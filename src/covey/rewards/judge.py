@@ -172,8 +172,9 @@ class LLMJudge:
                 if answer is None:
                     counts["skipped"] += sum(map(len, case.indices))
                     return [None] * size
-                scores = self._parse(answer[0], size)
-                self._store(key, scores, answer[1])
+                reply, tokens = answer
+                scores = self._parse(reply, size)
+                self._store(key, scores, tokens)
             return [(score - low) / (high - low) for score in scores]
         except (JudgeFailed, TimeoutError) as error:
             counts["failures"] += sum(map(len, case.indices))
