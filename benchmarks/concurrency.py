@@ -35,6 +35,7 @@ from covey.core.records import Rollout
 from covey.engines.native.engine import NativeEngine
 from covey.engines.scripted import ScriptedEngine
 from covey.rewards import RewardContext, RewardSuite, accuracy_reward, numeric_match_reward, per_completion
+from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.episode import TurnTemplates
 from covey.rollout.prompts import PromptCodec
@@ -42,7 +43,6 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.toolbox import Toolbox
-from covey.trainer.rollout_reports import RolloutListener
 
 PROMPTS, GROUP, TURNS = 8, 8, 4
 SLEEP = 0.2
@@ -89,18 +89,21 @@ class Played:
         return [hashlib.sha256(repr(rollout.completion_ids).encode()).hexdigest()[:12] for rollout in self.rollouts]
 
 
-class _Ends(RolloutListener):
-    """Takes down when each rollout ended."""
+class _Ends:
+    """Takes down when each rollout ended, and passes them on."""
 
-    def __init__(self, stream: Any = None) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: RewardStream | None = None) -> None:
+        self.stream = stream or RewardStream()
         self.began = time.perf_counter()
         self.ends: dict[int, float] = {}
 
     def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        super().on_rollouts(place, rows, rollouts)
+        self.stream.on_rollouts(place, rows, rollouts)
         for number in range(len(rollouts)):
             self.ends[place + number] = time.perf_counter() - self.began
+
+    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        self.stream.on_group(place, rows, rollouts)
 
 
 def sleeping(seconds: float, blocking: bool, hangs: bool) -> Callable[..., Any]:
@@ -301,7 +304,7 @@ def _scored(
     context = RewardContext(None, log_extra=lambda *column: None, log_metric=lambda *metric: None)
     began, cpu = time.perf_counter(), time.process_time()
     watch = _Ends(suite.stream(None))
-    with watch:
+    with watch.stream:
         played = play(engine, tool, watch)
         sampled = time.perf_counter()
         suite([draw.row for draw in draws()], played.rollouts, context, watch.stream)

@@ -136,11 +136,6 @@ def test_what_names_hold_reaches_no_terminal_raw(tmp_path):
     assert not {"\x1b", "\x9b", "\x07", "\u202e"} & set(rendered(log.table()))
 
 
-def test_a_column_of_the_wrong_length_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"column 'parsed'.*1 values for 2 completions"):
-        CompletionLog(tmp_path).add(0, ["a", "b"], ["c", "d"], {}, [0.0, 0.0], extras={"parsed": [1]})
-
-
 @pytest.mark.parametrize(
     ("values", "written"),
     [

@@ -139,9 +139,9 @@ def test_a_marked_function_is_called_once_per_completion(context, rollout):
 
 
 def test_no_stream_where_no_function_could_use_it():
-    assert RewardSuite([unmarked, numeric_match_reward]).stream(None) is None
-    assert RewardSuite([unmarked]).stream(None, groups=True) is not None
-    assert RewardSuite([unmarked, accuracy_reward]).stream(None) is not None
+    assert not RewardSuite([unmarked, numeric_match_reward]).stream(None).spans()
+    assert [*RewardSuite([unmarked]).stream(None, groups=True).spans()] == [0]
+    assert [*RewardSuite([unmarked, accuracy_reward]).stream(None).spans()] == [1]
 
 
 def test_a_function_that_looks_at_the_trainer_waits_for_the_end(context, rollout):
@@ -150,7 +150,7 @@ def test_a_function_that_looks_at_the_trainer_waits_for_the_end(context, rollout
         return [float(len(completions))] * len(completions)
 
     suite = RewardSuite(by_step)
-    assert suite.stream(None) is None
+    assert 0 not in suite.stream(None)
     assert suite(ROWS[:2], [rollout(text) for text in TEXTS[:2]], context).rewards.tolist() == [[2.0], [2.0]]
 
 

@@ -139,7 +139,7 @@ def test_one_generation_at_a_time_calls_a_function(context, rollout):
         assert began.wait(10)
         late.on_group(0, rows, rollouts)
         assert suite(rows, rollouts, context).rewards.tolist() == [[1.0]]  # nor by one that is not streamed
-        assert late.result(0).values == early.result(0).values == [1.0]
+        assert late.results()[0].values == early.results()[0].values == [1.0]
     assert most == 1
 
 
@@ -251,3 +251,20 @@ def test_leaving_gives_up_what_is_not_scored(context, rollout):
     for thread in workers:
         thread.join(20)
     assert called == [0]
+
+
+def test_leaving_a_stream_cancels_calls_of_async_functions(rollout):
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def never(completions, **kwargs):
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with RewardSuite(never).stream(None, groups=True) as stream:
+        stream.on_group(0, [{"prompt": "question"}], [rollout("a")])
+        assert began.wait(10)
+    assert cancelled.wait(10)

@@ -114,12 +114,6 @@ class CompletionLog:
             **_conversation_columns(completions, counts),
         }
         columns = {name: values for name, values in given.items() if values is not None}
-        for name, values in columns.items():
-            if len(values) != len(completions):
-                raise ValueError(
-                    f"column {name!r} of the completions table has {len(values)} values for {len(completions)} "
-                    "completions; it needs one for each (log_extra takes the list that belongs to its call)."
-                )
         for cells in zip(*columns.values(), strict=True):
             self.rows.append({"step": step, **dict(zip(columns, cells, strict=True))})
         self._unpublished = True

@@ -185,12 +185,14 @@ class ProgressDisplay(TrainerCallback):
             self._stop = weakref.finalize(self, live.stop)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._move_to(state)
+        self.board.step, self.board.max_steps = state.global_step, state.max_steps
+        if self._began is not None and state.global_step > self._began[0]:
+            self.board.seconds_per_step = (self._clock() - self._began[1]) / (state.global_step - self._began[0])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        self._move_to(state)
+        self.on_step_end(args, state, control)
         if "train_runtime" in logs:
             first = self._began[0] if self._began else 0  # of a resumed run, the checkpoint's
             own = state.global_step - first
@@ -209,7 +211,7 @@ class ProgressDisplay(TrainerCallback):
                 self._say(f"{self._place()}  {_joined(self.board.figures())}{ending}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._move_to(state)
+        self.on_step_end(args, state, control)
         self.close()
 
     def close(self) -> None:
@@ -217,11 +219,6 @@ class ProgressDisplay(TrainerCallback):
         if self._stop is not None:
             self._stop()
             self._stop = None
-
-    def _move_to(self, state: Any) -> None:
-        self.board.step, self.board.max_steps = state.global_step, state.max_steps
-        if self._began is not None and state.global_step > self._began[0]:
-            self.board.seconds_per_step = (self._clock() - self._began[1]) / (state.global_step - self._began[0])
 
     def _take(self, logs: dict[str, Any]) -> None:
         """Replace all figures with a rollout batch's first log; those of its further updates are added to them."""

@@ -157,19 +157,16 @@ class Advice(TrainerCallback):
                 stacklevel=2,
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._say(args, state, ended=False)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._say(args, state, ended=True)
-
-    def _say(self, args: Any, state: Any, ended: bool) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, ended: bool = False, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         for finding in advice(state.log_history, args, ended):
             if finding.code not in self._said:
                 self._said.add(finding.code)
                 warnings.warn(finding.sentence, UserWarning, stacklevel=2)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_log(args, state, control, ended=True)
 
 
 class LogEnds(TrainerCallback):

@@ -36,25 +36,19 @@ class MetricLog:
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None):  # one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}
-        self._assigned: dict[str, dict[str, float]] = {}
 
     def add(self, stats: dict[str, Stat], mode: str = "train") -> None:
         """Merge statistics of this process into the current window."""
         merge_all(self._stats.setdefault(mode, {}), stats)
 
-    def set(self, name: str, value: float, mode: str = "train") -> None:
-        """Assign a value that is logged as it is until it is set again (a total, say), the same on all processes."""
-        self._assigned.setdefault(mode, {})[name] = value
-
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
         """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
         merged: dict[str, Stat] = {}
-        assigned: dict[str, float] = {}
-        for stats, values in self._gather((self._stats.pop(mode, {}), self._assigned.get(mode, {}))):
+        for stats in self._gather(self._stats.pop(mode, {})):
             merge_all(merged, stats)
-            assigned = {**values, **assigned}
         result = {}
-        for name, value in [*((name, stat.value()) for name, stat in merged.items()), *assigned.items()]:
+        for name, stat in merged.items():
+            value = stat.value()
             if not math.isnan(value):
                 result[prefix + name] = value
             elif name in ZERO_WHEN_EMPTY:
@@ -71,14 +65,13 @@ class MetricLog:
             mode: {name: [stat.reduction, *astuple(stat)] for name, stat in stats.items()}
             for mode, stats in self._stats.items()
         }
-        return {"windows": windows, "assigned": {mode: dict(values) for mode, values in self._assigned.items()}}
+        return {"windows": windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stats = {
             mode: {name: _KINDS[kind](*fields) for name, (kind, *fields) in stats.items()}
             for mode, stats in state["windows"].items()
         }
-        self._assigned = {mode: dict(values) for mode, values in state["assigned"].items()}
 
 
 def generation_stats(
@@ -97,7 +90,12 @@ def generation_stats(
     """
     rewards_NF = rewards_NF.double()
     total_N = weighted_total(rewards_NF, weights_F.double())
-    stats = _length_stats(lengths, truncated)
+    terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
+    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
+    for suffix, values in (("length", lengths), ("terminated_length", terminated)):
+        stats[f"completions/mean_{suffix}"] = Mean(float(sum(values)), len(values))
+        stats[f"completions/min_{suffix}"] = Min(float(min(values, default=math.nan)))
+        stats[f"completions/max_{suffix}"] = Max(float(max(values, default=math.nan)))
     for index, name in enumerate(names):
         column = rewards_NF[:, index]
         for spelling in ("rewards", "reward"):  # existing scripts read the first, the documentation has the second
@@ -107,16 +105,6 @@ def generation_stats(
     stats["reward_std"] = Mean.of([_deviation(total_N)])
     spread_P = nanstd(total_N.view(-1, num_generations), dim=1).flatten()
     stats["frac_reward_zero_std"] = Mean.of((spread_P == 0).double().tolist())
-    return stats
-
-
-def _length_stats(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, Stat]:
-    terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
-    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
-    for suffix, values in (("length", lengths), ("terminated_length", terminated)):
-        stats[f"completions/mean_{suffix}"] = Mean(float(sum(values)), len(values))
-        stats[f"completions/min_{suffix}"] = Min(float(min(values, default=math.nan)))
-        stats[f"completions/max_{suffix}"] = Max(float(max(values, default=math.nan)))
     return stats
 
 

@@ -80,11 +80,11 @@ MOST_BARS = 200  # for each phase, of one log or several: the time to draw a pag
 ROUNDING = 1e-6  # a panel with nothing larger is left out
 
 
-def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
-    """Write a PNG of every curve in `Trainer.state.log_history`; ValueError if there is none."""
+def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path | None:
+    """Write a PNG of every curve in `Trainer.state.log_history`, if there is one."""
     panels = drawn_panels(log_history)
     if not panels:
-        raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
+        return None
     columns = min(len(panels), 2)  # readable where the picture is as wide as a page
     rows = math.ceil(len(panels) / columns)
     figure = new_figure(4.6 * columns, 3.0 * rows + 0.5, title, fontsize=14)
@@ -150,6 +150,10 @@ def strip(axis: Any, grid: str) -> None:
     axis.spines["bottom"].set_color(GRID)
 
 
+def add_legend(axis: Any, **place: Any) -> None:
+    axis.legend(fontsize=7.5, frameon=False, labelcolor=INK, **place)
+
+
 def series(log_history: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Steps and values of a metric; lengths of completions that ended are 0 in logs where none did, and left out."""
     points = [
@@ -186,14 +190,11 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
         _draw_phases(axis, [entry for entry in log_history if any(key.startswith("phase/") for key in entry)])
         return
     _draw_band(axis, log_history, panel)
-    drawn, last = 0, 0.0
     styles = [(colour, line) for line in ("-", "--", ":") for colour in COLOURS]
     for (colour, line), (name, label) in zip(cycle(styles), panel.curves.items(), strict=False):
         steps, values = series(log_history, name)
         if not values:
             continue
-        drawn += 1
-        last = max([last, *steps])
         window = len(values) // 12 // 2 * 2 + 1
         noisy = window > 1 and not name.startswith("eval_")
         few = {"marker": "o", "markersize": 3} if len(values) < 30 or name.startswith("eval_") else {}
@@ -201,15 +202,16 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
             axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
             values = smooth(values, window)
         axis.plot(steps, values, line, color=colour, linewidth=1.8, label=label, **({} if noisy else few))
-    axis.set_xlim(0, max(last, 1.0) * 1.02)
+    axis.set_xlim(0, max(axis.dataLim.x1, 1.0) * 1.02)
     if panel.percent:
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%" if value <= 1 else "")
         axis.set_ylim(bottom=0)
+    drawn = len(axis.get_legend_handles_labels()[1])
     if drawn > 1:
         low, high = axis.get_ylim()
         columns = 1 if drawn < 4 else 2
         axis.set_ylim(low, high + (high - low) * 0.11 * math.ceil(drawn / columns))  # room above the curves
-        axis.legend(fontsize=7.5, frameon=False, labelcolor=INK, loc="upper left", ncols=columns)
+        add_legend(axis, loc="upper left", ncols=columns)
 
 
 def _draw_band(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
@@ -242,19 +244,17 @@ def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
     per_step = {name: np.add.reduceat(seconds[name], firsts) / widths for name in names}
     phases = sorted((one for one in names if one.startswith("phase/")), key=lambda name: -sum(per_step[name] * widths))
     base = np.zeros(len(steps))
-    style = {"fontsize": 7.5, "frameon": False, "loc": "upper left", "labelcolor": INK, "columnspacing": 1}
     for name in phases:
         label = name.removeprefix("phase/")
         colour = PHASES.get(label, FAINT)
         axis.bar(steps - widths / 2, per_step[name], widths, base, color=colour, label=label, linewidth=0)
         base += per_step[name]
     axis.set_ylim(0, base.max() * 1.5 or 1.0)
-    axis.legend(ncols=3, **style)
     for name in (name for name in names if name not in phases):
         if per_step[name].any():
             label = f"{name.removeprefix('overlap/')} overlapped"
             axis.hlines(per_step[name], steps - widths, steps, color=INK, linewidth=1.2, linestyle=":", label=label)
-            axis.legend(ncols=3, **style)
+    add_legend(axis, loc="upper left", ncols=3, columnspacing=1)
 
 
 def _style(axis: Any, title: str) -> None:

@@ -18,6 +18,7 @@ from covey.runtime.files import written_whole
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
 NOT_NUMBERS = ("step", "error", "turns", "calls")  # columns of a group that its table leaves out
+PAGE = Path(__file__).with_name("report.html")
 STYLE = Path(__file__).with_name("report.css")
 
 
@@ -64,12 +65,7 @@ def write_report(
 
 def page_of(title: str, sections: Sequence[str]) -> str:
     """A page of sections, which are HTML."""
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>{STYLE.read_text()}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{_text(title)}</h1>\n{''.join(sections)}</main>\n</body>\n</html>\n"
-    )
+    return PAGE.read_text().format(title=_text(title), style=STYLE.read_text(), sections="".join(sections))
 
 
 def write_page(path: str | Path, title: str, sections: Sequence[str]) -> Path:

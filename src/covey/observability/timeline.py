@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from covey.observability.metrics import ROLLOUTS, TRAINER, Span, Timeline
-from covey.observability.plots import FAINT, INK, PHASES, new_figure, save, strip
+from covey.observability.plots import FAINT, INK, PHASES, add_legend, new_figure, save, strip
+
+TITLES = {ROLLOUTS: "rollouts\nin flight"}  # of lanes that are not shown by their names
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest rollout batch") -> Path | None:
@@ -24,7 +28,8 @@ def draw_timeline(timeline: Timeline, title: str = "") -> Any:
     axes = figure.subplots(len(lanes), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axis, lane in zip(axes, lanes, strict=True):
         spans = [(name, (begin - window[0], end - window[0])) for name, (begin, end) in timeline.spans(lane)]
-        _style(axis, lane)
+        axis.set_ylabel(TITLES.get(lane, lane), rotation=0, ha="right", va="center", fontsize=8, color=INK)
+        strip(axis, grid="x")
         if lane == ROLLOUTS:
             _draw_count(axis, [span for _, span in spans])
         else:
@@ -41,27 +46,15 @@ def _draw_spans(axis: Any, spans: list[tuple[str, Span]], by_name: bool) -> None
         colour = PHASES.get(name, FAINT) if by_name else PHASES["reward"]
         axis.broken_barh(bars, (0, 1), facecolors=colour, linewidth=0, label=name)
     if by_name:
-        axis.legend(
-            fontsize=7.5, frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 0.95), labelcolor=INK
-        )
+        add_legend(axis, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 0.95))
     axis.set_ylim(0, 1)
     axis.set_yticks([])
 
 
 def _draw_count(axis: Any, spans: list[Span]) -> None:
-    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
-    times, counts, now = [0.0], [0], 0
-    for moment, change in changes:
-        now += change
-        times.append(moment)
-        counts.append(now)
-    axis.fill_between(times, counts, step="post", color=PHASES["generate"], alpha=0.3, linewidth=0)
-    axis.step(times, counts, where="post", color=PHASES["generate"], linewidth=1.2)
+    times, changes = zip(*sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans]), strict=True)
+    counts = np.cumsum([0, *changes])
+    axis.fill_between([0.0, *times], counts, step="post", color=PHASES["generate"], alpha=0.3, linewidth=0)
+    axis.step([0.0, *times], counts, where="post", color=PHASES["generate"], linewidth=1.2)
     axis.set_ylim(0, max(counts) * 1.1)
     axis.set_yticks([0, max(counts)])
-
-
-def _style(axis: Any, lane: str) -> None:
-    label = {TRAINER: TRAINER, ROLLOUTS: "rollouts\nin flight"}.get(lane, lane)
-    axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8, color=INK)
-    strip(axis, grid="x")

@@ -88,14 +88,9 @@ class CallResult:
         whole = self.first_failure if len(joined.failures) == len(parts) else None
         return replace(joined, seconds=seconds, whole=whole)
 
-    def without(self, unusable: dict[int, str]) -> "CallResult":
-        """The same result with more failures."""
-        failures = {sample: FailedReward(RewardError(text), text) for sample, text in unusable.items()}
-        return replace(
-            self,
-            values=[failures.get(sample, value) for sample, value in enumerate(self.values)],
-            steps=[None if sample in unusable else steps for sample, steps in enumerate(self.steps)],
-        )
+    def fail(self, sample: int, text: str) -> None:
+        """Count a sample's reward as one that the function did not give."""
+        self.values[sample] = FailedReward(RewardError(text), text)
 
 
 def score(
@@ -154,8 +149,9 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
             return CallResult.failed(len(samples), error)
 
     async def attempt(samples: RewardBatch) -> CallResult:
+        left = timeout - (time.monotonic() - start)
         try:
-            return await deadlines.await_with_deadline(run(samples), timeout - (time.monotonic() - start))
+            return await deadlines.await_future(asyncio.ensure_future(run(samples)), left)
         except deadlines.CallTimeout:
             return CallResult.timed_out(len(samples), timeout)
 
@@ -175,25 +171,23 @@ def _samples_to_retry(whole: CallResult, batch: RewardBatch, if_late: bool) -> l
 
 
 MAX_LATE_CALLS = 3  # after this many late calls an ordinary function is not called for the rest of the batch
-Functions = dict[int, FunctionReward]  # by their index among all
 Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
+Lanes = dict[int, "AsyncLane | ThreadLane"]  # by the index of their function among all
 
 
 class RewardStream:
-    """Scores the rollouts of one batch. A context manager: leaving it cancels calls that have not begun.
+    """Times the rollouts of one batch and scores them.
 
+    A context manager: leaving it cancels the calls of async functions, and those of others that have not begun.
     Functions in `each` score single rollouts, those in `groups` complete groups.
     """
 
-    def __init__(self, each: Functions, groups: Functions, loop: LoopThread, trainer_state: Any, timeout: float):
-        self._each, self._groups = tuple(each), tuple(groups)
-        self._lanes: dict[int, _AsyncLane | _ThreadLane] = {
-            index: _AsyncLane(function, loop, trainer_state, timeout)
-            if function.is_async
-            else _ThreadLane(function, trainer_state, timeout)
-            for index, function in (each | groups).items()
-        }
+    def __init__(self, each: Lanes | None = None, groups: Lanes | None = None):
+        self._each, self._groups = each or {}, groups or {}
+        self._lanes = self._each | self._groups
         self._pending: dict[int, dict[int, Future[CallResult]]] = {index: {} for index in self._lanes}
+        self.rollout_spans: list[Span] = []  # begin and end of every rollout, in the order of their ends
+        self._began = time.perf_counter()
 
     def __enter__(self) -> "RewardStream":
         return self
@@ -208,27 +202,31 @@ class RewardStream:
         return index in self._lanes
 
     def on_rollouts(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
+        now = time.perf_counter()
+        self.rollout_spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
         self._score(self._each, start, rows, rollouts)
 
     def on_group(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         self._score(self._groups, start, rows, rollouts)
 
-    def _score(self, functions: tuple[int, ...], start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
+    def _score(self, lanes: Lanes, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         batch = RewardBatch(rows, rollouts)
         batch = batch.take(batch.scorable)
         if len(batch):
-            for index in functions:
-                self._pending[index][start] = self._lanes[index].start(batch)
+            for index, lane in lanes.items():
+                self._pending[index][start] = lane.start(batch)
 
-    def result(self, index: int) -> CallResult:
-        lane, pending = self._lanes[index], self._pending[index]
-        return CallResult.joined([lane.result(pending[start]) for start in sorted(pending)])
+    def results(self) -> dict[int, CallResult]:
+        return {
+            index: CallResult.joined([lane.result(future) for _, future in sorted(self._pending[index].items())])
+            for index, lane in self._lanes.items()
+        }
 
     def spans(self) -> dict[int, list[Span]]:
         return {index: list(lane.spans) for index, lane in self._lanes.items()}
 
 
-class _AsyncLane:
+class AsyncLane:
     """Concurrent calls of an async function."""
 
     def __init__(self, function: FunctionReward, loop: LoopThread, trainer_state: Any, timeout: float):
@@ -254,15 +252,14 @@ class _AsyncLane:
     def close(self) -> None: ...  # the loop belongs to the suite
 
 
-class _ThreadLane:
+class ThreadLane:
     """Calls of an ordinary function, one after another, on a thread of its own."""
 
     def __init__(self, function: FunctionReward, trainer_state: Any, timeout: float):
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        settings = deadlines.torch_settings()  # those of the thread that makes this lane
-        self._calls = deadlines.WorkerThread("covey-reward", settings)
+        self._calls = deadlines.WorkerThread("covey-reward", deadlines.torch_settings())  # of the thread that makes it
         self._worker = deadlines.WorkerThread("covey-rewards")
 
     def start(self, batch: RewardBatch) -> "Future[CallResult]":

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import numbers
 import pickle
 import threading
 import time
@@ -11,17 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
-from covey.rewards.steps import STEPS, as_steps
+from covey.rewards.steps import STEPS, STEPS_ADVICE, NotAReward, as_number, as_steps
 from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import CallTimeout
@@ -143,19 +139,13 @@ class Log:
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor without values
             raise RewardError(f"log_metric({name!r}, ...) was given {format_value(value)}: give a number.") from error
 
-    def replay(self, context: RewardContext) -> None:
+    def replay(self, context: RewardContext, indices: list[int], size: int) -> None:
+        """Log in a batch of `size` samples, of which this log's have these indices; the others get None."""
         for column, values in self.extras.items():
-            context.log_extra(column, values)
+            cells = dict(zip(indices, values, strict=True))
+            context.log_extra(column, [cells.get(index) for index in range(size)])
         for name, value in self.metrics:
             context.log_metric(name, value)
-
-    def spread(self, indices: list[int], size: int) -> "Log":
-        """Log of a batch of `size` samples, of which this log's have these indices; the others get None."""
-        if len(indices) == size:
-            return self
-        given = {column: dict(zip(indices, values, strict=True)) for column, values in self.extras.items()}
-        extras = {column: [values.get(index) for index in range(size)] for column, values in given.items()}
-        return Log(size, extras, self.metrics)
 
     @classmethod
     def joined(cls, logs: "list[Log]") -> "Log":
@@ -168,8 +158,6 @@ class Log:
 Value = float | None | StepRewards
 Values = Sequence[Value]
 """One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
-
-_NOT_A_NUMBER = object()
 
 
 class FailedReward(float):
@@ -223,11 +211,9 @@ class FunctionReward:
         available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         self.require(available)
-        copies, arguments = PlainCopies(), {}
-        for name, value in available.items():
-            if name not in self._bound and (self._takes_all or name in self._names):
-                arguments[name] = copies.copy(value)
-        return arguments
+        names = (available.keys() if self._takes_all else self._names) - self._bound.keys()
+        copies = PlainCopies()
+        return {name: copies.copy(value) for name, value in available.items() if name in names}
 
     def require_columns(self, columns: Iterable[str]) -> None:
         self.require(arguments_with(columns))
@@ -329,8 +315,6 @@ def as_values(returned: Any, size: int) -> Values:
         [1.0, None, nan]
     """
     expected = f"expected a list of {size} numbers (or None), one per completion"
-    if isinstance(returned, Tensor):
-        returned = returned.detach().cpu()
     if isinstance(returned, list | tuple):
         items = list(returned)
     elif hasattr(returned, "tolist") and getattr(returned, "ndim", None) == 1:  # a tensor, an array, a pandas series
@@ -339,38 +323,21 @@ def as_values(returned: Any, size: int) -> Values:
         raise RewardError(f"it returned {format_value(returned)}; {expected}.{_hint(returned)}")
     if len(items) != size:
         raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
-    return list(map(_as_value, items, repeat(expected)))
+    return [_as_value(item, expected) for item in items]
 
 
 def _as_value(item: Any, expected: str) -> Value:
     if isinstance(item, FailedReward):  # of a function that says why
         return item
-    value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
-    if value is not _NOT_A_NUMBER and (value is not None or item is None):
-        return value
-    rewards = [item]
-    if isinstance(item, list | tuple):
-        rewards = [pair[1] for pair in item if isinstance(pair, list | tuple) and len(pair) == 2]
-    hint = ""
-    if any(isinstance(one, numbers.Real) and _number(one) is _NOT_A_NUMBER for one in rewards):
-        hint = " Give finite numbers of ordinary size, None where there is no reward."
-    elif isinstance(item, list | tuple):
-        hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}"
-    return FailedReward(RewardError(text), text)
-
-
-def _number(item: Any) -> Any:
-    """A float, None where the function abstains, and `_NOT_A_NUMBER` for anything that cannot be a reward."""
-    if item is None:
-        return None
+    are_steps = isinstance(item, list | tuple)
     try:
-        if not isinstance(item, numbers.Real) and hasattr(item, "item"):
-            item = item.item()  # a numpy or torch scalar
-        value = float(item) if isinstance(item, numbers.Real) else math.inf
-    except (ValueError, RuntimeError, OverflowError):  # an array of several elements, an integer that is too large
-        return _NOT_A_NUMBER
-    return _NOT_A_NUMBER if abs(value) > torch.finfo(torch.float32).max else value
+        return as_steps(item) if are_steps else as_number(item)
+    except NotAReward as error:
+        advice = str(error)
+        if are_steps and not advice:
+            advice = STEPS_ADVICE
+        text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{advice}"
+        return FailedReward(RewardError(text), text)
 
 
 def _hint(returned: Any) -> str:

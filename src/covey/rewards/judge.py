@@ -40,10 +40,6 @@ class JudgeFailed(Exception):
     """No usable answer: the text says why."""
 
 
-class BudgetSpent(Exception):
-    """A request that the budget does not allow."""
-
-
 class JudgeCase(NamedTuple):
     """Answers to one prompt that are graded in one request, and the indices of the completions that each stands for."""
 
@@ -172,13 +168,14 @@ class LLMJudge:
         try:
             if (scores := self._scores.get(key)) is None:
                 async with asyncio.timeout(self.deadline), gate:
-                    reply, tokens = await self._ask(session, body, counts)
+                    answer = await self._ask(session, body, counts)
+                if answer is None:
+                    counts["skipped"] += sum(map(len, case.indices))
+                    return [None] * size
+                reply, tokens = answer
                 scores = self._parse(reply, size)
                 self._store(key, scores, tokens)
             return [(score - low) / (high - low) for score in scores]
-        except BudgetSpent:
-            counts["skipped"] += sum(map(len, case.indices))
-            return [None] * size
         except (JudgeFailed, TimeoutError) as error:
             counts["failures"] += sum(map(len, case.indices))
             text = f"{self}: {error if isinstance(error, JudgeFailed) else f'no answer in {self.deadline:g} s'}"
@@ -198,12 +195,12 @@ class LLMJudge:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1024, **self.request}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _ask(self, session: Any, body: dict[str, Any], counts: Counter[str]) -> tuple[str, int]:
-        """The reply to a request, and the tokens that it took."""
+    async def _ask(self, session: Any, body: dict[str, Any], counts: Counter[str]) -> tuple[str, int] | None:
+        """The reply to a request, and the tokens that it took; None where the budget is spent."""
         for attempt in range(self.retries + 1):
             if self._spent["calls"] >= self.max_calls or self._spent["tokens"] >= self.max_tokens:
                 self._warn("budget", f"the budget is spent ({dict(self._spent)}); raise max_calls or max_tokens")
-                raise BudgetSpent
+                return None
             for one in (self._spent, counts):
                 one["calls"] += 1
             status, text, wait = await self._post(session, body)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from covey.rewards.accuracy import verify_answers
 from covey.rewards.contract import per_completion, with_settings
 from covey.rewards.text import completion_text
 
@@ -69,8 +70,6 @@ def _cosine_scaled(
     **kwargs: Any,
 ) -> list[float | None]:
     """Rewards between two values each: of an empty answer, and of one of `max_len` tokens."""
-    from covey.rewards.accuracy import verify_answers
-
     comparisons = verify_answers([completion_text(completion) for completion in completions], solution)
     return [
         cosine_scaled(len(ids), max_len, *(of_correct if one.reward else of_wrong))

@@ -4,9 +4,10 @@ See also `covey.core.credit` for the advantages of steps.
 """
 
 import math
+import numbers
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, SupportsIndex
 
@@ -44,21 +45,38 @@ class TurnEnd(int):
 
 
 STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"  # alternative to a number, for messages
+STEPS_ADVICE = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
+NUMBER_ADVICE = " Give finite numbers of ordinary size, None where there is no reward."
+
+
+class NotAReward(ValueError):
+    """A value that is no reward; the message is advice, where more than its kind is wrong."""
 
 
 class StepEndError(ValueError):
     """A step boundary outside the completion; the message names the valid ones."""
 
 
-def as_steps(pairs: "list | tuple", number: Callable[[Any], Any]) -> StepRewards | None:
-    """Validate `(end, reward)` pairs and round their rewards to float32; None if they are no such pairs."""
+def as_number(item: Any) -> float | None:
+    """A float, or None where the function abstains; NotAReward for anything that cannot be a reward."""
+    if item is None:
+        return None
+    with suppress(ValueError, RuntimeError, OverflowError):  # several elements, or an integer that is too large
+        scalar = not isinstance(item, numbers.Real) and hasattr(item, "item")  # of numpy or torch
+        value = item.item() if scalar else item
+        number = float(value) if isinstance(value, numbers.Real) else math.inf
+        if math.isnan(number) or abs(number) <= torch.finfo(torch.float32).max:
+            return number
+    raise NotAReward(NUMBER_ADVICE if isinstance(item, numbers.Real) else "")
+
+
+def as_steps(pairs: "list | tuple") -> StepRewards:
+    """Validate `(end, reward)` pairs and round their rewards to float32; NotAReward if they are no such pairs."""
     steps: StepRewards = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return None
-        end, reward = _as_end(pair[0]), number(pair[1])
-        if end is None or not (reward is None or isinstance(reward, float)):
-            return None
+            raise NotAReward
+        reward, end = as_number(pair[1]), _as_end(pair[0])
         # Rounded as the matrix of rewards is, so that rewards compare equal in numbers and in pairs.
         steps.append((end, math.nan if reward is None else torch.tensor(reward, dtype=torch.float32).item()))
     return steps
@@ -110,15 +128,13 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
     return sorted(resolved, key=lambda step: step[0])
 
 
-def _as_end(end: Any) -> int | None:
+def _as_end(end: Any) -> int:
     if isinstance(end, CharEnd | TurnEnd):
         return end
-    if isinstance(end, bool) or not isinstance(end, SupportsIndex):
-        return None
-    try:
-        return operator.index(end)  # numpy's and torch's integers too
-    except (TypeError, ValueError):
-        return None
+    if isinstance(end, SupportsIndex) and not isinstance(end, bool):
+        with suppress(TypeError, ValueError):
+            return operator.index(end)  # numpy's and torch's integers too
+    raise NotAReward
 
 
 def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> "CharacterEnds":

@@ -9,7 +9,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from covey.core.records import Rollout, StepRewards
 from covey.core.stats import Mean, Stat, Sum
-from covey.rewards.call import CallResult, RewardStream, score
+from covey.rewards.call import AsyncLane, CallResult, Lanes, RewardStream, ThreadLane, score
 from covey.rewards.contract import RewardError, RewardWarning, declared
 from covey.rewards.functions import FunctionReward, IsolatedReward, Log, RewardBatch, RewardContext, Row, function_name
 from covey.rewards.models import Device, ModelReward, is_reward_model, load_reward_model, model_name
@@ -106,14 +105,19 @@ class RewardSuite:
         self._failed_batches = [0] * len(given)
         self._warned: set[tuple[str, str]] = set()
 
-    def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
-        """Scorer of rollouts as they end; None if no function can use it."""
-        each: dict[int, FunctionReward] = {}
-        whole: dict[int, FunctionReward] = {}
+    def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream:
+        """Scorer of rollouts as they end, with those functions that can use it."""
+        each: Lanes = {}
+        whole: Lanes = {}
         for index, one in enumerate(self.functions):
             if isinstance(one, FunctionReward) and (groups or one.per_completion):
-                (each if one.per_completion else whole)[index] = one
-        return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
+                (each if one.per_completion else whole)[index] = self._lane(one, trainer_state)
+        return RewardStream(each, whole)
+
+    def _lane(self, function: FunctionReward, trainer_state: Any) -> AsyncLane | ThreadLane:
+        if function.is_async:
+            return AsyncLane(function, self._loop, trainer_state, self.timeout)
+        return ThreadLane(function, trainer_state, self.timeout)
 
     def __call__(
         self, rows: list[Row], rollouts: list[Rollout], context: RewardContext, streamed: RewardStream | None = None
@@ -137,10 +141,10 @@ class RewardSuite:
         batch = RewardBatch(rows, rollouts).take(scorable)
         if not len(batch):
             return RewardResult(rewards, steps, self._stats([CallResult([], [], Log(0))] * len(self.names)))
-        results = self._score_all(batch, context.trainer_state, streamed)
+        results = self._score_all(batch, context.trainer_state, streamed or RewardStream())
         logged: dict[str, int] = {}  # functions by the columns that they log
         for index, result in enumerate(results):
-            results[index] = result = self._resolve_steps(index, result, batch, scorable, steps)
+            self._resolve_steps(index, result, batch, scorable, steps)
             self._check_failures(index, result, batch)
             for column in result.log.extras:
                 if (first := logged.setdefault(column, index)) != index:
@@ -150,7 +154,7 @@ class RewardSuite:
                         f"reward functions {self.names[first]!r} and {self.names[index]!r} both log a column"
                         f" {column!r} with log_extra: the table keeps that of the second.",
                     )
-            result.log.spread(scorable, len(rollouts)).replay(context)
+            result.log.replay(context, scorable, len(rollouts))
             rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float32)
         if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
             self._warn_once(
@@ -182,38 +186,35 @@ class RewardSuite:
             if isinstance(function, FunctionReward):
                 function.require_columns(columns)
 
-    def _score_all(self, batch: RewardBatch, trainer_state: Any, stream: RewardStream | None) -> list[CallResult]:
+    def _score_all(self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
-        waiting: dict[int, FunctionReward] = {}
-        for index, function in enumerate(self.functions):
-            if isinstance(function, FunctionReward) and function.is_async and (stream is None or index not in stream):
-                waiting[index] = function
-        started = RewardStream({}, waiting, self._loop, trainer_state, self.timeout) if waiting else None
-        results: dict[int, CallResult] = {}
-        ordered = []
-        with started or nullcontext():
-            if started is not None:
-                started.on_group(0, batch.rows, batch.rollouts)
-            for index, function in enumerate(self.functions):
-                if index not in waiting and (stream is None or index not in stream):
-                    results[index] = score(function, batch, trainer_state, self.timeout)
-            for index in range(len(self.functions)):
-                source = started if index in waiting else stream
-                ordered.append(results[index] if index in results or source is None else source.result(index))
-                assert len(ordered[-1].values) == len(batch), "every rollout was streamed"
-        return ordered
+        others = {index: function for index, function in enumerate(self.functions) if index not in streamed}
+        waiting: Lanes = {
+            index: self._lane(function, trainer_state)
+            for index, function in others.items()
+            if isinstance(function, FunctionReward) and function.is_async
+        }
+        with RewardStream(groups=waiting) as started:
+            started.on_group(0, batch.rows, batch.rollouts)
+            results = {
+                index: score(function, batch, trainer_state, self.timeout)
+                for index, function in others.items()
+                if index not in waiting
+            }
+            results |= started.results() | streamed.results()
+        assert all(len(result.values) == len(batch) for result in results.values()), "every rollout was streamed"
+        return [results[index] for index in range(len(self.functions))]
 
     def _resolve_steps(
         self, index: int, call: CallResult, batch: RewardBatch, scorable: list[int], steps: list[dict[int, StepRewards]]
-    ) -> CallResult:
-        unusable: dict[int, str] = {}
+    ) -> None:
+        """Add a function's rewards of steps to `steps`; where it ended one outside of the completion, it failed."""
         for sample, rewarded in enumerate(call.steps):
             if rewarded is not None:
                 try:
                     steps[scorable[sample]][index] = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
                 except StepEndError as error:
-                    unusable[sample] = f"it ended a step at {error}"
-        return call.without(unusable) if unusable else call
+                    call.fail(sample, f"it ended a step at {error}")
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
         name, size, failures = self.names[index], len(batch), result.failures

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.records import FinishReason, PromptSample, Rollout, SampleGroup
@@ -25,7 +25,7 @@ SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that faile
 SUBMISSION_SECONDS = 1.0  # a slower first request may be sampled with newer weights, as later turns are
 
 
-class RolloutCallbacks:
+class RolloutCallbacks(Protocol):
     """Callbacks on the thread that samples; `start` is the index of the first rollout in the batch."""
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
@@ -35,7 +35,14 @@ class RolloutCallbacks:
         """All rollouts of a group, once the last of them has ended."""
 
 
-NO_CALLBACKS = RolloutCallbacks()
+class _NoCallbacks:
+    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        pass
+
+    on_group = on_rollouts
+
+
+NO_CALLBACKS = _NoCallbacks()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.core.strands import longest
 from covey.rollout.episode import EpisodeEngine
-from covey.runtime.loop_thread import CallbackRelay, LoopThread
+from covey.runtime.loop_thread import LoopThread, send_to
 from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
 
 T = TypeVar("T")
@@ -32,7 +32,6 @@ class _IsolatedFunction:
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: "RolloutValidator"):
         self._function, self._timeout, self._limits = function, timeout, limits
         self._loop = LoopThread("covey-async-tools")
-        self._relay = CallbackRelay()
 
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
         """`check` of the function's result; on that loop too, since the result's own code may hang."""
@@ -45,7 +44,7 @@ class _IsolatedFunction:
             future.add_done_callback(pending.discard)
             if engine.closed:
                 future.cancel()
-            self._relay.send(home, lambda: _run_into(generate(request), future))
+            send_to(home, lambda: _run_into(generate(request), future))
             return await asyncio.wrap_future(future)
 
         async def play() -> T:

@@ -15,7 +15,7 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
@@ -78,8 +78,8 @@ async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
         raise
 
 
-async def await_future(future: "Future[T]", seconds: float) -> T:
-    """Result of a future that another thread settles, or `CallTimeout`; it is cancelled when no longer awaited."""
+async def await_future(future: "Future[T] | asyncio.Future[T]", seconds: float) -> T:
+    """Result of a future or task, or `CallTimeout`; it is cancelled when no longer awaited, and its end not awaited."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
@@ -88,16 +88,6 @@ async def await_future(future: "Future[T]", seconds: float) -> T:
         raise CallTimeout
     finally:
         waiting.cancel()
-
-
-async def await_with_deadline(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Return `await coroutine`, or cancel it after `seconds`, without waiting for its end, and raise `CallTimeout`."""
-    task = asyncio.ensure_future(coroutine)
-    await asyncio.wait({task}, timeout=max(seconds, 0.0))
-    if not task.done():
-        task.cancel()
-        raise CallTimeout
-    return task.result()
 
 
 # ---- on the main thread ----------------------------------------------------------------------------------------------

@@ -173,15 +173,11 @@ def added_whole(folder: Path) -> Iterator[Path]:
             path.replace(place)
 
 
-class FolderInUseError(ValueError):
-    """Another process works in a folder."""
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder's lock, which the kernel releases when this process ends in whatever way.
 
-    Forked processes do not inherit it. Where the file system knows no locks, nothing is held. FolderInUseError if
+    Forked processes do not inherit it. Where the file system knows no locks, nothing is held. ValueError if
     another process, perhaps of another machine, holds it.
     """
     path = folder / LOCK
@@ -197,7 +193,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise FolderInUseError(
+                raise ValueError(
                     f"output_dir={str(folder)!r} is in use by {path.read_text() or 'another process'}, and two runs"
                     " would overwrite each other's checkpoints. Choose another output_dir, or end that run first."
                 ) from None

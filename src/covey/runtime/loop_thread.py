@@ -38,7 +38,6 @@ class LoopThread:
         self._name, self._settings = name, torch_settings(no_grad=True) if no_grad else nullcontext
         self._current: _RunningLoop | None = None
         self._lock = threading.Lock()
-        self._relay = CallbackRelay()
 
     def is_current_thread(self) -> bool:
         """True for code that runs on the loop, and so must not wait for it."""
@@ -89,11 +88,11 @@ class LoopThread:
                 settle(future, error=error)
 
         current.track(future)
-        self._relay.send(current.loop, lambda: task.append(current.loop.create_task(work())))
+        send_to(current.loop, lambda: task.append(current.loop.create_task(work())))
         try:
             return await await_future(future, seconds)
         except (CallTimeout, asyncio.CancelledError):
-            self._relay.send(current.loop, lambda: task[0].cancel())
+            send_to(current.loop, lambda: task[0].cancel())
             try:
                 await await_future(current.ping(), RESPONSE_SECONDS)
             except CallTimeout:
@@ -225,29 +224,24 @@ def _cancel_tasks() -> None:
     concurrent.futures.wait([running.ping() for running in loops], EXIT_SECONDS)
 
 
-class CallbackRelay:
-    """Callbacks for other event loops: those of one iteration of the sender run in one iteration of the receiver."""
-
-    def __init__(self) -> None:
-        self._queues: weakref.WeakKeyDictionary[Loop, tuple[Loop, Callbacks]] = weakref.WeakKeyDictionary()
-
-    def send(self, receiver: Loop, callback: Callable[[], Any]) -> None:
-        """Run `callback()` in the loop `receiver`. Called from a running loop."""
-        sender = asyncio.get_running_loop()
-        queue = self._queues.get(sender)
-        if queue is None or queue[0] is not receiver:
-            queue = self._queues[sender] = (receiver, [])
-        queue[1].append(callback)
-        if len(queue[1]) == 1:
-            sender.call_soon(_flush, *queue)
+_sent: weakref.WeakKeyDictionary[Loop, weakref.WeakKeyDictionary[Loop, Callbacks]] = weakref.WeakKeyDictionary()
 
 
-def _flush(receiver: Loop, queue: Callbacks) -> None:
-    callbacks = list(queue)
-    queue.clear()
+def send_to(receiver: Loop, callback: Callable[[], Any]) -> None:
+    """Run `callback()` in another event loop; those of one iteration of this loop run in one iteration of that."""
+    sender = asyncio.get_running_loop()
+    callbacks = _sent.setdefault(sender, weakref.WeakKeyDictionary()).setdefault(receiver, [])
+    callbacks.append(callback)
+    if len(callbacks) == 1:
+        sender.call_soon(_flush, receiver, callbacks)
+
+
+def _flush(receiver: Loop, callbacks: Callbacks) -> None:
+    taken = list(callbacks)
+    callbacks.clear()
 
     def run() -> None:
-        for callback in callbacks:
+        for callback in taken:
             callback()
 
     with suppress(RuntimeError):  # closed

@@ -1,10 +1,8 @@
 """Memory of the process: what it can get, errors that mean it ran out, and the C library's reuse of freed blocks."""
 
-import contextlib
 import ctypes
 import re
-import sys
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,6 @@ OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate mem
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 HEAP_BLOCK_BYTES = (1 << 30, 1 << 25)  # larger blocks do not come from the heap; some versions accept only the second
 HEAP_BYTES = (1 << 31) - 1
-
 
 CGROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -49,40 +46,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
 
 
-def reuse_freed_memory() -> bool:
-    """Make glibc reuse freed blocks instead of returning them to the kernel; False with another C library.
+def reuse_freed_memory() -> None:
+    """Make glibc reuse freed blocks instead of returning them to the kernel; nothing with another C library.
 
     It saves hundreds of thousands of page faults per step on a CPU, and costs memory (docs/scale.md).
     """
-    return _with_mallopt(_configure)
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt  # returns 0 for a value that it refuses
+        if any(mallopt(M_MMAP_THRESHOLD, size) for size in HEAP_BLOCK_BYTES):
+            mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
-def share_one_heap() -> bool:
+def share_one_heap() -> None:
     """Make threads that start from now on use one heap of glibc's, so that what one frees another can have.
 
-    False with another C library. Threads that take turns would otherwise keep freed memory of their own each.
+    Threads that take turns would otherwise keep freed memory of their own each.
     """
-    return _with_mallopt(lambda mallopt: bool(mallopt(M_ARENA_MAX, 1)))
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
     """Give blocks that glibc and MKL keep for reuse by a thread back to the kernel; nothing may be computing."""
-    with contextlib.suppress(OSError, AttributeError):  # torch without MKL
+    with suppress(OSError, AttributeError):  # torch without MKL
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")).mkl_serv_free_buffers()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _with_mallopt(configure: Callable[[Callable[[int, int], int]], bool]) -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return configure(ctypes.CDLL("libc.so.6").mallopt)
-    except (OSError, AttributeError):
-        return False
-
-
-def _configure(mallopt: Callable[[int, int], int]) -> bool:
-    """Apply both settings with mallopt, which returns 0 for a value it refuses."""
-    accepted = any(mallopt(M_MMAP_THRESHOLD, size) for size in HEAP_BLOCK_BYTES)
-    return accepted and bool(mallopt(M_TRIM_THRESHOLD, HEAP_BYTES))

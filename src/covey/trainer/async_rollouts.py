@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -20,11 +20,11 @@ from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.data.dynamic_sampling import PromptSource
+from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import unsaveable_part
-from covey.trainer.rollout_reports import RolloutListener
 
 SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
 
@@ -53,7 +53,7 @@ class InFlightBatch:
     version: int  # of the weights that it was launched with
     draws: list[PromptSample]  # of this process
     work: Future[list[Rollout]]  # the rollouts, in the draws' order
-    listener: RolloutListener | None = None  # hears of rollouts as they end; None once a checkpoint was resumed
+    stream: RewardStream = field(default_factory=RewardStream)  # of rollouts as they end; not once a run was resumed
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -97,7 +97,7 @@ class AsyncRollouts:
     _: KW_ONLY
     next_key: Callable[[], tuple[str, int]]  # names the samples of one more generation
     send_weights: Callable[[int], None]  # (version); collective where several processes train
-    watch: Callable[[], RolloutListener]  # makes the listener of a generation's rollouts
+    stream: Callable[[], RewardStream]  # makes that of a generation's rollouts
     waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which nothing but sampling goes on
 
     def __post_init__(self) -> None:
@@ -186,17 +186,16 @@ class AsyncRollouts:
 
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[PromptSample]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
-        submitted, listener = threading.Event(), self.watch()
-        work = self._thread.start(self.collector.sample(draws, self.params, key, None, submitted.set, listener))
+        submitted, stream = threading.Event(), self.stream()
+        work = self._thread.start(self.collector.sample(draws, self.params, key, None, submitted.set, stream))
         work.add_done_callback(lambda _: submitted.set())
-        self._flights.append(InFlightBatch(generation, key, version, draws, work, listener))
+        self._flights.append(InFlightBatch(generation, key, version, draws, work, stream))
         submitted.wait(SUBMITTED)
 
     def _give_up(self) -> None:
         for inflight in self._flights:
             inflight.work.cancel()
-            if inflight.listener is not None:
-                inflight.listener.__exit__()
+            inflight.stream.__exit__()
         self._flights.clear()
 
     def _restart(self, generation: int, version: int) -> None:

@@ -230,7 +230,6 @@ class CreditAssigner:
         selection = rollouts.selection
         if context.training:
             self.num_tokens += (selection or everyone).processed_tokens
-            context.metrics.set("num_tokens", self.num_tokens)
         sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
         stats |= generation_stats(
             lengths=sampled.lengths,

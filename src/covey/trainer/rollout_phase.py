@@ -13,6 +13,7 @@ from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
 from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
 from covey.observability.record import Replay
 from covey.rewards import RewardSuite
+from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.runtime.user_code import preserve_process_state
@@ -91,15 +92,15 @@ class RolloutPhase:
         """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
         context, spec, log = self.context, self.collector.spec, reports.RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
-        with self._located(key), self._listener(in_flight) as listener:
+        with self._located(key), self._stream(in_flight) as stream:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
                 context.metrics.add(reports.staleness_stats(rollouts, context.step), "train")
             else:
                 self._send_current_weights()
                 with context.phases("generate"), preserve_process_state():
-                    rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
-            failed = self.failures.count(rollouts)
+                    rollouts = self.collector.collect(samples, params or self.params, key, reuse, stream)
+            self.failures.count(rollouts)
             if spec is not None:
                 context.metrics.add(reports.agent_stats(rollouts, spec), context.mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
@@ -107,15 +108,14 @@ class RolloutPhase:
             try:
                 with context.phases("reward"), preserve_process_state():
                     rows = [sample.row for sample in samples]
-                    result = self.rewards(rows, rollouts, log.context(context.loop.state), listener.stream)
+                    result = self.rewards(rows, rollouts, log.context(context.loop.state), stream)
             finally:
                 if spec is not None:
                     spec.release(rollouts)
-            listener.tell(context.timeline, self.rewards.names)
+            reports.add_spans(context.timeline, stream, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
-        rewards = reports.without_failed(result.rewards, rollouts) if failed else result.rewards
-        return ScoredRollouts(samples, rollouts, rewards, log.columns, result.steps)
+        return ScoredRollouts(samples, rollouts, result.rewards, log.columns, result.steps)
 
     def next_key(self) -> tuple[str, int]:
         mode = self.context.mode
@@ -132,11 +132,10 @@ class RolloutPhase:
             error.add_note(f"This was at step {self.context.step}, in {key[0]} generation {key[1]}.")
             raise
 
-    def _listener(self, in_flight: InFlightBatch | None) -> reports.RolloutListener:
+    def _stream(self, in_flight: InFlightBatch | None = None) -> RewardStream:
         if in_flight is not None:
-            return in_flight.listener or reports.RolloutListener()
-        context = self.context
-        return reports.RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
+            return in_flight.stream
+        return self.rewards.stream(self.context.loop.state, self.context.args.stream_rewards)
 
     @torch.no_grad()
     def launch(self, generation: int | None) -> None:
@@ -162,7 +161,7 @@ class RolloutPhase:
             args.max_staleness,
             next_key=self.next_key,
             send_weights=self._send_weights,
-            watch=lambda: self._listener(None),
+            stream=self._stream,
             waiting=lambda: self.context.phases("wait"),
         )
 

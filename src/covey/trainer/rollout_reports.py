@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from covey.core.records import FinishReason, RankShard, Rollout, ScoredRollouts,
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
 from covey.core.transcript import Counts, RolloutSummary, count, thumbnails
 from covey.observability.metric_docs import is_taken
-from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
+from covey.observability.metrics import ROLLOUTS, Timeline, covered
 from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext, check_logged_name
-from covey.rollout.runner import RolloutCallbacks, RolloutSpec
+from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import plays_functions
@@ -55,41 +54,15 @@ class RewardLog:
         return RewardContext(trainer_state, self.log_extra, self.log_metric)
 
 
-@dataclass(eq=False)
-class RolloutListener(RolloutCallbacks):
-    """Times rollouts as they end, and streams them to rewards, if these stream; leaving this context gives those up."""
-
-    stream: RewardStream | None = None
-    spans: list[Span] = field(default_factory=list)  # begin and end of every rollout, in the order of their ends
-    _began: float = field(default_factory=perf_counter)
-
-    def __enter__(self) -> "RolloutListener":
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*raised)
-
-    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        now = perf_counter()
-        self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
-        if self.stream is not None:
-            self.stream.on_rollouts(start, rows, rollouts)
-
-    def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        if self.stream is not None:
-            self.stream.on_group(start, rows, rollouts)
-
-    def tell(self, timeline: Timeline, names: list[str]) -> None:
-        """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""
-        timeline.add(ROLLOUTS, "", self.spans)
-        if self.stream is None:
-            return
-        calls = self.stream.spans()
-        for index, spans in calls.items():
-            timeline.add(names[index], "", spans)
-        last = max((end for _, end in self.spans), default=self._began)
-        timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
+def add_spans(timeline: Timeline, stream: RewardStream, names: Sequence[str]) -> None:
+    """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""
+    timeline.add(ROLLOUTS, "", stream.rollout_spans)
+    calls = stream.spans()
+    for index, spans in calls.items():
+        timeline.add(names[index], "", spans)
+    if calls:
+        last = max((end for _, end in stream.rollout_spans), default=0.0)
+        timeline.overlap("reward", covered(chain.from_iterable(calls.values()), until=last))
 
 
 class FailureMonitor:
@@ -107,7 +80,7 @@ class FailureMonitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._has_worked, self._failed_batches = state["has_worked"], state["failed_batches"]
 
-    def count(self, rollouts: Sequence[Rollout]) -> int:
+    def count(self, rollouts: Sequence[Rollout]) -> None:
         """Count the failed rollouts of this process; all processes decide together, as one may fail by chance."""
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
         errors, counts, totals = zip(*self._gather((mine[:1], len(mine), len(rollouts))), strict=True)
@@ -127,13 +100,6 @@ class FailureMonitor:
                 RolloutWarning,
                 stacklevel=4,
             )
-        return len(mine)
-
-
-def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-    """Rewards [n, F] with NaN for rollouts that failed: they say nothing about the policy."""
-    failed = torch.tensor([rollout.finish is FinishReason.ERROR for rollout in rollouts], dtype=torch.bool)
-    return rewards.masked_fill(failed[:, None], torch.nan) if len(rollouts) else rewards
 
 
 def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:

@@ -354,7 +354,7 @@ class OnlineTrainer(Trainer):
         if "loss" in logs:
             for kind, times in (("phase", self.context.phases.drain()), ("overlap", self.timeline.drain())):
                 self.metrics.add({f"{kind}/{name}": Max(seconds) for name, seconds in times.items()}, "train")
-            logs = {**logs, **self.metrics.drain("train")}
+            logs = {**logs, **self.metrics.drain("train"), "num_tokens": self.credit.num_tokens}
             self.completions.publish(self.state.global_step)
         super().log(logs, start_time)
 

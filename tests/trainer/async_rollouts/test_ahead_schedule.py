@@ -10,10 +10,10 @@ from covey.core.engine import EngineTraits, SamplingParams
 from covey.data.dynamic_sampling import prompt_source
 from covey.data.sampler import train_loader
 from covey.engines.scripted import ScriptedEngine
+from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector, run_async
 from covey.rollout.prompts import PromptCodec
 from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
-from covey.trainer.rollout_reports import RolloutListener
 from tests.support import tiny
 
 EIGHT = tiny.rows(8)
@@ -59,7 +59,7 @@ class Run:
             max_staleness,
             next_key=lambda: ("train", next(self.keys)),
             send_weights=self._send,
-            watch=RolloutListener,
+            stream=RewardStream,
             waiting=nullcontext,
         )
         self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, choose_late=True)

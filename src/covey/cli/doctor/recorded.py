@@ -1,6 +1,5 @@
 """A run that was recorded: its first generation is examined with its model and rewards, as far as they are there."""
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,21 +13,11 @@ from covey.cli.config_file import config_of, load_run, settings_of
 from covey.cli.doctor import rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
-from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.core.records import FinishReason, Rollout, ScoredRollouts
 from covey.observability.diagnostics import advice
 from covey.observability.findings import Finding
-from covey.observability.record import Replay
-from covey.observability.record_files import (
-    FOLDER,
-    REWARD,
-    file_name,
-    files,
-    number_of,
-    read_data,
-    read_metrics,
-    read_rows,
-    read_run,
-)
+from covey.observability.record import Replay, as_scored
+from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_rows, read_run
 
 ELSEWHERE = ("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record")
 """Prefixes of settings that a second look at a run does without."""
@@ -104,9 +93,9 @@ class PastRun:
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
         self.names = list(described["rewards"])
-        self.folder, self.processes = run / FOLDER, described["processes"]
-        self.replay = Replay(run, self.names, 0, self.processes)
-        first = read_rows(self.folder / file_name(self.generations[0], 0, self.processes))
+        self.folder = run / FOLDER
+        self.replay = Replay(run, self.names, 0, described["processes"])
+        first = read_rows(self.replay.path(self.generations[0]))
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         self.size = int(settings.get("num_generations") or config_of(_method(described))().num_generations or 8)
 
@@ -114,15 +103,8 @@ class PastRun:
         """Rollouts of a generation; without tokens where the record has none."""
         if self.tokens:
             return self.replay.load(generation)
-        rows = read_rows(self.folder / file_name(generation, 0, self.processes))
-        rewards = [[row[REWARD + name] for name in self.names] for row in rows]
-        return ScoredRollouts(
-            [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
-            [_without_tokens(row) for row in rows],
-            torch.tensor([[math.nan if value is None else value for value in values] for values in rewards]),
-            {},
-            [{} for _ in rows],
-        )
+        rows = read_rows(self.replay.path(generation))
+        return as_scored(rows, self.names, [_without_tokens(row) for row in rows])
 
     @property
     def comparable(self) -> bool:

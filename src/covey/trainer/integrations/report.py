@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
 from covey.observability.metric_docs import all_sets, metrics_of, with_interval
-from covey.observability.plots import drawn_panels, plot_curves
+from covey.observability.plots import plot_curves
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
@@ -104,8 +104,7 @@ class RunReport(TrainerCallback):
             "summary": key_figures(history),
             **own,
         }
-        if drawn_panels(history):
-            plot_curves(history, folder / "curves.png", shown["title"])
+        plot_curves(history, folder / "curves.png", shown["title"])
         plot_timeline(trainer.timeline, folder / "timeline.png")
         write_report(
             folder / "summary.html",
