@@ -148,9 +148,14 @@ def _new_name(name: str) -> str:
     return _OTHER_NAMES.get(name) or (alias and alias.new) or name
 
 
+def parts_of_record(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The method and other keys of a run that a record's run.json names."""
+    return {"method": "grpo", **{name: value for name, value in (described.get("parts") or {}).items() if value}}
+
+
 def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a record's run.json that differ from their defaults."""
-    config = config_of((described.get("parts") or {}).get("method") or "grpo")
+    config = config_of(parts_of_record(described)["method"])
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     values = {}
     for name, text in described["settings"].items():

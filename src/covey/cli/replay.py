@@ -16,7 +16,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from covey.cli import train
-from covey.cli.config_file import parse_flags, settings_of
+from covey.cli.config_file import parse_flags, parts_of_record, settings_of
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
@@ -25,7 +25,7 @@ from covey.trainer.checkpoint import STATE_FILE
 
 COMPARED = ("loss", "grad_norm")
 MOST_LINES = 20
-MODEL_PARTS = ("model", "peft", "quantization")
+MODEL_PARTS = ("method", "model", "peft", "quantization")
 """Parts of run.json that a replay needs; rollouts and rewards are on record."""
 
 
@@ -130,11 +130,10 @@ def trainer_of(
     run: Path, described: dict[str, Any], flags: list[str], last: int, logged: Collection[int], output_dir: str
 ) -> Any:
     """The trainer of the run with these changes, which reads rollouts and rewards from the record until a step."""
-    parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
+    parts = parts_of_record(described)
     own = {
         **settings_of(described),
         **{name: parts[name] for name in MODEL_PARTS if name in parts},
-        "method": parts.get("method", "grpo"),
         "output_dir": output_dir,
         "replay_from": str(run),
         "reward_isolation": "thread",

@@ -4,13 +4,15 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import torch
+from transformers import AutoTokenizer
 
-from covey.cli.config_file import config_of, load_run, settings_of
+from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
 from covey.cli.doctor import rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
@@ -65,34 +67,24 @@ def examine(
 
 def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
-    parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
+    parts = parts_of_record(described)
     tokenizer = parts.pop("tokenizer", None)
-    functions = parts.get("reward_funcs") or []
-    if not parts.get("model") or None in functions or not Path(parts["model"]).is_dir():
+    if not parts.get("model") or None in parts.get("reward_funcs", ()) or not Path(parts["model"]).is_dir():
         return None
     kept = {name: value for name, value in settings.items() if not name.startswith(ELSEWHERE)}
-    kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "dataset", "agent")}
+    kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "agent")}
     further: dict[str, Any] = {}
     try:
         with quiet(), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
             if tokenizer:
-                further["processing_class"] = _tokenizer(tokenizer)
-            if not parts.get("dataset"):
+                further["processing_class"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+            if "dataset" not in parts:
                 further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
-            else:
-                kept["dataset"] = parts["dataset"]
-            return build_trainer(
-                load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"}), **further
-            )
+            run = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
+            return build_trainer(run, **further)
     except Exception as error:  # the code of a run that is over may raise anything
         read.problem = f"{type(error).__name__}: {error}"
         return None
-
-
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 class PastRun:
@@ -108,7 +100,8 @@ class PastRun:
         self.replay = Replay(run, self.names, 0, self.processes)
         first = read_rows(self.folder / file_name(self.generations[0], 0, self.processes))
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
-        self.size = int(settings.get("num_generations") or config_of(_method(described))().num_generations or 8)
+        config = config_of(parts_of_record(described)["method"])
+        self.size = int(settings.get("num_generations") or config().num_generations or 8)
 
     def load(self, generation: int) -> ScoredRollouts:
         """Rollouts of a generation; without tokens where the record has none."""
@@ -152,8 +145,8 @@ class PastRun:
         rewards = [(one.rewards.double() @ weights.double()).nanmean().item() for one in batches]
         entropies = [_entropy(one) for one in batches]
         third = max(1, len(taken) // 3)
-        first, last = _mean(rewards[:third]), _mean(rewards[-third:])
-        before, after = _mean(entropies[:1]), _mean(entropies[-third:])
+        first, last = fmean(rewards[:third]), fmean(rewards[-third:])
+        before, after = entropies[0], fmean(entropies[-third:])
         scale = max(max(rewards) - min(rewards), 1e-9)
         collapsed = after < 0.1 * before or after > 3 * before + 1
         if collapsed and last < first - 0.3 * scale:
@@ -174,33 +167,20 @@ def _without_tokens(row: dict[str, Any]) -> Rollout:
     return Rollout([0], ids, [True] * len(ids), None, row["completion"], FinishReason(row["finish"]), row["group"])
 
 
-def _method(described: dict[str, Any]) -> str:
-    return str((described.get("parts") or {}).get("method") or "grpo")
-
-
 def _entropy(scored: ScoredRollouts) -> float:
     pairs = (zip(one.entropies or one.logprobs or (), one.sampled, strict=True) for one in scored.rollouts)
     values = [abs(value) for both in pairs for value, sampled in both if sampled and value is not None]
-    return _mean(values)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(len(values), 1)
+    return fmean(values or [0.0])
 
 
 def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     """Findings from what is on record, without experiments."""
     weights = torch.tensor(read.settings.get("reward_weights") or [1.0] * len(read.names))
-    base, settings = read.batch(weights), {"scale_rewards": "group", **read.settings}
-    args = SimpleNamespace(
-        multi_objective_aggregation=settings.get("multi_objective_aggregation"),
-        reward_weights=settings.get("reward_weights"),
-        dynamic_sample=settings.get("dynamic_sample", False),
-        advantages=settings.get("advantages"),
-        method="grpo",
-    )
+    base = read.batch(weights)
+    read_by_rewards = ("multi_objective_aggregation", "dynamic_sample", "advantages")
+    args = SimpleNamespace(method="grpo", **{name: read.settings.get(name) for name in read_by_rewards})
     suite = SimpleNamespace(names=read.names)
-    run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size, rescores=False)
+    run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size)
     summary.update(rewards.summary_of(run, base))
     lacking = f"The run cannot be made again for experiments ({read.problem})."
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
