@@ -2,12 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import exp
 from typing import Any
 
-from covey.cli.doctor.examined import ExaminedRun, SampleBatch
+from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
 from covey.core.records import FinishReason
 from covey.observability.findings import LEVELS, Finding
 from covey.policy.loading import end_token_ids
@@ -24,7 +25,6 @@ FAMILIES = {  # prefix of a turn, its end, opening of the answer
     "Phi": ("<|{role}|>\n", "<|end|>\n", "<|assistant|>\n"),
 }
 MARK = re.compile(r"<\|?[a-z_]+\|?>")  # a control token of these
-Encode = Callable[[dict[str, Any]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,21 @@ def _different(batch: SampleBatch) -> float:
     return sum(len(set(group)) - 1 for group in groups) / (len(groups) * (size - 1))
 
 
-def _poor(run: ExaminedRun) -> bool:
-    return run.base.signal(run.group) < 0.5 or run.base.cut >= 0.5
+def _tried(
+    run: ExaminedRun,
+    code: str,
+    change: str,
+    evidence: str,
+    fix: str,
+    suspected: bool = False,
+    certain: bool = False,
+    **changes: Any,
+) -> Iterator[Experiment]:
+    """The experiment of sampling the same prompts with changes, if there is time for it."""
+    base = run.base
+    if run.left > run.seconds / 10:
+        batch = run.sample(base.prompts, base.size, max_tokens=base.limit, **changes)
+        yield Experiment(code, change, evidence, fix, base.first(batch.prompts), batch, suspected, certain)
 
 
 def _templates(run: ExaminedRun) -> Iterator[Experiment]:
@@ -135,54 +148,55 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     if not run.single or any(row.get("prompt") is None for row in rows):
         return
     chat = is_conversational(rows[0]["prompt"])
-    ways: list[tuple[str, str, str, Encode, tuple[bool, bool]]] = []  # the last: suspected, certain
     opening = _opening(run, rows[0]) if chat else None
     if opening:
-        ids = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
-        ways.append(
-            (
-                f"With {opening!r} at the end of prompts",
-                f"the chat template ignores add_generation_prompt: prompts end without {opening!r}, which opens an"
-                " answer.",
-                "Correct the tokenizer's chat_template: let it write the opening of an answer if"
-                " add_generation_prompt.",
-                lambda row: [*run.codec.read_row(row).ids, *ids],
-                (True, True),
-            )
+        added = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
+        yield from _tried(
+            run,
+            "template",
+            f"With {opening!r} at the end of prompts",
+            f"the chat template ignores add_generation_prompt: prompts end without {opening!r}, which opens an answer.",
+            "Correct the tokenizer's chat_template: let it write the opening of an answer if add_generation_prompt.",
+            suspected=True,
+            certain=True,
+            encode=lambda row: [*run.codec.read_row(row).ids, *added],
         )
-    foreign = _foreign(run, rows[0])
+    ids: list[int] = []
+    with suppress(ValueError):  # it cannot be read
+        ids = run.codec.read_row(rows[0]).ids
+    shown = str(run.tokenizer.decode(ids))
+    foreign = _foreign(run.tokenizer, shown)
     of_template = foreign is not None and chat and foreign not in str(rows[0]["prompt"])
     is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
-    if not (_poor(run) or opening or foreign):
+    if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
         return
     if not chat and run.tokenizer.chat_template is not None:
-        ways.append(
-            (
-                "Written as a conversation by the model's chat template,",
-                "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
-                " answering.",
-                "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file"
-                " makes them so.",
-                lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids,
-                (False, False),
-            )
+        yield from _tried(
+            run,
+            "template",
+            "Written as a conversation by the model's chat template,",
+            "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
+            " answering.",
+            "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file makes"
+            " them so.",
+            encode=lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids,
         )
     for name, (begin, end, answer) in FAMILIES.items():
-        if _has(run, (begin.format(role="user"), end, answer)) and (foreign or not _uses(run, rows[0], begin)):
-            ways.append(
-                (
-                    f"Written as {name}, whose control tokens the tokenizer has,",
-                    f"the model reads {_shown(run, rows[0])!r}, without the control tokens of {name} that its tokenizer"
-                    " has" + (f"; {foreign!r} is no control token of it." if foreign else "."),
-                    f"Set the tokenizer's chat_template to that of the model ({name}).",
-                    _written(run, begin, end, answer),
-                    (bool(foreign) or chat, of_template and is_control),
-                )
+        if not _has(run.tokenizer, begin, end, answer):
+            continue
+        opens = run.tokenizer.convert_tokens_to_ids(MARK.findall(begin.format(role="user"))[0])
+        if foreign or opens not in ids:
+            yield from _tried(
+                run,
+                "template",
+                f"Written as {name}, whose control tokens the tokenizer has,",
+                f"the model reads {shown[-80:]!r}, without the control tokens of {name} that its tokenizer has"
+                + (f"; {foreign!r} is no control token of it." if foreign else "."),
+                f"Set the tokenizer's chat_template to that of the model ({name}).",
+                suspected=bool(foreign) or chat,
+                certain=of_template and is_control,
+                encode=_written(run, begin, end, answer),
             )
-    for change, evidence, fix, encode, sure in ways:
-        if run.left > run.seconds / 10:
-            batch = run.sample(base.prompts, base.size, encode, max_tokens=base.limit)
-            yield Experiment("template", change, evidence, fix, base.first(batch.prompts), batch, *sure)
 
 
 def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
@@ -209,30 +223,17 @@ def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
     return opening
 
 
-def _shown(run: ExaminedRun, row: dict[str, Any]) -> str:
-    return str(run.tokenizer.decode(run.codec.read_row(row).ids))[-80:]
-
-
-def _foreign(run: ExaminedRun, row: dict[str, Any]) -> str | None:
+def _foreign(tokenizer: Any, shown: str) -> str | None:
     """A control token of another model's template that this tokenizer takes for text."""
-    try:
-        shown = run.tokenizer.decode(run.codec.read_row(row).ids)
-    except ValueError:
-        return None
     marks = re.findall(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", shown, re.M)
-    own = run.tokenizer.get_vocab()
+    own = tokenizer.get_vocab()
     return next((mark for mark in marks if mark not in own), None)
 
 
-def _has(run: ExaminedRun, texts: tuple[str, ...]) -> bool:
+def _has(tokenizer: Any, *texts: str) -> bool:
     """All control tokens of a family are tokens here."""
-    own = run.tokenizer.get_vocab()
-    return all(mark in own for text in texts for mark in MARK.findall(text))
-
-
-def _uses(run: ExaminedRun, row: dict[str, Any], begin: str) -> bool:
-    mark = MARK.findall(begin.format(role="user"))[0]
-    return run.tokenizer.convert_tokens_to_ids(mark) in run.codec.read_row(row).ids
+    own = tokenizer.get_vocab()
+    return all(mark in own for text in texts for mark in MARK.findall(text.format(role="user")))
 
 
 def _written(run: ExaminedRun, begin: str, end: str, answer: str) -> Encode:
@@ -248,8 +249,7 @@ def _written(run: ExaminedRun, begin: str, end: str, answer: str) -> Encode:
 def with_template(tokenizer: Any, name: str) -> bool:
     """Give a tokenizer the template of a family; False if it lacks the control tokens."""
     begin, end, answer = FAMILIES[name]
-    own = tokenizer.get_vocab()
-    if not all(mark in own for text in (begin.format(role="user"), end) for mark in MARK.findall(text)):
+    if not _has(tokenizer, begin, end):
         return False
     begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in (begin, end, answer))
     turn = begin.replace("{role}", "' + m['role'] + '")
@@ -273,43 +273,38 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         sure = [token for token, logprob in pairs if token in special and exp(logprob) >= 0.2]
         hits.update(sure[:1])
     extra = dict(run.trainer.rollouts.params.extra)
-    tries: list[tuple[str, str, str, dict[str, Any]]] = []
     if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts):
         stops = [token for token, _ in hits.most_common(3)]
         names = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(stops)))
         known = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(sorted(ends))))
-        tries.append(
-            (
-                f"With {names} as an end of sequence",
-                f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
-                f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
-                f"{{'stop_token_ids': {stops}}}.",
-                {**extra, "stop_token_ids": stops},
-            )
+        yield from _tried(
+            run,
+            "never-ends",
+            f"With {names} as an end of sequence",
+            f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
+            f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
+            f"{{'stop_token_ids': {stops}}}.",
+            extra={**extra, "stop_token_ids": stops},
         )
     if again := _begins_again(base):
         text, count = again
-        tries.append(
-            (
-                f"With {text!r} as a stop text",
-                f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
-                f"Set generation_kwargs={{'stop': [{text!r}]}}.",
-                {**extra, "stop": [text]},
-            )
+        yield from _tried(
+            run,
+            "never-ends",
+            f"With {text!r} as a stop text",
+            f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
+            f"Set generation_kwargs={{'stop': [{text!r}]}}.",
+            extra={**extra, "stop": [text]},
         )
     elif extra:
-        tries.append(
-            (
-                f"Without generation_kwargs={extra}",
-                f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
-                "Remove what keeps completions from ending from generation_kwargs.",
-                {},
-            )
+        yield from _tried(
+            run,
+            "never-ends",
+            f"Without generation_kwargs={extra}",
+            f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
+            "Remove what keeps completions from ending from generation_kwargs.",
+            extra={},
         )
-    for change, evidence, fix, settings in tries:
-        if run.left > run.seconds / 10:
-            batch = run.sample(base.prompts, base.size, max_tokens=base.limit, extra=settings)
-            yield Experiment("never-ends", change, evidence, fix, base, batch)
 
 
 def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
@@ -345,18 +340,12 @@ def _longer(run: ExaminedRun) -> Iterator[Experiment]:
     batch = run.sample(prompts, size, max_tokens=limit)
     ended = [len(one.completion_ids) for one in batch.rollouts if one.finish is FinishReason.STOP]
     enough = sorted(ended)[int(0.95 * (len(ended) - 1))] if ended else limit
+    rounded = max(8, 1 << (enough - 1).bit_length())  # up to a power of 2
     yield Experiment(
         "completions-cut",
         f"With max_completion_length={limit} instead of {base.limit}",
         f"{base.cut:.0%} of the completions are cut at max_completion_length={base.limit}.",
-        f"Set max_completion_length={_rounded(enough)}: 95% of those that ended took at most {enough} tokens.",
+        f"Set max_completion_length={rounded}: 95% of those that ended took at most {enough} tokens.",
         base.first(batch.prompts),
         batch,
     )
-
-
-def _rounded(tokens: int) -> int:
-    size = 8
-    while size < tokens:
-        size *= 2
-    return size

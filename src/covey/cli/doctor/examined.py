@@ -1,5 +1,7 @@
 """A run under examination: its trainer, a few of its prompts, and experiments on them, each a batch of completions."""
 
+import copy
+import functools
 import math
 import random
 import time
@@ -27,6 +29,8 @@ from covey.trainer.rollout_reports import RewardLog
 
 PROMPTS, SAMPLES = 6, 8  # looked at first, and least samples of each
 MOST_ROWS = 1000  # of the dataset, whose columns are compared
+Encode = Callable[[dict[str, Any]], list[int]]  # a row to the tokens of its prompt
+quiet = functools.partial(warnings.catch_warnings, action="ignore")
 
 
 @dataclass(eq=False)
@@ -89,19 +93,15 @@ class SampleBatch:
         kept = prompts * self.size
         return replace(self, samples=self.samples[:kept], rollouts=self.rollouts[:kept], rewards=self.rewards[:kept])
 
-    def range_with(self, other: "SampleBatch") -> float:
-        both = torch.cat([self.known, other.known])
-        return (both.max() - both.min()).item() if len(both) else 0.0
-
     def gain(self, other: "SampleBatch") -> float:
         """Rise of the mean reward from this batch to another of the same prompts, as a share of the range; 0 if
         chance explains it."""
-        scale = self.range_with(other)
-        if not scale or not len(self.known) or not len(other.known):
+        if not len(self.known) or not len(other.known):
             return 0.0
+        both = torch.cat([self.known, other.known])
         error = sum(float(one.known.var(correction=0)) / len(one.known) for one in (self, other)) ** 0.5
         rise = other.mean - self.mean
-        return rise / scale if abs(rise) > 2 * error + 1e-9 else 0.0
+        return rise / (both.max() - both.min()).item() if abs(rise) > 2 * error + 1e-9 else 0.0
 
 
 @dataclass(eq=False)
@@ -115,11 +115,9 @@ class ExaminedRun:
     recorded: SampleBatch | None = None  # of the first generation on record; None: sampled here
     others: list[Rollout] = field(default_factory=list)  # of the last generation on record
     own_engine: bool = False  # those on record were sampled by an engine with weights of its own
-    _ends: float = field(init=False)
-    _keys: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._ends = time.perf_counter() + self.seconds
+        self._ends, self._experiments = time.perf_counter() + self.seconds, 0
         trainer = self.trainer
         self.args, self.collector, self.suite = trainer.args, trainer.collector, trainer.rewards
         self.codec, self.tokenizer = self.collector.codec, self.collector.codec.tokenizer
@@ -155,8 +153,7 @@ class ExaminedRun:
         """Rows of the dataset, evenly over it."""
         if not hasattr(self.rows, "__len__"):
             return [dict(row) for row in islice(iter(self.rows), MOST_ROWS)]
-        count = min(len(self.rows), MOST_ROWS)
-        return [dict(self.rows[number * len(self.rows) // count]) for number in range(count)]
+        return [dict(self.rows[number]) for number in _evenly(len(self.rows), MOST_ROWS)]
 
     @cached_property
     def step_seconds(self) -> float:
@@ -192,21 +189,16 @@ class ExaminedRun:
         return self.base.limit >= self.limit
 
     def sample(
-        self,
-        prompts: int,
-        size: int,
-        encode: Callable[[dict[str, Any]], list[int]] | None = None,
-        start: int = 0,
-        **changes: Any,
+        self, prompts: int, size: int, encode: Encode | None = None, start: int = 0, **changes: Any
     ) -> SampleBatch:
         """Sample and reward with other settings, or with prompts that are written in another way."""
         asked = self._asked(prompts, start)
         samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
         params = replace(self.trainer.rollouts.params, **changes)
-        self._keys += 1
+        self._experiments += 1
         with quiet(), self._writing(encode):
             began = time.perf_counter()
-            rollouts = self.collector.collect(samples, params, ("doctor", self._keys))
+            rollouts = self.collector.collect(samples, params, ("doctor", self._experiments))
             seconds = time.perf_counter() - began
         rewards, stats = self.score(samples, rollouts)
         if self.collector.spec is not None:
@@ -242,9 +234,11 @@ class ExaminedRun:
         return Rollout([0], list(ids), [True] * len(ids), None, shown, FinishReason.STOP)
 
     @contextmanager
-    def _writing(self, encode: Callable[[dict[str, Any]], list[int]] | None) -> Iterator[None]:
+    def _writing(self, encode: Encode | None) -> Iterator[None]:
         own = self.collector.codec
-        self.collector.codec = own if encode is None else _OtherPrompts(own, encode)
+        if encode is not None:
+            self.collector.codec = copy.copy(own)
+            self.collector.codec.read_row = lambda row: Encoded(encode(row))
         try:
             yield
         finally:
@@ -274,29 +268,9 @@ class ExaminedRun:
         return collate(rollouts).to(self.trainer.context.device)
 
 
-@dataclass(eq=False)
-class _OtherPrompts:
-    """A codec that encodes prompts in another way."""
-
-    codec: Any
-    encode: Callable[[dict[str, Any]], list[int]]
-
-    def read_row(self, row: dict[str, Any]) -> Encoded:
-        return Encoded(self.encode(row))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.codec, name)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _evenly(total: int, count: int, start: int = 0) -> list[int]:
+def _evenly(total: int, most: int, start: int = 0) -> list[int]:
     """Numbers of so many rows, evenly over all of them; with a `start` others, at random."""
+    count = min(most, total)
     if start:
-        return sorted(random.Random(start).sample(range(total), min(count, total)))
-    return [number * total // min(count, total) for number in range(min(count, total))]
+        return sorted(random.Random(start).sample(range(total), count))
+    return [number * total // count for number in range(count)]
