@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,17 @@ def round_trip(run: ExaminedRun) -> Iterator[Finding]:
     rows = [row for row in run.taken[:READ] if row.get("prompt") is not None]
     if run.codec.vision is not None or not rows:
         return
-    lost = [share for row in rows if (share := _lost(run, run.codec, row)) > 0]
-    dropped = [row for row in rows if _lost(run, run.codec, row) > 0.9]
+    shares = [_lost(run.codec, row) for row in rows]
+    lost, dropped = [share for share in shares if share > 0], [share for share in shares if share > 0.9]
     if len(lost) > len(rows) / 4:
-        example = rows[max(range(len(rows)), key=lambda n: _lost(run, run.codec, rows[n]))]
+        example = rows[shares.index(max(shares))]
         shown = run.tokenizer.decode(run.codec.read_row(example).ids)
         evidence = (
             f"{len(lost)} of {len(rows)} prompts lose characters, {sum(lost) / len(lost):.0%} of them on average:"
             f" {prompt_text(example)[-60:]!r} is read by the model as {shown[-90:]!r}."
         )
-        fix, proof = _repair(run, rows, len(lost))
-        yield Finding(
-            "template" if len(dropped) > len(rows) / 2 else "prompt-round-trip", "error", evidence, fix, proof
-        )
+        code = "template" if len(dropped) > len(rows) / 2 else "prompt-round-trip"
+        yield Finding(code, "error", evidence, *_repair(run, rows, len(lost)))
     yield from _cut_by_the_data(rows)
     yield from _controls(run, rows)
 
@@ -116,7 +115,7 @@ def prompt_text(row: dict[str, Any]) -> str:
     return str(prompt or "")
 
 
-def _lost(run: ExaminedRun, codec: Any, row: dict[str, Any]) -> float:
+def _lost(codec: Any, row: dict[str, Any]) -> float:
     """Share of the text of users and systems that is not among the prompt's tokens."""
     prompt = row["prompt"]
     try:
@@ -125,26 +124,25 @@ def _lost(run: ExaminedRun, codec: Any, row: dict[str, Any]) -> float:
         return 0.0
     messages = prompt if is_conversational(prompt) else [{"role": "user", "content": prompt}]
     texts = [_dense(content_text(one.get("content"))) for one in messages if one["role"] != "assistant"]
-    texts += [text for text in [_rendered(codec, row)] if text]
+    texts.append(_rendered(codec, row))
     missing = sum(len(text) - _longest_shared(text, shown) for text in texts if text not in shown)
     return missing / max(sum(map(len, texts)), 1)
 
 
-def _rendered(codec: Any, row: dict[str, Any]) -> str | None:
-    """A conversation as the chat template writes it; None for other prompts, and where control tokens are hidden."""
+def _rendered(codec: Any, row: dict[str, Any]) -> str:
+    """A conversation as the chat template writes it; "" for other prompts, and where control tokens are hidden."""
     prompt: Any = row["prompt"]
-    if not is_conversational(prompt) or prompt[-1]["role"] == "assistant":
-        return None
+    hidden = any(name in prompt_text(row) for name in codec.controls.texts)
+    if hidden or not is_conversational(prompt) or prompt[-1]["role"] == "assistant":
+        return ""
     kwargs = {**codec.template_kwargs(row.get("chat_template_kwargs")), "tokenize": False}
     kwargs |= {"tools": list(codec.tools)} if codec.tools else {}
     for name in ("truncation", "max_length", "padding"):
         kwargs.pop(name, None)
     try:
-        text = codec.tokenizer.apply_chat_template(row["prompt"], **{"add_generation_prompt": True, **kwargs})
+        return _dense(codec.tokenizer.apply_chat_template(prompt, **{"add_generation_prompt": True, **kwargs}))
     except Exception:  # templates are programs of their authors
-        return None
-    hidden = any(name in prompt_text(row) for name in codec.controls.texts)
-    return None if hidden or not isinstance(text, str) else _dense(text)
+        return ""
 
 
 def _dense(text: str) -> str:
@@ -163,8 +161,7 @@ def _repair(run: ExaminedRun, rows: list[dict[str, Any]], lost: int) -> tuple[st
     """The change that lets characters come back, tried."""
     changes: list[tuple[str, Any]] = []
     if run.codec.chat_template_kwargs:
-        plain = copy.copy(run.codec)
-        plain.chat_template_kwargs = None
+        plain = replace(run.codec, chat_template_kwargs=None)
         changes.append((f"Remove chat_template_kwargs={run.codec.chat_template_kwargs}.", plain))
     backend = getattr(run.tokenizer, "backend_tokenizer", None)
     if backend is not None and backend.normalizer is not None:
@@ -172,12 +169,11 @@ def _repair(run: ExaminedRun, rows: list[dict[str, Any]], lost: int) -> tuple[st
         without.tokenizer.backend_tokenizer.normalizer = type(backend)(backend.model).normalizer
         changes.append(("Remove the normalizer from the tokenizer, which changes the text.", without))
     if is_conversational(rows[0]["prompt"]):
-        simple = copy.deepcopy(run.codec)
-        simple.chat_template_kwargs = None
+        simple = replace(run.codec, chat_template_kwargs=None, tokenizer=copy.deepcopy(run.tokenizer))
         simple.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
         changes.append(("Correct the tokenizer's chat_template, which leaves out text of the messages.", simple))
     for fix, codec in changes:
-        still = sum(_lost(run, codec, row) > 0 for row in rows)
+        still = sum(_lost(codec, row) > 0 for row in rows)
         if still < lost / 2:
             return fix, f"So changed, {still} of {len(rows)} prompts lose characters instead of {lost}."
     return (
@@ -215,11 +211,8 @@ def _controls(run: ExaminedRun, rows: list[dict[str, Any]]) -> Iterator[Finding]
     marked = [row for row in rows if any(name in prompt_text(row) for name in names)]
     if len(marked) < len(rows) / 4:
         return
-    allowed = copy.copy(run.codec)
-    allowed.allow_control_tokens = True
-    allowed.__dict__.pop("controls", None)
-    both = [[(*_split(codec.read_row(row).ids),) for row in marked[:8]] for codec in (run.codec, allowed)]
-    lengths = [sum(len(a) + len(b) for a, b in pairs) for pairs in both]
+    allowed, few = replace(run.codec, allow_control_tokens=True), marked[:8]
+    as_text, as_tokens = (sum(len(codec.read_row(row).ids) for row in few) for codec in (run.codec, allowed))
     yield Finding(
         "prompt-round-trip",
         "error" if len(marked) > len(rows) / 2 else "warning",
@@ -227,10 +220,5 @@ def _controls(run: ExaminedRun, rows: list[dict[str, Any]]) -> Iterator[Finding]
         f" ({next(name for name in names if name in prompt_text(marked[0]))!r}), which it reads as text.",
         "Give the messages without control tokens and let the chat template write these; or, if data may write them,"
         " set allow_control_tokens=True.",
-        f"With allow_control_tokens=True the prompts of {len(both[0])} rows take {lengths[1]} tokens instead of"
-        f" {lengths[0]}.",
+        f"With allow_control_tokens=True the prompts of {len(few)} rows take {as_tokens} tokens instead of {as_text}.",
     )
-
-
-def _split(ids: list[int]) -> tuple[list[int], list[int]]:
-    return ids[:3], ids[3:]
