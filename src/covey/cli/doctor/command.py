@@ -135,7 +135,7 @@ def _with_a_template(run: RunConfig) -> str:
 
 def staged(run: ExaminedRun) -> Iterator[Finding]:
     """All findings up to the first stage with an error, as far as the time goes."""
-    run.summary.update(rewards.summary_of(run, run.base))
+    run.summary.update(rewards.summary_of(run))
     left_out: list[str] = []
     for stage in STAGES:
         levels = []

@@ -328,7 +328,7 @@ def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
 def _longer(run: ExaminedRun) -> Iterator[Experiment]:
     """Room for longer completions."""
     base = run.base
-    if base.cut < 0.3 or not run.whole or run.args.max_completion_length is None:
+    if base.cut < 0.3 or base.limit < run.limit or run.args.max_completion_length is None:
         return
     prompts, size = min(base.prompts, 4), base.size
     context = (run.codec.max_context or 2**20) - max(len(one.prompt_ids) for one in base.rollouts)

@@ -138,12 +138,6 @@ class ExaminedRun:
         generations = len(self.rows) * self.group // algebra.generation_batch_size
         return max(1, int(generations * algebra.updates_per_generation * args.num_train_epochs))
 
-    @cached_property
-    def entropy_of_samples(self) -> float:
-        """Mean entropy of the sampling distribution, in nats a token."""
-        values = [value for one in self.base.rollouts for value in one.entropies or ()]
-        return sum(values) / max(len(values), 1)
-
     @property
     def left(self) -> float:
         return self._ends - time.perf_counter()
@@ -183,16 +177,17 @@ class ExaminedRun:
         limit = min(self.limit, max(self.tokens_within(self.seconds / 4, prompts * size), 16))
         return self.sample(prompts, size, max_tokens=limit)
 
-    @property
-    def whole(self) -> bool:
-        """The completions to explain are as long as the run's."""
-        return self.base.limit >= self.limit
-
     def sample(
         self, prompts: int, size: int, encode: Encode | None = None, start: int = 0, **changes: Any
     ) -> SampleBatch:
-        """Sample and reward with other settings, or with prompts that are written in another way."""
-        asked = self._asked(prompts, start)
+        """Sample and reward with other settings, or with prompts that are written in another way.
+
+        Prompts are the first of those to explain; with a `start` others.
+        """
+        if "base" in self.__dict__ and not start:
+            asked = [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
+        else:
+            asked = [(number, self.taken[number]) for number in _evenly(len(self.taken), prompts, start)]
         samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
         params = replace(self.trainer.rollouts.params, **changes)
         self._experiments += 1
@@ -204,12 +199,6 @@ class ExaminedRun:
         if self.collector.spec is not None:
             self.collector.spec.release(rollouts)
         return SampleBatch(samples, rollouts, rewards, self.weights, size, params.max_tokens, seconds, stats)
-
-    def _asked(self, prompts: int, start: int) -> list[tuple[int, dict[str, Any]]]:
-        """Prompts of an experiment: the first of those to explain, or others."""
-        if "base" in self.__dict__ and not start:
-            return [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
-        return [(number, self.taken[number]) for number in _evenly(len(self.taken), prompts, start)]
 
     def score(self, samples: Sequence[PromptSample], rollouts: list[Rollout]) -> tuple[Tensor, dict[str, Stat]]:
         """Rewards [N, F]; NaN for all, and the error in `failure`, where a function fails on all."""

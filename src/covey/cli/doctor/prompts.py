@@ -5,8 +5,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.core.transcript import content_text
@@ -27,9 +31,8 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
     own = loss_of(run, run.tokenizer, texts)
     if own < 0.55 * math.log(size):
         return
-    for folder in _other_tokenizers(run):
-        other = _load(folder)
-        if other is None or len(other) > size:
+    for folder, other in _other_tokenizers(run):
+        if len(other) > size:
             continue
         better = loss_of(run, other, texts)
         if better < 0.6 * own:
@@ -43,13 +46,14 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
             )
             return
     noise = loss_of(run, run.tokenizer, texts, shuffled=True)
-    sure = run.entropy_of_samples < 0.6 * math.log(size)
-    if own > 0.85 * noise and sure:
+    entropies = [value for one in run.base.rollouts for value in one.entropies or ()]
+    entropy = fmean(entropies or [0.0])
+    if own > 0.85 * noise and entropy < 0.6 * math.log(size):
         yield Finding(
             "tokenizer-drift",
             "error" if own > 0.95 * noise else "warning",
-            f"the model is sure of itself ({run.entropy_of_samples:.1f} nats of entropy a token), yet finds the text of"
-            f" prompts as improbable as noise ({own:.1f} nats a token).",
+            f"the model is sure of itself ({entropy:.1f} nats of entropy a token), yet finds the text of prompts as"
+            f" improbable as noise ({own:.1f} nats a token).",
             "Save the tokenizer that the model was trained with into its folder, or pass it as `processing_class`.",
             f"The same tokens in a random order take {noise:.1f} nats: as they are written they are no text to it.",
         )
@@ -67,25 +71,20 @@ def loss_of(run: ExaminedRun, tokenizer: Any, texts: list[str], shuffled: bool =
     return -sum(found) / len(found)
 
 
-def _other_tokenizers(run: ExaminedRun) -> Iterator[str]:
-    """Folders on this machine with a tokenizer that may be the model's: where it says that it is from, then caches."""
+def _other_tokenizers(run: ExaminedRun) -> Iterator[tuple[str, Any]]:
+    """Tokenizers on this machine that may be the model's, by folder: where it says that it is from, then caches."""
     config, own = run.trainer.model.config, str(getattr(run.tokenizer, "name_or_path", ""))
     sources = [getattr(config, "_name_or_path", ""), run.tokenizer.init_kwargs.get("name_or_path", "")]
     home = Path.home() / ".cache"
     cached = [*(home / "covey").glob("*"), *(home / "huggingface" / "hub").glob("models--*/snapshots/*")]
     for folder in dict.fromkeys(map(str, [*filter(None, sources), *cached])):
         if folder != own and any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-            yield folder
-
-
-def _load(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception:  # another program's files raise anything
-        return None
+            try:
+                with quiet():
+                    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            except Exception:  # another program's files raise anything
+                continue
+            yield folder, tokenizer
 
 
 def round_trip(run: ExaminedRun) -> Iterator[Finding]:
@@ -151,8 +150,6 @@ def _dense(text: str) -> str:
 
 def _longest_shared(text: str, shown: str) -> int:
     """Characters of a text that come in the same order in what is shown, in pieces of a few."""
-    from difflib import SequenceMatcher
-
     blocks = SequenceMatcher(None, text, shown, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks if block.size >= min(4, 1 + len(text) // 4))
 

@@ -23,7 +23,6 @@ from covey.observability.record import Replay
 from covey.observability.record_files import (
     FOLDER,
     REWARD,
-    file_name,
     files,
     number_of,
     read_data,
@@ -46,13 +45,14 @@ def examine(
     settings = settings_of(described)
     read = PastRun(run, described, settings)
     summary["generations"] = len(read.generations)
-    trainer = rebuilt(described, settings, read)
+    trainer = rebuilt(run, described, read)
     if trainer is None:
         summary["rebuilt"] = False
         yield from alone(read, summary)
         yield from read.course()
         return
-    base = read.batch(trainer.rewards.weights) if read.tokens else None  # else sampled again
+    read.weights = trainer.rewards.weights  # of environments, too
+    base = read.batch() if read.tokens else None  # else sampled again
     examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
     if read.comparable and read.tokens:
         examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
@@ -65,13 +65,13 @@ def examine(
     trainer.rollouts.close()
 
 
-def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun") -> Any:
+def rebuilt(run: Path, described: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
     parts = parts_of_record(described)
     tokenizer = parts.pop("tokenizer", None)
     if not parts.get("model") or None in parts.get("reward_funcs", ()) or not Path(parts["model"]).is_dir():
         return None
-    kept = {name: value for name, value in settings.items() if not name.startswith(ELSEWHERE)}
+    kept = {name: value for name, value in read.settings.items() if not name.startswith(ELSEWHERE)}
     kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "agent")}
     further: dict[str, Any] = {}
     try:
@@ -79,9 +79,9 @@ def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun"
             if tokenizer:
                 further["processing_class"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
             if "dataset" not in parts:
-                further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
-            run = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
-            return build_trainer(run, **further)
+                further["train_dataset"] = datasets.Dataset.from_list(list(read_data(run / FOLDER).values()))
+            again = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
+            return build_trainer(again, **further)
     except Exception as error:  # the code of a run that is over may raise anything
         read.problem = f"{type(error).__name__}: {error}"
         return None
@@ -92,13 +92,14 @@ class PastRun:
 
     def __init__(self, run: Path, described: dict[str, Any], settings: dict[str, Any]):
         self.settings, self.problem = settings, "a part of it has no name"
-        self.generations = [number_of(path) for path in files(run / FOLDER)]
+        self.paths = {number_of(path): path for path in files(run / FOLDER)}
+        self.generations = list(self.paths)
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
         self.names = list(described["rewards"])
-        self.folder, self.processes = run / FOLDER, described["processes"]
-        self.replay = Replay(run, self.names, 0, self.processes)
-        first = read_rows(self.folder / file_name(self.generations[0], 0, self.processes))
+        self.weights = torch.tensor(settings.get("reward_weights") or [1.0] * len(self.names))
+        self.replay = Replay(run, self.names, 0, described["processes"])
+        first = read_rows(self.paths[self.generations[0]])
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         config = config_of(parts_of_record(described)["method"])
         self.size = int(settings.get("num_generations") or config().num_generations or 8)
@@ -107,7 +108,7 @@ class PastRun:
         """Rollouts of a generation; without tokens where the record has none."""
         if self.tokens:
             return self.replay.load(generation)
-        rows = read_rows(self.folder / file_name(generation, 0, self.processes))
+        rows = read_rows(self.paths[generation])
         rewards = [[row[REWARD + name] for name in self.names] for row in rows]
         return ScoredRollouts(
             [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
@@ -123,7 +124,7 @@ class PastRun:
         cuts = any(name in self.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
         return not (self.replay.traits.reports_after_cut and cuts)
 
-    def batch(self, weights: torch.Tensor) -> SampleBatch:
+    def batch(self) -> SampleBatch:
         """The first generation; further ones where it has few prompts."""
         loaded: list[ScoredRollouts] = []
         for number in self.generations[:FIRST]:
@@ -133,16 +134,15 @@ class PastRun:
         samples = [sample for one in loaded for sample in one.draws]
         limit = int(self.settings.get("max_completion_length", 512))
         rewards = torch.cat([one.rewards for one in loaded])
-        return SampleBatch(samples, rollouts, rewards, weights, self.size, limit, fresh=len(loaded[0].rollouts))
+        return SampleBatch(samples, rollouts, rewards, self.weights, self.size, limit, fresh=len(loaded[0].rollouts))
 
     def course(self) -> Iterator[Finding]:
         """Rewards and entropies from the first to the last generation: a policy that was destroyed."""
-        weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
         taken = sorted({self.generations[n * (len(self.generations) - 1) // 11] for n in range(12)})
         if len(taken) < 4:
             return
         batches = [self.load(number) for number in taken]
-        rewards = [(one.rewards.double() @ weights.double()).nanmean().item() for one in batches]
+        rewards = [(one.rewards.double() @ self.weights.double()).nanmean().item() for one in batches]
         entropies = [_entropy(one) for one in batches]
         third = max(1, len(taken) // 3)
         first, last = fmean(rewards[:third]), fmean(rewards[-third:])
@@ -175,13 +175,12 @@ def _entropy(scored: ScoredRollouts) -> float:
 
 def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     """Findings from what is on record, without experiments."""
-    weights = torch.tensor(read.settings.get("reward_weights") or [1.0] * len(read.names))
-    base = read.batch(weights)
+    base = read.batch()
     read_by_rewards = ("multi_objective_aggregation", "dynamic_sample", "advantages")
     args = SimpleNamespace(method="grpo", **{name: read.settings.get(name) for name in read_by_rewards})
     suite = SimpleNamespace(names=read.names)
     run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size)
-    summary.update(rewards.summary_of(run, base))
+    summary.update(rewards.summary_of(run))
     lacking = f"The run cannot be made again for experiments ({read.problem})."
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
     if not base.spread.any() and len(base.known):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
+from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun
 from covey.core.advantages import centred, nanstd
 from covey.core.records import FinishReason
 from covey.observability.findings import Finding
@@ -445,7 +445,8 @@ def signal(run: ExaminedRun) -> Iterator[Finding]:
         )
 
 
-def summary_of(run: ExaminedRun, base: SampleBatch) -> dict[str, Any]:
+def summary_of(run: ExaminedRun) -> dict[str, Any]:
+    base = run.base
     return {
         "completions": len(base.rollouts),
         "prompts": base.prompts,
