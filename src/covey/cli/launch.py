@@ -57,17 +57,13 @@ def find_config(name: str) -> Path:
     """The file of an accelerate config: the path, or the name of one that comes with Covey."""
     if Path(name).is_file():
         return Path(name)
-    known = {path.stem: path for path in configs_folder().glob("*.yaml")}
+    known = {path.stem: path for path in shipped("examples/accelerate_configs").glob("*.yaml")}
     if name in known:
         return known[name]
     raise ValueError(
         f"--accelerate_config {name!r} is neither a file nor a config that comes with Covey; those are"
         f" {', '.join(sorted(known))}.{closest(name, known)}"
     )
-
-
-def configs_folder() -> Path:
-    return shipped("examples/accelerate_configs")
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

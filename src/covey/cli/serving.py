@@ -68,7 +68,7 @@ class Backend:
 class Request:
     """Options of a serve command."""
 
-    model: str | None = None
+    model: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None

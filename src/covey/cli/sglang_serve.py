@@ -44,7 +44,6 @@ SGLANG = Backend(
 
 
 def plan(request: Request, environ: Mapping[str, str]) -> Plan:
-    assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", MODULE, "--model-path", request.model]
     command += ["--host", request.host, "--port", str(request.port)]
     added = {KEY: request.api_key} if request.api_key else {}

@@ -289,8 +289,6 @@ def _entry(name: str, details: str, text: str) -> str:
 
 def type_name(annotation: Any) -> str:
     """A type as a user would write it, without None: `list` for `list[str] | None`."""
-    if isinstance(annotation, str):
-        return annotation
     union = get_origin(annotation) in (types.UnionType, typing.Union)
     parts = [part for part in get_args(annotation) if part is not type(None)] if union else [annotation]
     return " | ".join(dict.fromkeys(getattr(get_origin(part) or part, "__name__", str(part)) for part in parts))

@@ -64,7 +64,6 @@ def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
 
 
 def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
-    assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
     command += ["--host", request.host, "--port", str(request.port)]
     added = dict(launch.ENVIRONMENT)

@@ -41,8 +41,7 @@ def main(argv: list[str]) -> int:
         flags, settings = take_flags(argv)
         if flags.gpu is not None and gpu_bytes() is None:
             settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             run = load_run(path, settings, world_size=flags.world_size)
             start = check_start(run, run.args.algebra(flags.world_size))
         explained = ExplainedRun(

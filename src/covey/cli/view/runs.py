@@ -6,6 +6,7 @@ import math
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ class RecordedRun:
         self._generations: OrderedDict[str, tuple[str, Generation]] = OrderedDict()
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
         self._metrics: tuple[int, list[dict[str, Any]]] = 0, []
-        self._vocabulary: list[bytes] | None = None
 
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
@@ -77,11 +77,11 @@ class RecordedRun:
         generation = self._generation(key, self._files()[key])
         if not 0 <= int(row) < generation.table.num_rows:
             raise LookupError(f"generation {key} has no rollout {row}")
-        return generation.rollout(int(row), key, self._words())
+        return generation.rollout(int(row), key, self._words)
 
     def generation(self, key: str) -> list[dict[str, Any]]:
         generation = self._generation(key, self._files()[key])
-        return [generation.rollout(row, key, self._words()) for row in range(generation.table.num_rows)]
+        return [generation.rollout(row, key, self._words) for row in range(generation.table.num_rows)]
 
     def search(self, words: str) -> list[str]:
         """Rollouts whose prompt or completion contains the words, in any case."""
@@ -137,11 +137,10 @@ class RecordedRun:
             self._metrics = now, read_metrics(self.record)
         return self._metrics[1]
 
+    @cached_property
     def _words(self) -> list[bytes]:
-        if self._vocabulary is None:
-            path = self.record / VOCABULARY
-            self._vocabulary = pq.read_table(path)["bytes"].to_pylist() if path.exists() else []
-        return self._vocabulary
+        path = self.record / VOCABULARY
+        return pq.read_table(path)["bytes"].to_pylist() if path.exists() else []
 
 
 def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:
