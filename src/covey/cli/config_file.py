@@ -115,7 +115,7 @@ def load_run(
     """Read a run file (None: flags alone) or take its values, apply flags on top (`--field value`), and make a config.
 
     A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running.
-    An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
+    ValueError for an unknown key, a file or flag that cannot be read and a config that cannot work.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
     sources = (read, parse_flags(overrides))
@@ -294,7 +294,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(flags)
     names = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("--")]
     if unknown and (not names or "--" in unknown):
-        raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
+        raise ValueError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     values = {**vars(namespace), **dict.fromkeys(names)}
     if "reward_weights" in values:
         values["reward_weights"] = _numbers(values["reward_weights"])
@@ -367,7 +367,7 @@ def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig])
     unknown = [name for name in values if name not in known]
     if unknown:
         method = config_class.method.upper()
-        raise TypeError(" ".join(f"`{name}` is no setting of a {method} run{hint(name, known)}" for name in unknown))
+        raise ValueError(" ".join(f"`{name}` is no setting of a {method} run{hint(name, known)}" for name in unknown))
 
 
 def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:

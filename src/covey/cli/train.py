@@ -84,10 +84,7 @@ def read_run(
     path: str | Mapping[str, Any] | None, flags: list[str], method: str | None, needed: Sequence[str] | None = None
 ) -> RunConfig:
     """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
-    try:
-        run = load_run(path, flags, method=method)
-    except TypeError as error:  # an unknown setting
-        raise ValueError(str(error)) from error
+    run = load_run(path, flags, method=method)
     run.require(*(run.needed if needed is None else needed))
     return run
 
