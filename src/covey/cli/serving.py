@@ -66,8 +66,6 @@ class Backend:
 
 @dataclass
 class Request:
-    """Options of a serve command."""
-
     model: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
@@ -78,6 +76,14 @@ class Request:
     @property
     def url(self) -> str:
         return f"http://{self.host if is_local(self.host) else socket.gethostname()}:{self.port}"
+
+    def command(self, program: list[str], defaults: Mapping[str, str | None]) -> list[str]:
+        """Words of a program with this address, the defaults of flags that are not given, and those that are."""
+        words = [*program, "--host", self.host, "--port", str(self.port)]
+        for name, value in defaults.items():
+            if not self.has(name):
+                words += [f"--{name}"] if value is None else [f"--{name}", value]
+        return words + self.flags
 
     def has(self, name: str) -> bool:
         """True if the user gave the server's flag `--name`, switched on or off."""
@@ -105,7 +111,7 @@ def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mappin
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
         return 0
     check_port(request.host, request.port)
-    for note in notes:
+    for note in (f"serving {request.model} at {request.url}", *notes):
         print(f"covey: {note}", file=sys.stderr)
     sys.stderr.flush()
     os.execvpe(command[0], command, {**os.environ, **added})
