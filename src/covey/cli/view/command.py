@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import sys
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     def started(address: str) -> None:
         print(f"{', '.join(map(str, options.runs))}: {address}  (Ctrl-C ends)", flush=True)
         if options.open:
-            import webbrowser
-
             webbrowser.open(address)
 
     def app() -> web.Application:

@@ -4,9 +4,8 @@ import ast
 import json
 import math
 import time
-from collections import OrderedDict
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class RecordedRun:
         self.folder, self.record = folder, folder / FOLDER
         self._read: dict[Path, int] = {}  # files of updates and when they were written
         self._updates: dict[str, list[Update]] = {}  # by generation and process, in the order of steps
-        self._generations: OrderedDict[str, tuple[str, Generation]] = OrderedDict()
+        self._tables = lru_cache(CACHED)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
         self._metrics: tuple[int, list[dict[str, Any]]] = 0, []
 
@@ -123,14 +122,10 @@ class RecordedRun:
         return f"{_written(path)}-{len(self._updates.get(key, ()))}"
 
     def _generation(self, key: str, path: Path) -> Generation:
-        version = self._version(key, path)
-        if self._generations.get(key, ("",))[0] != version:
-            table = pq.read_table(path).combine_chunks()
-            self._generations[key] = version, Generation(table, self._updates.get(key, []))
-        self._generations.move_to_end(key)
-        while len(self._generations) > CACHED:
-            self._generations.popitem(last=False)
-        return self._generations[key][1]
+        return self._tables(key, path, self._version(key, path))
+
+    def _table(self, key: str, path: Path, version: str) -> Generation:
+        return Generation(pq.read_table(path).combine_chunks(), self._updates.get(key, []))
 
     def _lines(self) -> list[dict[str, Any]]:
         if self._metrics[0] != (now := _written(self.record / METRICS)):
