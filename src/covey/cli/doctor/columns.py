@@ -62,24 +62,21 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
         read = asked | {parameter.name for parameter in parameters_of(function.function) or ()}
         has_solution = any(other in read and other in row for other in ANSWERS)
         for name in sorted(wanted):
-            best: tuple[float, str] | None = None
+            means: dict[str, float] = {}  # by the other column, if it changes rewards
             others = [other for other in row if other not in NOT_FORWARDED and other != name]
             for other in others:
-                rows = [{**sample.row, name: sample.row[other]} for sample in base.samples]
-                totals = run.totals(rows, base.rollouts)
-                known = totals[~totals.isnan()]
-                mean = known.mean().item() if len(known) else base.mean
-                different = bool((totals - base.totals.flatten()).nan_to_num().abs().max() > 1e-9)
-                if different and (best is None or mean > best[0]):
-                    best = mean, other
+                totals = run.totals([{**one.row, name: one.row[other]} for one in base.samples], base.rollouts)
+                if (totals - base.totals.flatten()).nan_to_num().abs().max() > 1e-9:
+                    means[other] = totals.nanmean().item()
+            best = max(means, key=lambda other: means[other], default="")
             quiet_ = base.signal(run.group) < 0.2
-            if best is not None and (best[0] > base.mean or quiet_):
+            if means and (means[best] > base.mean or quiet_):
                 yield Finding(
                     "data-columns",
-                    "error" if quiet_ or best[0] > base.mean + 0.1 else "warning",
+                    "error" if quiet_ or means[best] > base.mean + 0.1 else "warning",
                     f"{function_name} asks for {name!r}, and no row has it; the rows have {', '.join(row)}.",
-                    f"Write `columns: {{{best[1]}: {name}}}` into the run file, or rename the argument to {best[1]!r}.",
-                    f"Given {best[1]!r} as {name!r}, the same completions get {best[0]:.3g} on average, not"
+                    f"Write `columns: {{{best}: {name}}}` into the run file, or rename the argument to {best!r}.",
+                    f"Given {best!r} as {name!r}, the same completions get {means[best]:.3g} on average, not"
                     f" {base.mean:.3g}.",
                 )
             elif quiet_ and not base.spread.any() and not has_solution and (name in ANSWERS or not others):

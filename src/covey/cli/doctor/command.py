@@ -41,8 +41,7 @@ STAGES: tuple[tuple[Check, ...], ...] = (
 REFUSALS = {
     "has no chat template": ("template", "Set the tokenizer's chat_template to that of the model, or give text."),
     "tokens but the model embeds only": ("tokenizer-drift", "Save the model's own tokenizer into its folder."),
-    "leaves no room to answer": ("prompt-round-trip", "Shorten or remove such rows, or take a longer context."),
-    "leave no room to answer": ("prompt-round-trip", "Shorten or remove such rows, or take a longer context."),
+    "no room to answer": ("prompt-round-trip", "Shorten or remove such rows, or take a longer context."),
     "names an end-of-sequence token": ("never-ends", "Set eos_token of the model's tokenizer."),
     "is empty: it encodes to no tokens": ("prompt-round-trip", "Use the model's own tokenizer, or remove the row."),
     "chat template cannot render": ("template", "Correct the tokenizer's chat_template, or the messages."),

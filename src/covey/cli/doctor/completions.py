@@ -91,13 +91,13 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
 def temperature(run: ExaminedRun) -> Iterator[Finding]:
     """Groups whose samples are alike by the sampling settings, and differ at temperature 1."""
     args, base = run.args, run.base
-    narrow = {
-        "temperature": args.temperature if args.temperature < 0.9 else None,
-        "top_k": args.top_k if 0 < args.top_k <= 3 else None,
-        "top_p": args.top_p if args.top_p < 0.7 else None,
-        "min_p": args.min_p if (args.min_p or 0) > 0.3 else None,
+    tests = {
+        "temperature": args.temperature < 0.9,
+        "top_k": 0 < args.top_k <= 3,
+        "top_p": args.top_p < 0.7,
+        "min_p": (args.min_p or 0) > 0.3,
     }
-    narrow = {name: value for name, value in narrow.items() if value is not None}
+    narrow = {name: getattr(args, name) for name, is_narrow in tests.items() if is_narrow}
     before = _different(base)
     if not narrow or before > 0.6:
         return
