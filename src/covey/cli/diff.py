@@ -86,8 +86,6 @@ OTHERS = ("output_dir", "logging_dir", "run_name", "record", "record_max_gb", "r
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first value that differs."""
-
     stage: Stage
     column: str
     step: int

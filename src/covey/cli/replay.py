@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from covey.cli import train
 from covey.cli.config_file import parse_flags, parts_of_record, settings_of
@@ -30,12 +30,7 @@ MODEL_PARTS = ("method", "model", "peft", "quantization")
 
 
 class StopAfter(TrainerCallback):
-    """Ends the training after a step, at the learning rates of the whole run.
-
-    Args:
-        step: the last one.
-        logged: steps that are logged; None: those that the config logs.
-    """
+    """Ends the training after a step, at the learning rates of the whole run, with only some steps `logged`."""
 
     def __init__(self, step: int, logged: Collection[int] | None = None):
         self.step, self.logged = step, logged
@@ -147,8 +142,6 @@ def trainer_of(
         raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")
     further: dict[str, Any] = {}
     if "tokenizer" in parts:
-        from transformers import AutoTokenizer
-
         further["processing_class"] = AutoTokenizer.from_pretrained(parts["tokenizer"])
     chosen = {"logging_steps", "logging_strategy"} & set(parse_flags(flags))
     return train.build_trainer(

@@ -28,8 +28,6 @@ MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 @dataclass(frozen=True)
 class TrialUpdate:
-    """A trial update, undone afterwards."""
-
     moved: float  # mean absolute change of the log-probs of the completions' tokens, in nats
     seconds: float  # of forward and backward pass and optimizer, for a rollout batch
     finite: bool

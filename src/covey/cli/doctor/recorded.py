@@ -88,8 +88,6 @@ def rebuilt(run: Path, described: dict[str, Any], read: "PastRun") -> Any:
 
 
 class PastRun:
-    """The generations of a run on record."""
-
     def __init__(self, run: Path, described: dict[str, Any], settings: dict[str, Any]):
         self.settings, self.problem = settings, "a part of it has no name"
         self.paths = {number_of(path): path for path in files(run / FOLDER)}

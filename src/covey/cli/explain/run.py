@@ -47,8 +47,6 @@ SOLUTIONS = ("solution", "answer", "target", "label")  # columns that hold a cor
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model that is not loaded."""
-
     config: Any = None  # of transformers; None: unknown
     missing: str = "no model config was given"  # the reason for None
     peft: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`, if an adapter is trained
