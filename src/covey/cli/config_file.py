@@ -118,14 +118,13 @@ def load_run(
     ValueError for an unknown key, a file or flag that cannot be read and a config that cannot work.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
-    sources = (read, parse_flags(overrides))
-    for source in sources:
-        for other, name in _OTHER_NAMES.items():
-            if other in source and source.get(name, source[other]) != source[other]:
-                raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
-    given = {_new_name(name) for name in sources[1]}
+    for other, name in _OTHER_NAMES.items():
+        if other in read and read.get(name, read[other]) != read[other]:
+            raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
+    flags = parse_flags(overrides)
+    given = {_new_name(name) for name in flags}
     read = {name: value for name, value in read.items() if _new_name(name) not in given}  # a flag wins
-    values = {_OTHER_NAMES.get(name, name): value for name, value in [*read.items(), *sources[1].items()]}
+    values = {**{_OTHER_NAMES.get(name, name): value for name, value in read.items()}, **flags}
     _read_script_flags(values)
     for name in _TEXTS:
         if not isinstance(values.get(name), str | None):
@@ -269,7 +268,7 @@ def _numbers(parts: Any) -> Any:
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Values of the given flags, each in the type of its field; unknown flags have the value None."""
+    """Values of the given flags, as `typed` takes them; unknown flags have the value None."""
     if not flags:
         return {}
     from transformers.hf_argparser import string_to_bool
@@ -280,14 +279,9 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     parser = flag_parser(RLOOConfig)
     known = parser._option_string_actions
     for place, word in enumerate(flags):  # --no_name sets any field of True and False
-        flag = f"--{word[5:]}"
-        if (
-            word.startswith("--no_")
-            and word not in known
-            and flag in known
-            and (known[flag].nargs in ("?", "*") or known[flag].type is string_to_bool)
-        ):
-            flags[place] = f"{flag}=false"
+        flag = known.get(f"--{word[5:]}") if word.startswith("--no_") and word not in known else None
+        if flag and (flag.nargs in ("?", "*") or flag.type is string_to_bool):
+            flags[place] = f"--{word[5:]}=false"
     named = [word.split("=")[0] for word in flags if word.startswith("--")]
     if twice := next((name for name in named if name in known and named.count(name) > 1), None):
         warnings.warn(f"`{twice}` is given {named.count(twice)} times; the last one is used.", stacklevel=2)
@@ -296,8 +290,6 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     if unknown and (not names or "--" in unknown):
         raise ValueError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     values = {**vars(namespace), **dict.fromkeys(names)}
-    if "reward_weights" in values:
-        values["reward_weights"] = _numbers(values["reward_weights"])
     for name in {"optim_target_modules", "report_to"} & values.keys():
         values[name] = values[name] if len(values[name]) > 1 else values[name][0]
     return values

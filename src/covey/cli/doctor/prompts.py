@@ -184,13 +184,8 @@ def _cut_by_the_data(rows: list[dict[str, Any]]) -> Iterator[Finding]:
     texts = [prompt_text(row) for row in rows]
     longest = max(map(len, texts))
     cut = [text for text in texts if len(text) == longest]
-    open_ended = [text for text in cut if re.search(r"[\w,]$", text)]
-    if (
-        longest >= 16
-        and 0.4 * len(texts) <= len(cut) < len(texts)
-        and len(set(cut)) > 3
-        and len(open_ended) == len(cut)
-    ):
+    open_ended = all(re.search(r"[\w,]$", text) for text in cut)
+    if longest >= 16 and open_ended and len(set(cut)) > 3 and 0.4 * len(texts) <= len(cut) < len(texts):
         yield Finding(
             "prompt-round-trip",
             "warning",

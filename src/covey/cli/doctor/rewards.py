@@ -201,11 +201,6 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     tried = texts_tried(run)
     lowest, best = min(low for low, _, _ in tried), max(tried, key=lambda one: one[1])
     differs = any(high > low for low, high, _ in tried)
-    described = (
-        f"all of {len(base.known)} completions get {value:g}"
-        if share == 1
-        else f"rewards are {base.mean:.3g} on average"
-    )
     if not differs and not base.spread.any():
         hits, further = _further(run)
         if hits:
@@ -214,11 +209,11 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
         if (other := _other_column(run, value)) is not None:
             yield other
             return
-        by_prompt = "" if share == 1 else ", which depends on the prompt alone"
+        by_prompt = f"rewards are {base.mean:.3g} on average, which depends on the prompt alone."
         yield Finding(
             "reward-constant",
             "error",
-            f"{described}{by_prompt}.",
+            f"all of {len(base.known)} completions get {value:g}." if share == 1 else by_prompt,
             "Correct the reward function so that it reads the completion.",
             f"Any text gets the same: {len(FORMS) + len(TEXTS)} others were tried for each of {len(tried)} prompts.",
         )
