@@ -102,7 +102,7 @@ def temperature(run: ExaminedRun) -> Iterator[Finding]:
     if not narrow or before > 0.6:
         return
     open_: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
-    other = run.sample(base.prompts, base.size, max_tokens=base.limit, **open_)
+    other = run.again(**open_)
     after, signal, now = _different(other), base.signal(run.group), other.signal(run.group)
     if after - before < 0.2:
         return
@@ -124,23 +124,6 @@ def _different(batch: SampleBatch) -> float:
     return sum(len(set(group)) - 1 for group in groups) / (len(groups) * (size - 1))
 
 
-def _tried(
-    run: ExaminedRun,
-    code: str,
-    change: str,
-    evidence: str,
-    fix: str,
-    suspected: bool = False,
-    certain: bool = False,
-    **changes: Any,
-) -> Iterator[Experiment]:
-    """The experiment of sampling the same prompts with changes, if there is time for it."""
-    base = run.base
-    if run.left > run.seconds / 10:
-        batch = run.sample(base.prompts, base.size, max_tokens=base.limit, **changes)
-        yield Experiment(code, change, evidence, fix, base.first(batch.prompts), batch, suspected, certain)
-
-
 def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     """Other ways to write the same prompts."""
     base = run.base
@@ -149,17 +132,17 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
         return
     chat = is_conversational(rows[0]["prompt"])
     opening = _opening(run, rows[0]) if chat else None
-    if opening:
+    if opening and run.has_time:
         added = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
-        yield from _tried(
-            run,
+        yield Experiment(
             "template",
             f"With {opening!r} at the end of prompts",
             f"the chat template ignores add_generation_prompt: prompts end without {opening!r}, which opens an answer.",
             "Correct the tokenizer's chat_template: let it write the opening of an answer if add_generation_prompt.",
+            base,
+            run.again(encode=lambda row: [*run.codec.read_row(row).ids, *added]),
             suspected=True,
             certain=True,
-            encode=lambda row: [*run.codec.read_row(row).ids, *added],
         )
     ids: list[int] = []
     with suppress(ValueError):  # it cannot be read
@@ -170,32 +153,32 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
     if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
         return
-    if not chat and run.tokenizer.chat_template is not None:
-        yield from _tried(
-            run,
+    if not chat and run.tokenizer.chat_template is not None and run.has_time:
+        yield Experiment(
             "template",
             "Written as a conversation by the model's chat template,",
             "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
             " answering.",
             "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file makes"
             " them so.",
-            encode=lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids,
+            base,
+            run.again(encode=lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids),
         )
     for name, (begin, end, answer) in FAMILIES.items():
         if not _has(run.tokenizer, begin, end, answer):
             continue
         opens = run.tokenizer.convert_tokens_to_ids(MARK.findall(begin.format(role="user"))[0])
-        if foreign or opens not in ids:
-            yield from _tried(
-                run,
+        if (foreign or opens not in ids) and run.has_time:
+            yield Experiment(
                 "template",
                 f"Written as {name}, whose control tokens the tokenizer has,",
                 f"the model reads {shown[-80:]!r}, without the control tokens of {name} that its tokenizer has"
                 + (f"; {foreign!r} is no control token of it." if foreign else "."),
                 f"Set the tokenizer's chat_template to that of the model ({name}).",
+                base,
+                run.again(encode=_written(run, begin, end, answer)),
                 suspected=bool(foreign) or chat,
                 certain=of_template and is_control,
-                encode=_written(run, begin, end, answer),
             )
 
 
@@ -273,37 +256,39 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         sure = [token for token, logprob in pairs if token in special and exp(logprob) >= 0.2]
         hits.update(sure[:1])
     extra = dict(run.trainer.rollouts.params.extra)
-    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts):
+    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts) and run.has_time:
         stops = [token for token, _ in hits.most_common(3)]
         names = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(stops)))
         known = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(sorted(ends))))
-        yield from _tried(
-            run,
+        yield Experiment(
             "never-ends",
             f"With {names} as an end of sequence",
             f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
             f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
             f"{{'stop_token_ids': {stops}}}.",
-            extra={**extra, "stop_token_ids": stops},
+            base,
+            run.again(extra={**extra, "stop_token_ids": stops}),
         )
+    if not run.has_time:
+        return
     if again := _begins_again(base):
         text, count = again
-        yield from _tried(
-            run,
+        yield Experiment(
             "never-ends",
             f"With {text!r} as a stop text",
             f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
             f"Set generation_kwargs={{'stop': [{text!r}]}}.",
-            extra={**extra, "stop": [text]},
+            base,
+            run.again(extra={**extra, "stop": [text]}),
         )
     elif extra:
-        yield from _tried(
-            run,
+        yield Experiment(
             "never-ends",
             f"Without generation_kwargs={extra}",
             f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
             "Remove what keeps completions from ending from generation_kwargs.",
-            extra={},
+            base,
+            run.again(extra={}),
         )
 
 

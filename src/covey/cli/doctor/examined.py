@@ -142,6 +142,10 @@ class ExaminedRun:
     def left(self) -> float:
         return self._ends - time.perf_counter()
 
+    @property
+    def has_time(self) -> bool:  # for one more experiment
+        return self.left > self.seconds / 10
+
     @cached_property
     def taken(self) -> list[dict[str, Any]]:
         """Rows of the dataset, evenly over it."""
@@ -199,6 +203,10 @@ class ExaminedRun:
         if self.collector.spec is not None:
             self.collector.spec.release(rollouts)
         return SampleBatch(samples, rollouts, rewards, self.weights, size, params.max_tokens, seconds, stats)
+
+    def again(self, **changes: Any) -> SampleBatch:
+        """Other completions of the prompts to explain."""
+        return self.sample(self.base.prompts, self.base.size, max_tokens=self.base.limit, **changes)
 
     def score(self, samples: Sequence[PromptSample], rollouts: list[Rollout]) -> tuple[Tensor, dict[str, Stat]]:
         """Rewards [N, F]; NaN for all, and the error in `failure`, where a function fails on all."""

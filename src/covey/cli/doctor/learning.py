@@ -267,7 +267,7 @@ def penalties(run: ExaminedRun) -> Iterator[Finding]:
         return
     extra = {name: value for name, value in params.extra.items() if name not in changed}
     base = run.base
-    other = run.sample(base.prompts, base.size, max_tokens=base.limit, repetition_penalty=1.0, extra=extra)
+    other = run.again(repetition_penalty=1.0, extra=extra)
     if _surprise(other) > gap / 2:
         return
     shown = ", ".join(f"{name}={value:g}" for name, value in settings.items())
