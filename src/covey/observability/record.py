@@ -266,17 +266,24 @@ class Replay:
                 f"replay_from={str(self.folder)!r} has rollouts with images, which a record does not hold: only runs"
                 " on text can be replayed."
             )
-        rewards = [[_number(row[REWARD + name]) for name in names] for row in rows]
-        return ScoredRollouts(
-            [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
-            [_rollout(row) for row in rows],
-            torch.tensor(rewards, dtype=torch.float32).view(len(rows), len(names)),
-            {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]},
-            [
-                {int(function): [(e, _number(r)) for e, r in pairs] for function, pairs in row["steps"].items()}
-                for row in rows
-            ],
-        )
+        return scored_rollouts(rows, names, _rollout)
+
+
+def scored_rollouts(
+    rows: list[dict[str, Any]], names: list[str], rollout: Callable[[dict[str, Any]], Rollout]
+) -> ScoredRollouts:
+    """Rows of a generation, each made a `rollout`, with the rewards of the functions of these names."""
+    rewards = [[_number(row[REWARD + name]) for name in names] for row in rows]
+    return ScoredRollouts(
+        [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
+        [rollout(row) for row in rows],
+        torch.tensor(rewards, dtype=torch.float32).view(len(rows), len(names)),
+        {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]},
+        [
+            {int(function): [(e, _number(r)) for e, r in pairs] for function, pairs in row["steps"].items()}
+            for row in rows
+        ],
+    )
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:

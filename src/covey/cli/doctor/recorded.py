@@ -1,6 +1,5 @@
 """A run that was recorded: its first generation is examined with its model and rewards, as far as they are there."""
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,20 +15,11 @@ from covey.cli.config_file import config_of, load_run, parts_of_record, settings
 from covey.cli.doctor import rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
-from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.core.records import FinishReason, Rollout, ScoredRollouts
 from covey.observability.diagnostics import advice
 from covey.observability.findings import Finding
-from covey.observability.record import Replay
-from covey.observability.record_files import (
-    FOLDER,
-    REWARD,
-    files,
-    number_of,
-    read_data,
-    read_metrics,
-    read_rows,
-    read_run,
-)
+from covey.observability.record import Replay, scored_rollouts
+from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_rows, read_run
 
 ELSEWHERE = ("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record")
 """Prefixes of settings that a second look at a run does without."""
@@ -106,15 +96,7 @@ class PastRun:
         """Rollouts of a generation; without tokens where the record has none."""
         if self.tokens:
             return self.replay.load(generation)
-        rows = read_rows(self.paths[generation])
-        rewards = [[row[REWARD + name] for name in self.names] for row in rows]
-        return ScoredRollouts(
-            [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
-            [_without_tokens(row) for row in rows],
-            torch.tensor([[math.nan if value is None else value for value in values] for values in rewards]),
-            {},
-            [{} for _ in rows],
-        )
+        return scored_rollouts(read_rows(self.paths[generation]), self.names, _without_tokens)
 
     @property
     def comparable(self) -> bool:
