@@ -73,10 +73,6 @@ class Request:
     dry_run: bool = False
     flags: list[str] = field(default_factory=list)  # for the server, with dashes, in the order given
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.host if is_local(self.host) else socket.gethostname()}:{self.port}"
-
     def command(self, program: list[str], defaults: Mapping[str, str | None]) -> list[str]:
         """Words of a program with this address, the defaults of flags that are not given, and those that are."""
         words = [*program, "--host", self.host, "--port", str(self.port)]
@@ -111,7 +107,8 @@ def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mappin
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
         return 0
     check_port(request.host, request.port)
-    for note in (f"serving {request.model} at {request.url}", *notes):
+    host = request.host if is_local(request.host) else socket.gethostname()
+    for note in (f"serving {request.model} at http://{host}:{request.port}", *notes):
         print(f"covey: {note}", file=sys.stderr)
     sys.stderr.flush()
     os.execvpe(command[0], command, {**os.environ, **added})

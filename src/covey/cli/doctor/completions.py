@@ -9,6 +9,7 @@ from math import exp
 from typing import Any
 
 from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
+from covey.cli.doctor.prompts import rendered
 from covey.core.records import FinishReason
 from covey.observability.findings import LEVELS, Finding
 from covey.policy.loading import end_token_ids
@@ -131,7 +132,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     if not run.single or any(row.get("prompt") is None for row in rows):
         return
     chat = is_conversational(rows[0]["prompt"])
-    opening = _opening(run, rows[0]) if chat else None
+    opening = _opening(run.codec, rows[0]) if chat else None
     if opening and run.has_time:
         added = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
         yield Experiment(
@@ -182,26 +183,16 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
             )
 
 
-def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
+def _opening(codec: Any, row: dict[str, Any]) -> str | None:
     """Text that opens an answer in the chat template, where prompts lack it."""
     messages = row["prompt"]
     if messages[-1]["role"] == "assistant":
         return None
-    kwargs = {**run.codec.template_kwargs(row.get("chat_template_kwargs")), "tokenize": False}
-    tools = {"tools": list(run.codec.tools)} if run.codec.tools else {}
-    kwargs.pop("add_generation_prompt", None)
-
-    def rendered(messages: Any, generation: bool) -> str:
-        return str(run.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **tools, **kwargs))
-
-    try:
-        plain, asked = rendered(messages, False), rendered(messages, True)
-        answered = rendered([*messages, {"role": "assistant", "content": "ANSWER"}], False)
-    except Exception:  # templates are programs of their authors
-        return None
+    plain, asked = (rendered(codec, row, messages, generation) for generation in (False, True))
+    answered = rendered(codec, row, [*messages, {"role": "assistant", "content": "ANSWER"}], False)
     common = answered.partition("ANSWER")[0]
     opening = common.removeprefix(plain)
-    if plain != asked or not common.startswith(plain) or not opening.strip():  # " " belongs to the answer
+    if not plain or plain != asked or not common.startswith(plain) or not opening.strip():  # " " belongs to the answer
         return None
     return opening
 

@@ -248,8 +248,7 @@ class ExaminedRun:
         with quiet(), trainer.scorer.at_temperature(temperature):
             trainer.behaviour.settle_layout(batch)
             if exact:
-                found: Tensor = trainer.scorer(trainer.model, batch).logprobs
-                return found
+                return trainer.scorer(trainer.model, batch).logprobs
             return trainer.behaviour.logprobs(trainer.model, batch)
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:

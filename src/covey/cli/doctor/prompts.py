@@ -123,23 +123,21 @@ def _lost(codec: Any, row: dict[str, Any]) -> float:
         return 0.0
     messages = prompt if is_conversational(prompt) else [{"role": "user", "content": prompt}]
     texts = [_dense(content_text(one.get("content"))) for one in messages if one["role"] != "assistant"]
-    texts.append(_rendered(codec, row))
+    if is_conversational(prompt) and messages[-1]["role"] != "assistant":
+        hidden = any(name in prompt_text(row) for name in codec.controls.texts)
+        texts.append("" if hidden else _dense(rendered(codec, row, messages)))
     missing = sum(len(text) - _longest_shared(text, shown) for text in texts if text not in shown)
     return missing / max(sum(map(len, texts)), 1)
 
 
-def _rendered(codec: Any, row: dict[str, Any]) -> str:
-    """A conversation as the chat template writes it; "" for other prompts, and where control tokens are hidden."""
-    prompt: Any = row["prompt"]
-    hidden = any(name in prompt_text(row) for name in codec.controls.texts)
-    if hidden or not is_conversational(prompt) or prompt[-1]["role"] == "assistant":
-        return ""
+def rendered(codec: Any, row: dict[str, Any], messages: Any, generation: bool = True) -> str:
+    """A conversation as the chat template writes it for a row; "" where it fails."""
     kwargs = {**codec.template_kwargs(row.get("chat_template_kwargs")), "tokenize": False}
-    kwargs |= {"tools": list(codec.tools)} if codec.tools else {}
+    kwargs |= {"add_generation_prompt": generation, **({"tools": list(codec.tools)} if codec.tools else {})}
     for name in ("truncation", "max_length", "padding"):
         kwargs.pop(name, None)
     try:
-        return _dense(codec.tokenizer.apply_chat_template(prompt, **{"add_generation_prompt": True, **kwargs}))
+        return str(codec.tokenizer.apply_chat_template(messages, **kwargs))
     except Exception:  # templates are programs of their authors
         return ""
 
