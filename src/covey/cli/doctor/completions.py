@@ -1,10 +1,11 @@
 """Completions: experiments with the chat template, the end of sequence, length and temperature decide on the cause."""
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
@@ -163,12 +164,13 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
             "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file makes"
             " them so.",
             base,
-            run.again(encode=lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids),
+            run.again(encode=_as_conversation(run.codec)),
         )
-    for name, (begin, end, answer) in FAMILIES.items():
-        if not _has(run.tokenizer, begin, end, answer):
+    for name, (begin, _, _) in FAMILIES.items():
+        tokenizer = copy.copy(run.tokenizer)
+        if not with_template(tokenizer, name):
             continue
-        opens = run.tokenizer.convert_tokens_to_ids(MARK.findall(begin.format(role="user"))[0])
+        opens = tokenizer.convert_tokens_to_ids(MARK.findall(begin.format(role="user"))[0])
         if (foreign or opens not in ids) and run.has_time:
             yield Experiment(
                 "template",
@@ -177,7 +179,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                 + (f"; {foreign!r} is no control token of it." if foreign else "."),
                 f"Set the tokenizer's chat_template to that of the model ({name}).",
                 base,
-                run.again(encode=_written(run, begin, end, answer)),
+                run.again(encode=_as_conversation(replace(run.codec, tokenizer=tokenizer))),
                 suspected=bool(foreign) or chat,
                 certain=of_template and is_control,
             )
@@ -204,28 +206,21 @@ def _foreign(tokenizer: Any, shown: str) -> str | None:
     return next((mark for mark in marks if mark not in own), None)
 
 
-def _has(tokenizer: Any, *texts: str) -> bool:
-    """All control tokens of a family are tokens here."""
-    own = tokenizer.get_vocab()
-    return all(mark in own for text in texts for mark in MARK.findall(text.format(role="user")))
-
-
-def _written(run: ExaminedRun, begin: str, end: str, answer: str) -> Encode:
+def _as_conversation(codec: Any) -> Encode:
     def encode(row: dict[str, Any]) -> list[int]:
         prompt = row["prompt"]
         messages = prompt if is_conversational(prompt) else [{"role": "user", "content": prompt}]
-        text = "".join(f"{begin.format(role=one['role'])}{one.get('content') or ''}{end}" for one in messages) + answer
-        return list(run.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return codec.read(messages).ids
 
     return encode
 
 
 def with_template(tokenizer: Any, name: str) -> bool:
     """Give a tokenizer the template of a family; False if it lacks the control tokens."""
-    begin, end, answer = FAMILIES[name]
-    if not _has(tokenizer, begin, end):
+    family, own = FAMILIES[name], tokenizer.get_vocab()
+    if not all(mark in own for text in family for mark in MARK.findall(text.format(role="user"))):
         return False
-    begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in (begin, end, answer))
+    begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in family)
     turn = begin.replace("{role}", "' + m['role'] + '")
     tokenizer.chat_template = (
         f"{{% for m in messages %}}{{{{ '{turn}' + m['content'] + '{end}' }}}}{{% endfor %}}"
