@@ -29,7 +29,7 @@ class RecordedRun:
         self._updates: dict[str, list[Update]] = {}  # by generation and process, in the order of steps
         self._tables = lru_cache(CACHED)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
-        self._metrics: tuple[int, list[dict[str, Any]]] = 0, []
+        self._metrics = lru_cache(1)(lambda written: read_metrics(self.record))
 
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
@@ -128,9 +128,7 @@ class RecordedRun:
         return Generation(pq.read_table(path).combine_chunks(), self._updates.get(key, []))
 
     def _lines(self) -> list[dict[str, Any]]:
-        if self._metrics[0] != (now := _written(self.record / METRICS)):
-            self._metrics = now, read_metrics(self.record)
-        return self._metrics[1]
+        return self._metrics(_written(self.record / METRICS))
 
     @cached_property
     def _words(self) -> list[bytes]:

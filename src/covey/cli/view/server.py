@@ -34,6 +34,10 @@ def script() -> str:
     return "".join(MODULE_WORDS.sub("", (PAGE / name).read_text()) for name in SCRIPTS)
 
 
+async def send_text(kind: str, read: Callable[[], str], request: web.Request) -> web.Response:
+    return web.Response(text=read(), content_type=kind)
+
+
 def application(runs: list[RecordedRun]) -> web.Application:
     """The server's paths; what reads files runs in threads, one at a time."""
     lock = asyncio.Lock()
@@ -55,9 +59,6 @@ def application(runs: list[RecordedRun]) -> web.Application:
         if not number.isdecimal() or int(number) >= len(runs):
             raise web.HTTPNotFound(text=f"there is no run {number}")
         return runs[int(number)]
-
-    async def send_text(kind: str, read: Callable[[], str], request: web.Request) -> web.Response:
-        return web.Response(text=read(), content_type=kind)
 
     async def send_value(read: Callable[[web.Request], Any], request: web.Request) -> web.Response:
         try:

@@ -3,7 +3,7 @@
 import asyncio
 import html
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from aiohttp import web
 from covey.cli.study import changes_of
 from covey.cli.view import server
 from covey.cli.view.runs import RecordedRun
-from covey.cli.view.server import HEADERS, PAGE, guard
+from covey.cli.view.server import HEADERS, PAGE, guard, send_text
 from covey.observability.plots import Panel
 from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of
@@ -45,9 +45,6 @@ def application(folder: Path) -> web.Application:
             raise web.HTTPNotFound(text=f"the study has not finished a round yet: {error}") from error
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": POLICY})
 
-    async def code(request: web.Request) -> web.Response:
-        return web.Response(text=(PAGE / "study.js").read_text(), content_type="text/javascript")
-
     async def command(request: web.Request) -> web.Response:
         if request.content_type != "application/json":  # which no form of another page sends unasked
             raise web.HTTPUnsupportedMediaType(text="A command is JSON.")
@@ -58,7 +55,7 @@ def application(folder: Path) -> web.Application:
 
     app = web.Application(middlewares=[guard])
     app.router.add_get("/", page)
-    app.router.add_get("/study.js", code)
+    app.router.add_get("/study.js", partial(send_text, "text/javascript", (PAGE / "study.js").read_text))
     app.router.add_post("/command", command)
     app.add_subapp("/runs/", server.application(runs))
     return app

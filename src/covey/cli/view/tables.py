@@ -190,11 +190,8 @@ class Generation:
 
     def _prompts(self) -> list[str]:
         """The prompt's beginning, at the first rollout of each group."""
-        groups = self.table["group"].to_pylist()
-        first: dict[int, int] = {}
-        for row, group in enumerate(groups):
-            first.setdefault(group, row)
-        return [as_text(self.prompt(row))[:EXCERPT] if first[group] == row else "" for row, group in enumerate(groups)]
+        _, firsts = np.unique(self.table["group"].to_numpy(), return_index=True)
+        return [as_text(self.prompt(row))[:EXCERPT] if row in firsts else "" for row in range(self.table.num_rows)]
 
     def prompt(self, row: int) -> Any:
         own = json.loads(self.table["prompt"][row].as_py())
