@@ -21,7 +21,7 @@ from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
 from covey.runtime.quiet import without_bars
-from covey.trainer.checkpoint import STATE_FILE
+from covey.trainer.checkpoint import STATE_FILE, numbered_checkpoints
 
 COMPARED = ("loss", "grad_norm")
 MOST_LINES = 20
@@ -30,9 +30,9 @@ MODEL_PARTS = ("method", "model", "peft", "quantization")
 
 
 class StopAfter(TrainerCallback):
-    """Ends the training after a step, at the learning rates of the whole run, with only some steps `logged`."""
+    """Ends the training after a step, at the learning rates of the whole run; logs only `logged` steps, if given."""
 
-    def __init__(self, step: int, logged: Collection[int] | None = None):
+    def __init__(self, step: int, logged: Collection[int] | None):
         self.step, self.logged = step, logged
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f'{str(given.run)!r} has no tokens on record: it was not trained with record="tokens".')
     first, last = span(given.steps, recorded)
     checkpoint = given.run / f"checkpoint-{first - 1}"
-    begin = [1, *(step + 1 for step in saved_steps(given.run) if step < recorded)]
+    checkpoints = [path for path in numbered_checkpoints(str(given.run)) if (path / STATE_FILE.format(rank=0)).exists()]
+    saved = [int(path.name[11:]) for path in checkpoints]  # of more than weights
+    begin = [1, *(step + 1 for step in saved if step < recorded)]
     if first not in begin:
         raise ValueError(
             f"--steps {given.steps} begins with the weights after step {first - 1}, of which {str(given.run)!r} has no"
@@ -112,13 +114,6 @@ def preceding(logged: Iterable[int], start: int) -> dict[int, int]:
     """
     steps = [start, *logged]
     return dict(zip(steps[1:], steps, strict=False))
-
-
-def saved_steps(run: Path) -> list[int]:
-    """Steps of checkpoints that a training can go on from, which those with weights alone do not allow."""
-    states = run.glob(f"checkpoint-*/{STATE_FILE.format(rank=0)}")
-    found = [path.parent.name.removeprefix("checkpoint-") for path in states]
-    return sorted(int(step) for step in found if step.isdecimal())
 
 
 def trainer_of(

@@ -17,6 +17,8 @@ from typing import Any, get_args, get_origin
 from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER
+from covey.rewards import resolve_reward
+from covey.runtime.import_path import FORMS, is_reference, resolve
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
 
@@ -154,8 +156,6 @@ def parts_of(run: RunConfig) -> dict[str, Any]:
 
 
 def rewards(names: Sequence[Any]) -> list[Any]:
-    from covey.rewards import resolve_reward
-
     for name in names:
         if not isinstance(name, str):
             raise ValueError(
@@ -167,8 +167,6 @@ def rewards(names: Sequence[Any]) -> list[Any]:
 
 def named(reference: Any, kind: str) -> Any:
     """The object of an import path: a function, a tool with a schema of its own, or an environment factory."""
-    from covey.runtime.import_path import FORMS, resolve
-
     if not reference:
         return None
     if not isinstance(reference, str):
@@ -185,8 +183,6 @@ def environments(factory: Any, kind: str = "environment_factory") -> Any:
 
 def agent_of(agent: Any) -> Any:
     """The command of a run's agent, or the function that it names."""
-    from covey.runtime.import_path import FORMS, is_reference
-
     if not isinstance(agent, str | list | None):
         raise ValueError(
             f"agent {agent!r} is a {type(agent).__name__}; write a command, or name a function as {FORMS}."

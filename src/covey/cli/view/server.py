@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -110,7 +109,3 @@ async def serve(app: web.Application, port: int, started: Callable[[str], None])
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
-
-
-def data_address(path: Path) -> str:
-    return f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"
