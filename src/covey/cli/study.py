@@ -10,6 +10,7 @@ import yaml
 from covey.cli.config_file import RUN_KEYS, FlagParser, config_of, read_mapping, typed
 from covey.config.aliases import ALIASES, hint
 from covey.config.messages import closest
+from covey.study.commands import KINDS, Command, read_state, send
 
 USAGE = """usage: covey study study.yaml [--resume]
        covey study stop NAME --study DIR
@@ -28,8 +29,6 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
-    from covey.study.commands import KINDS, Command, read_state, send
-
     if argv[0] not in (*KINDS, "show"):
         if not Path(argv[0]).suffix and not Path(argv[0]).exists():
             hint = closest(argv[0], (*KINDS, "show"))

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from transformers import BitsAndBytesConfig, TrainingArguments
+
 from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER
@@ -210,8 +212,6 @@ def adapter(settings: dict[str, Any] | None) -> Any:
 def quantisation(settings: dict[str, Any] | None) -> Any:
     if settings is None:
         return None
-    from transformers import BitsAndBytesConfig
-
     known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -227,8 +227,6 @@ def quantisation(settings: dict[str, Any] | None) -> Any:
 
 def help_text(method: str, everything: bool = False) -> str:
     """Text of `-h`; with `everything`, also a description of every setting inherited from transformers."""
-    from transformers import TrainingArguments
-
     config_class = config_of(method)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     parts = [[_introduction(method)], ["The run", *(_entry(key, "", text) for key, text in RUN_KEYS.items())]]
