@@ -78,12 +78,10 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         )
     settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
     own = {"method": run.method, "peft": run.peft, "system_prompt": run.system_prompt}
+    changes = variants_of(plan).items()
     study = Study(
         run.model,
-        {
-            name: typed(changes, config_of(changes.get("method", run.method)))
-            for name, changes in variants_of(plan).items()
-        },
+        {name: typed(one, config_of(one.get("method", run.method))) for name, one in changes},
         {**typed(settings, config_of(run.method)), **own},
         reward_funcs=rewards(run.reward_funcs) or None,
         train_dataset=load_rows(run.dataset, run.dataset_split, run.columns) if run.dataset else None,

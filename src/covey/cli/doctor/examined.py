@@ -7,8 +7,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -131,7 +130,6 @@ class ExaminedRun:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run."""
         args, algebra = self.args, self.trainer.context.algebra
         if args.max_steps > 0 or not hasattr(self.rows, "__len__"):
             return max(args.max_steps, 1)
@@ -195,10 +193,17 @@ class ExaminedRun:
         samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
         params = replace(self.trainer.rollouts.params, **changes)
         self._experiments += 1
-        with quiet(), self._writing(encode):
-            began = time.perf_counter()
-            rollouts = self.collector.collect(samples, params, ("doctor", self._experiments))
-            seconds = time.perf_counter() - began
+        own = self.collector.codec
+        if encode is not None:
+            self.collector.codec = copy.copy(own)
+            self.collector.codec.read_row = lambda row: Encoded(encode(row))
+        began = time.perf_counter()
+        try:
+            with quiet():
+                rollouts = self.collector.collect(samples, params, ("doctor", self._experiments))
+        finally:
+            self.collector.codec = own
+        seconds = time.perf_counter() - began
         rewards, stats = self.score(samples, rollouts)
         if self.collector.spec is not None:
             self.collector.spec.release(rollouts)
@@ -229,17 +234,6 @@ class ExaminedRun:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         shown = [{"role": "assistant", "content": text}] if is_conversational(row.get("prompt")) else text
         return Rollout([0], list(ids), [True] * len(ids), None, shown, FinishReason.STOP)
-
-    @contextmanager
-    def _writing(self, encode: Encode | None) -> Iterator[None]:
-        own = self.collector.codec
-        if encode is not None:
-            self.collector.codec = copy.copy(own)
-            self.collector.codec.read_row = lambda row: Encoded(encode(row))
-        try:
-            yield
-        finally:
-            self.collector.codec = own
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0, exact: bool = False) -> Tensor:

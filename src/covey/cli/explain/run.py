@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoProcessor, TrainerState
 
 from covey.cli.config_file import RunConfig
@@ -191,8 +192,6 @@ def _quantization(run: RunConfig, config: Any) -> Any:
 
 
 def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -> Images:
-    from PIL import Image
-
     content = [{"type": "image"}] * number + [{"type": "text", "text": "?"}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     encoded = Vision(processor, placeholder_ids(config)).encode(text, [Image.new("RGB", size, "white")] * number)
