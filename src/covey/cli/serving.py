@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import ipaddress
-import itertools
 import json
 import os
 import re
@@ -85,13 +84,6 @@ class Request:
         """True if the user gave the server's flag `--name`, switched on or off."""
         name = name.removeprefix("no-")
         return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
-
-    def number(self, name: str, short: str, default: int) -> int:
-        words = [word for flag in self.flags for word in flag.split("=", 1)]
-        for word, value in itertools.pairwise(words):
-            if word in (f"--{name}", f"-{short}") and value.isdigit():
-                default = int(value)
-        return default
 
 
 def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mapping[str, str]], Plan]) -> int:

@@ -1,5 +1,6 @@
 """`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from glob import glob
@@ -78,7 +79,8 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
         added |= launch.LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
             defaults |= launch.LORA_FLAGS
-        if request.number("data-parallel-size", "dp", 1) > 1:
+        copies = re.findall(r"(?<!\S)(?:--data-parallel-size|-dp)[ =](\d+)(?!\S)", " ".join(request.flags))
+        if copies and int(copies[-1]) > 1:
             defaults["api-server-count"] = "1"  # several would each know other adapters
     if not on_cpu:
         defaults["enable-sleep-mode"] = None  # vLLM's CPU build refuses it

@@ -5,7 +5,6 @@ import html
 import json
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -49,7 +48,10 @@ def application(folder: Path) -> web.Application:
         if request.content_type != "application/json":  # which no form of another page sends unasked
             raise web.HTTPUnsupportedMediaType(text="A command is JSON.")
         try:
-            return web.Response(text=send(folder, command_of(await request.json())))
+            asked = await request.json()
+            words = [line.strip() for line in str(asked["changes"]).splitlines() if line.strip()]  # field=value in each
+            wanted = (str(asked["kind"]), str(asked["name"]), changes_of(words), asked["to"] or None)
+            return web.Response(text=send(folder, Command(*wanted, fresh=asked["fresh"] is True)))
         except (TypeError, AttributeError, ValueError, LookupError, OSError) as error:
             return web.Response(status=400, text=str(error))
 
@@ -83,11 +85,3 @@ def live_page(folder: Path, recorded: list[str]) -> str:
 @lru_cache(1)
 def _drawn(curves: str) -> str:
     return drawn([(points, Panel(**panel)) for points, panel in json.loads(curves)])
-
-
-def command_of(asked: dict[str, Any]) -> Command:
-    """A command as the page sends it: `kind`, `name`, `to`, `fresh`, and `changes` as lines of field=value."""
-    words = [line.strip() for line in str(asked["changes"]).splitlines() if line.strip()]
-    return Command(
-        str(asked["kind"]), str(asked["name"]), changes_of(words), asked["to"] or None, asked["fresh"] is True
-    )
