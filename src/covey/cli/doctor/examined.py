@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class SampleBatch:
                 else:
                     equal += (times / count) ** size
             shares.append(1 - equal if count > 1 else 0.0)
-        return sum(shares) / max(len(shares), 1)
+        return fmean(shares)
 
     def first(self, prompts: int) -> "SampleBatch":
         kept = prompts * self.size

@@ -44,7 +44,8 @@ def examine(
     read.weights = trainer.rewards.weights  # of environments, too
     base = read.batch() if read.tokens else None  # else sampled again
     examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
-    if read.comparable and read.tokens:
+    cuts = any(name in settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
+    if read.tokens and not (cuts and read.replay.traits.reports_after_cut):  # else scores are of another distribution
         examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
         examined.own_engine = not read.replay.traits.shares_policy
     found = list(staged(examined))
@@ -97,12 +98,6 @@ class PastRun:
         if self.tokens:
             return self.replay.load(generation)
         return scored_rollouts(read_rows(self.paths[generation]), self.names, _without_tokens)
-
-    @property
-    def comparable(self) -> bool:
-        """Log-probs on record are of the distribution that the trainer scores."""
-        cuts = any(name in self.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
-        return not (self.replay.traits.reports_after_cut and cuts)
 
     def batch(self) -> SampleBatch:
         """The first generation; further ones where it has few prompts."""

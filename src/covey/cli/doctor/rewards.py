@@ -20,17 +20,17 @@ from covey.rewards.text import completion_text
 from covey.rollout.prompts import is_conversational
 
 FORMS = (
-    "{}",
-    "{}\n",
-    "The answer is {}.",
-    "\\boxed{{{}}}",
-    "<answer>{}</answer>",
-    "<think>\nIt is {}.\n</think>\n<answer>\n{}\n</answer>",
-    "<think>\nIt is {}.\n</think>\n{}",
-    "#### {}",
-    "Answer: {}",
-    "**{}**",
-    "```\n{}\n```",
+    "{0}",
+    "{0}\n",
+    "The answer is {0}.",
+    "\\boxed{{{0}}}",
+    "<answer>{0}</answer>",
+    "<think>\nIt is {0}.\n</think>\n<answer>\n{0}\n</answer>",
+    "<think>\nIt is {0}.\n</think>\n{0}",
+    "#### {0}",
+    "Answer: {0}",
+    "**{0}**",
+    "```\n{0}\n```",
 )
 """Ways to write an answer that rewards ask for."""
 
@@ -191,8 +191,7 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     base = run.base
     if not len(base.known):
         return
-    if len(run.suite.names) > 1:
-        yield from _flat_functions(run)
+    yield from _flat_functions(run)
     value = base.known.max().item()
     share = (base.known == value).double().mean().item()
     high = value > base.known.min().item() or share == 1.0
@@ -258,7 +257,7 @@ def texts_tried(run: ExaminedRun) -> list[tuple[float, float, str]]:
 
 
 def _written(answer: str) -> list[str]:
-    return [form.replace("{}", answer).replace("{{", "{").replace("}}", "}") for form in FORMS]
+    return [form.format(answer) for form in FORMS]
 
 
 def _other_column(run: ExaminedRun, value: float) -> Finding | None:
