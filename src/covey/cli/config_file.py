@@ -135,7 +135,10 @@ def load_run(
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
-    _refuse_unknown(values, config_class)
+    known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
+    if unknown := [name for name in values if name not in known]:
+        kind = f"no setting of a {method.upper()} run"
+        raise ValueError(" ".join(f"`{name}` is {kind}{hint(name, known)}" for name in unknown))
     with planning_for(world_size):
         args = config_class(**typed(values, config_class))
     run |= {name: _as_list(run.get(name) or []) for name in _LISTS}
@@ -346,14 +349,6 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
     if fixed is not None and named is not None and named != fixed:
         raise ValueError(f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`.")
     return fixed or named or "grpo"
-
-
-def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> None:
-    known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        method = config_class.method.upper()
-        raise ValueError(" ".join(f"`{name}` is no setting of a {method} run{hint(name, known)}" for name in unknown))
 
 
 def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:

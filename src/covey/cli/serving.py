@@ -115,7 +115,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
     words = _with_files(words)
     while words:
         flag, equals, value = words.pop(0).partition("=")
-        flag = _dashed(flag, backend)
+        if flag.startswith("--"):
+            name, dot, key = flag.partition(".")  # keys after a dot belong to JSON and stay
+            name = name.replace("_", "-")
+            flag = backend.renamed.get(name, name) + dot + key
         if whole := next((own for own in OWN if flag[2:] and own.startswith(flag) and own != flag), None):
             # The server would take it for the whole flag, and listen elsewhere than was checked.
             raise ValueError(f"{flag} is not a flag of its own: write {whole} in full.")
@@ -126,8 +129,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
                 if not words or words[0].startswith("--"):
                     raise ValueError(f"{flag} needs a value after it; `covey {backend.package}-serve -h` shows how.")
                 value = words.pop(0)
-            name = flag[2:].replace("-", "_")
-            setattr(request, name, _port(value) if name == "port" else value)
+            if flag == "--port" and not (value.isdigit() and 0 < int(value) < 65536):
+                raise ValueError(f"--port {value} is no port; give a number from 1 to 65535.")
+            setattr(request, flag[2:].replace("-", "_"), int(value) if flag == "--port" else value)
         elif flag[2:] in backend.switches and (equals or (words and words[0].lower() in ("true", "false"))):
             on = (value if equals else words.pop(0)).lower()
             if on not in ("true", "false"):
@@ -191,21 +195,6 @@ def flags_of_file(path: str) -> list[str]:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             flags.append(f"--{'model' if dashed == 'model-path' else name}={text}")
     return flags
-
-
-def _dashed(flag: str, backend: Backend) -> str:
-    """`--max_model_len` as `--max-model-len`; keys after a dot belong to JSON and stay."""
-    if not flag.startswith("--"):
-        return flag
-    name, dot, key = flag.partition(".")
-    name = name.replace("_", "-")
-    return backend.renamed.get(name, name) + dot + key
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError(f"--port {text} is no port; give a number from 1 to 65535.")
-    return int(text)
 
 
 def is_local(host: str) -> bool:

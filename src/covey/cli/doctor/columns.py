@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from covey.cli.doctor.examined import ExaminedRun, SampleBatch
+from covey.cli.doctor.examined import ExaminedRun
 from covey.cli.doctor.prompts import prompt_text
 from covey.cli.explain.run import SOLUTIONS
 from covey.observability.findings import Finding
 from covey.rewards.functions import NOT_FORWARDED, RESERVED, FunctionReward, arguments_with
+from covey.rewards.text import completion_text
 from covey.runtime.user_code import parameters_of, unwrap_partial
 
 ANSWERS = (*SOLUTIONS, "ground_truth", "reference", "gold", "expected")  # columns that hold what is right
@@ -108,7 +109,8 @@ def _constant(run: ExaminedRun, name: str) -> Iterator[Finding]:
         return
     poor = run.base.signal(run.group) < 0.5
     samples = run.base.samples
-    rows = [{**sample.row, name: _last_word(run.base, n)} for n, sample in enumerate(samples)]
+    words = [(re.findall(r"\w+", completion_text(one.completion)) or ["x"])[-1] for one in run.base.rollouts]
+    rows = [{**sample.row, name: word} for sample, word in zip(samples, words, strict=True)]
     totals = run.totals(rows, run.base.rollouts)
     changed = int(((totals - run.base.totals.flatten()).abs() > 1e-9).sum())
     yield Finding(
@@ -119,11 +121,6 @@ def _constant(run: ExaminedRun, name: str) -> Iterator[Finding]:
         f"Fill {name!r} with the value of each row.",
         f"With the last word of a completion in its place, {changed} of {len(samples)} rewards change.",
     )
-
-
-def _last_word(batch: SampleBatch, number: int) -> str:
-    words = re.findall(r"\w+", str(batch.rollouts[number].completion).partition("'content':")[2] or batch.texts[number])
-    return words[-1] if words else "x"
 
 
 def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:

@@ -27,6 +27,8 @@ FAMILIES = {  # prefix of a turn, its end, opening of the answer
     "Phi": ("<|{role}|>\n", "<|end|>\n", "<|assistant|>\n"),
 }
 MARK = re.compile(r"<\|?[a-z_]+\|?>")  # a control token of these
+ANY_MARK = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", re.MULTILINE)
+"""A control token of any model's template."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     with suppress(ValueError):  # it cannot be read
         ids = run.codec.read_row(rows[0]).ids
     shown = str(run.tokenizer.decode(ids))
-    foreign = _foreign(run.tokenizer, shown)
+    own = run.tokenizer.get_vocab()
+    foreign = next((mark for mark in ANY_MARK.findall(shown) if mark not in own), None)  # text to this tokenizer
     of_template = foreign is not None and chat and foreign not in str(rows[0]["prompt"])
     is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
     if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
@@ -197,13 +200,6 @@ def _opening(codec: Any, row: dict[str, Any]) -> str | None:
     if not plain or plain != asked or not common.startswith(plain) or not opening.strip():  # " " belongs to the answer
         return None
     return opening
-
-
-def _foreign(tokenizer: Any, shown: str) -> str | None:
-    """A control token of another model's template that this tokenizer takes for text."""
-    marks = re.findall(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", shown, re.M)
-    own = tokenizer.get_vocab()
-    return next((mark for mark in marks if mark not in own), None)
 
 
 def _as_conversation(codec: Any) -> Encode:

@@ -32,8 +32,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
     described = read_run(run)
-    settings = settings_of(described)
-    read = PastRun(run, described, settings)
+    read = PastRun(run, described)
     summary["generations"] = len(read.generations)
     trainer = rebuilt(run, described, read)
     if trainer is None:
@@ -44,7 +43,7 @@ def examine(
     read.weights = trainer.rewards.weights  # of environments, too
     base = read.batch() if read.tokens else None  # else sampled again
     examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
-    cuts = any(name in settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
+    cuts = any(name in read.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
     if read.tokens and not (cuts and read.replay.traits.reports_after_cut):  # else scores are of another distribution
         examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
         examined.own_engine = not read.replay.traits.shares_policy
@@ -79,19 +78,19 @@ def rebuilt(run: Path, described: dict[str, Any], read: "PastRun") -> Any:
 
 
 class PastRun:
-    def __init__(self, run: Path, described: dict[str, Any], settings: dict[str, Any]):
-        self.settings, self.problem = settings, "a part of it has no name"
+    def __init__(self, run: Path, described: dict[str, Any]):
+        self.settings, self.problem = settings_of(described), "a part of it has no name"
         self.paths = {number_of(path): path for path in files(run / FOLDER)}
         self.generations = list(self.paths)
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
         self.names = list(described["rewards"])
-        self.weights = torch.tensor(settings.get("reward_weights") or [1.0] * len(self.names))
+        self.weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
         self.replay = Replay(run, self.names, 0, described["processes"])
         first = read_rows(self.paths[self.generations[0]])
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         config = config_of(parts_of_record(described)["method"])
-        self.size = int(settings.get("num_generations") or config().num_generations or 8)
+        self.size = int(self.settings.get("num_generations") or config().num_generations or 8)
 
     def load(self, generation: int) -> ScoredRollouts:
         """Rollouts of a generation; without tokens where the record has none."""

@@ -37,7 +37,9 @@ def application(folder: Path) -> web.Application:
 
     async def page(request: web.Request) -> web.Response:
         try:
-            add_records(runs, folder)
+            for path in sorted(folder.glob(f"*/{FOLDER}/run.json")):  # earlier ones keep their places: their addresses
+                if path.parent.parent not in [run.folder for run in runs]:
+                    runs.append(RecordedRun(path.parent.parent))
             async with one_at_a_time:
                 text = await asyncio.to_thread(live_page, folder, [run.folder.name for run in runs])
         except OSError as error:
@@ -61,13 +63,6 @@ def application(folder: Path) -> web.Application:
     app.router.add_post("/command", command)
     app.add_subapp("/runs/", server.application(runs))
     return app
-
-
-def add_records(runs: list[RecordedRun], folder: Path) -> None:
-    """Append the variants whose record has begun; the others keep their places, which are their addresses."""
-    for path in sorted(folder.glob(f"*/{FOLDER}/run.json")):
-        if (variant := path.parent.parent) not in [run.folder for run in runs]:
-            runs.append(RecordedRun(variant))
 
 
 def live_page(folder: Path, recorded: list[str]) -> str:
