@@ -45,8 +45,7 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
     found, rest = parser.parse_known_args(argv)
     if found.accelerate_config is None:
         return None
-    command = [sys.executable, "-m", "covey.cli.launch"]
-    command += ["--config_file", str(find_config(found.accelerate_config))]
+    command = [sys.executable, "-m", "covey.cli.launch", "--config_file", str(find_config(found.accelerate_config))]
     for name in FLAGS:
         if getattr(found, name) is not None:
             command += [f"--{name}", getattr(found, name)]

@@ -82,10 +82,8 @@ class SampleBatch:
             values = [value for value in row.tolist() if value == value]
             count, equal = len(values), 0.0
             for times in Counter(values).values():
-                if size <= count:
-                    equal += math.comb(times, size) / math.comb(count, size)
-                else:
-                    equal += (times / count) ** size
+                alike = math.comb(times, size) / math.comb(count, size) if size <= count else (times / count) ** size
+                equal += alike
             shares.append(1 - equal if count > 1 else 0.0)
         return fmean(shares)
 
@@ -183,10 +181,7 @@ class ExaminedRun:
     def sample(
         self, prompts: int, size: int, encode: Encode | None = None, start: int = 0, **changes: Any
     ) -> SampleBatch:
-        """Sample and reward with other settings, or with prompts that are written in another way.
-
-        Prompts are the first of those to explain; with a `start` others.
-        """
+        """Sample and reward with other settings or other tokens of prompts: those to explain, with a `start` others."""
         if "base" in self.__dict__ and not start:
             asked = [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
         else:

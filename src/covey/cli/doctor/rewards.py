@@ -56,8 +56,7 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
         missing = int(base.rewards[:, index].isnan().sum()) - failures - late
         count = len(base.rollouts)
         if late > count / 4:
-            seconds = run.suite.timeout
-            yield _late(run, f"{name} has not scored {late} of {count} completions within {seconds:g} s.")
+            yield _late(run, f"{name} has not scored {late} of {count} completions within {run.suite.timeout:g} s.")
         elif failures > count / 10:
             level = "error" if failures > count / 2 else "warning"
             evidence = f"{name} raises or returns no number for {failures} of {count} completions."
@@ -76,9 +75,8 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
     unscored = int(base.totals.isnan().sum())
     if unscored > len(base.rollouts) / 2 and not explained:
         evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
-        yield Finding(
-            "reward-failing", "error", evidence, "Let one return a number for every row.", *_other_form(run)[1:]
-        )
+        _, proof = _other_form(run)
+        yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.", proof)
 
 
 def _other_form(run: ExaminedRun) -> tuple[str, str]:
