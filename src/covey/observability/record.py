@@ -239,9 +239,12 @@ class Replay:
                 " train from it: start as many."
             )
 
+    def path(self, generation: int) -> Path:
+        return self.folder / FOLDER / file_name(generation, self.rank, self.processes)
+
     def load(self, generation: int) -> ScoredRollouts:
         """This process's rollouts of a generation; ValueError where the record has none, or no text alone."""
-        path = self.folder / FOLDER / file_name(generation, self.rank, self.processes)
+        path = self.path(generation)
         if not path.exists():
             numbers = [number_of(known) for known in files(self.folder / FOLDER, self.rank)]
             raise ValueError(
@@ -266,17 +269,15 @@ class Replay:
                 f"replay_from={str(self.folder)!r} has rollouts with images, which a record does not hold: only runs"
                 " on text can be replayed."
             )
-        return scored_rollouts(rows, names, _rollout)
+        return as_scored(rows, names, [_rollout(row) for row in rows])
 
 
-def scored_rollouts(
-    rows: list[dict[str, Any]], names: list[str], rollout: Callable[[dict[str, Any]], Rollout]
-) -> ScoredRollouts:
-    """Rows of a generation, each made a `rollout`, with the rewards of the functions of these names."""
+def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollout]) -> ScoredRollouts:
+    """Rollouts of a record's rows with what else the rows say of them: prompts, and the rewards of these names."""
     rewards = [[_number(row[REWARD + name]) for name in names] for row in rows]
     return ScoredRollouts(
         [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
-        [rollout(row) for row in rows],
+        rollouts,
         torch.tensor(rewards, dtype=torch.float32).view(len(rows), len(names)),
         {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]},
         [

@@ -18,7 +18,7 @@ from covey.cli.train import build_trainer
 from covey.core.records import FinishReason, Rollout, ScoredRollouts
 from covey.observability.diagnostics import advice
 from covey.observability.findings import Finding
-from covey.observability.record import Replay, scored_rollouts
+from covey.observability.record import Replay, as_scored
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_rows, read_run
 
 ELSEWHERE = ("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record")
@@ -80,14 +80,13 @@ def rebuilt(run: Path, described: dict[str, Any], read: "PastRun") -> Any:
 class PastRun:
     def __init__(self, run: Path, described: dict[str, Any]):
         self.settings, self.problem = settings_of(described), "a part of it has no name"
-        self.paths = {number_of(path): path for path in files(run / FOLDER)}
-        self.generations = list(self.paths)
+        self.generations = [number_of(path) for path in files(run / FOLDER)]
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
         self.names = list(described["rewards"])
         self.weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
         self.replay = Replay(run, self.names, 0, described["processes"])
-        first = read_rows(self.paths[self.generations[0]])
+        first = read_rows(self.replay.path(self.generations[0]))
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         config = config_of(parts_of_record(described)["method"])
         self.size = int(self.settings.get("num_generations") or config().num_generations or 8)
@@ -96,7 +95,8 @@ class PastRun:
         """Rollouts of a generation; without tokens where the record has none."""
         if self.tokens:
             return self.replay.load(generation)
-        return scored_rollouts(read_rows(self.paths[generation]), self.names, _without_tokens)
+        rows = read_rows(self.replay.path(generation))
+        return as_scored(rows, self.names, [_without_tokens(row) for row in rows])
 
     def batch(self) -> SampleBatch:
         """The first generation; further ones where it has few prompts."""
