@@ -127,7 +127,7 @@ def test_names_of_ms_swift_choose_the_method(write):
 
 
 def test_all_unknown_names_are_listed_under_the_method(write):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(TypeError) as caught:
         load_run(write("lora_rank: 8\n"), ["--learnig_rate", "1", "--modle=x"], method="grpo")
     assert str(caught.value) == (
         "`lora_rank` is no setting of a GRPO run: it belongs to the adapter: `peft: {r: ...}` in a run file, "
@@ -145,20 +145,20 @@ def test_world_size_is_planned_for(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "error", "message"),
     [
-        ("- a\n- b\n", "must hold `field: value` lines, but holds a list"),
-        ("a: [1\n", "cannot be read"),
-        ("", "holds a NoneType"),
-        ("modle: x\n", "Did you mean `model`"),
-        ("method: ppo\n", "choose one of: grpo, rloo"),
-        ("beta: high\n", "beta='high' cannot be read"),
-        ("reward_weights: [1, high]\n", r"reward_weights=\[1, 'high'\]: give a list"),
-        ("peft: 3\n", "peft=3 must be a mapping"),
+        ("- a\n- b\n", ValueError, "must hold `field: value` lines, but holds a list"),
+        ("a: [1\n", ValueError, "cannot be read"),
+        ("", ValueError, "holds a NoneType"),
+        ("modle: x\n", TypeError, "Did you mean `model`"),
+        ("method: ppo\n", ValueError, "choose one of: grpo, rloo"),
+        ("beta: high\n", ValueError, "beta='high' cannot be read"),
+        ("reward_weights: [1, high]\n", ValueError, r"reward_weights=\[1, 'high'\]: give a list"),
+        ("peft: 3\n", ValueError, "peft=3 must be a mapping"),
     ],
 )
-def test_mistakes_in_a_file_are_named(write, text, message):
-    with pytest.raises(ValueError, match=message):
+def test_mistakes_in_a_file_are_named(write, text, error, message):
+    with pytest.raises(error, match=message):
         load_run(write(text))
 
 
@@ -169,7 +169,7 @@ def test_the_command_and_the_file_must_agree_on_the_method(write):
 
 @pytest.mark.parametrize("flags", [["0.3"], ["--", "--beta", "0.3"]])
 def test_a_stray_word_is_no_flag(flags):
-    with pytest.raises(ValueError, match=rf"'{flags[0]}' stands where a flag should"):
+    with pytest.raises(TypeError, match=rf"'{flags[0]}' stands where a flag should"):
         parse_flags(flags)
 
 

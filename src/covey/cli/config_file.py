@@ -118,7 +118,7 @@ def load_run(
     """Read a run file (None: flags alone) or take its values, apply flags on top (`--field value`), and make a config.
 
     A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running.
-    ValueError for an unknown key, a file or flag that cannot be read and a config that cannot work.
+    An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
     for other, name in _OTHER_NAMES.items():
@@ -138,7 +138,7 @@ def load_run(
     known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
     if unknown := [name for name in values if name not in known]:
         kind = f"no setting of a {method.upper()} run"
-        raise ValueError(" ".join(f"`{name}` is {kind}{hint(name, known)}" for name in unknown))
+        raise TypeError(" ".join(f"`{name}` is {kind}{hint(name, known)}" for name in unknown))
     with planning_for(world_size):
         args = config_class(**typed(values, config_class))
     run |= {name: _as_list(run.get(name) or []) for name in _LISTS}
@@ -285,7 +285,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(flags)
     names = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("--")]
     if unknown and (not names or "--" in unknown):
-        raise ValueError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
+        raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     values = {**vars(namespace), **dict.fromkeys(names)}
     for name in {"optim_target_modules", "report_to"} & values.keys():
         values[name] = values[name] if len(values[name]) > 1 else values[name][0]

@@ -85,10 +85,17 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def read_run(
-    path: str | Mapping[str, Any] | None, flags: list[str], method: str | None, needed: Sequence[str] | None = None
+    path: str | Mapping[str, Any] | None,
+    flags: list[str],
+    method: str | None,
+    needed: Sequence[str] | None = None,
+    world_size: int | None = None,
 ) -> RunConfig:
     """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
-    run = load_run(path, flags, method=method)
+    try:
+        run = load_run(path, flags, method=method, world_size=world_size)
+    except TypeError as error:  # an unknown setting, or a value of another type
+        raise ValueError(str(error)) from error
     run.require(*(run.needed if needed is None else needed))
     return run
 

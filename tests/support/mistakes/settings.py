@@ -446,7 +446,9 @@ RUN_FILES = [
         "Wrote a key twice", "beta: 0.1\nbeta: 0\n", r"run\.yaml cannot be read", "`beta` is in line 1 and in line 2"
     ),
     run_file("Wrote a run file without fields", "- beta\n", "must hold `field: value` lines, but holds a list"),
-    run_file("Misspelt a key of a run file", "modle: x\n", "`modle` is no setting", "Did you mean `model`"),
+    run_file(
+        "Misspelt a key of a run file", "modle: x\n", "`modle` is no setting", "Did you mean `model`", kind=TypeError
+    ),
     run_file("Wrote a word where a run file needs a number", "beta: high\n", "beta='high' cannot be read"),
     run_file("Chose a method that does not exist", "method: ppo\n", "method='ppo' is not known", "one of: grpo, rloo"),
     run_file(

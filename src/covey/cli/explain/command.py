@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from covey.cli.config_file import FlagParser, load_run
+from covey.cli.config_file import FlagParser
 from covey.cli.data import evaluation_sets
 from covey.cli.explain import figures, sections
 from covey.cli.explain.run import Cluster, ExplainedRun, check_start, gpu_bytes, model_plan
 from covey.cli.launch import find_config
-from covey.cli.train import take_config
+from covey.cli.train import read_run, take_config
 from covey.config.messages import closest
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if flags.gpu is not None and gpu_bytes() is None:
         settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
     with warnings.catch_warnings(record=True, action="always") as caught:
-        run = load_run(path, settings, world_size=flags.world_size)
+        run = read_run(path, settings, None, needed=(), world_size=flags.world_size)
         start = check_start(run, run.args.algebra(flags.world_size))
     explained = ExplainedRun(
         run.args,

@@ -94,7 +94,9 @@ class Start:
         try:
             yield
         except Exception as error:
-            if isinstance(error, ValueError) or (users_code is None and isinstance(error, (OSError, ImportError))):
+            if isinstance(error, ValueError) or (
+                users_code is None and isinstance(error, (TypeError, OSError, ImportError))
+            ):
                 self.problems.append(str(error))
             elif users_code is not None:
                 self.problems.append(f"{users_code}: {error!r}")
