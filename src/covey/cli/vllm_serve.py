@@ -1,9 +1,9 @@
 """`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default."""
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from glob import glob
+from itertools import pairwise
 from pathlib import Path
 
 from covey.cli.env import memory_bytes, usable_cores
@@ -79,8 +79,9 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
         added |= launch.LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
             defaults |= launch.LORA_FLAGS
-        copies = re.findall(r"(?<!\S)(?:--data-parallel-size|-dp)[ =](\d+)(?!\S)", " ".join(request.flags))
-        if copies and int(copies[-1]) > 1:
+        words = pairwise(word for flag in request.flags for word in flag.split("=", 1))
+        copies = [int(value) for name, value in words if name in ("--data-parallel-size", "-dp") and value.isdigit()]
+        if copies and copies[-1] > 1:
             defaults["api-server-count"] = "1"  # several would each know other adapters
     if not on_cpu:
         defaults["enable-sleep-mode"] = None  # vLLM's CPU build refuses it
