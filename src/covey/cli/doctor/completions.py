@@ -219,7 +219,7 @@ def with_template(tokenizer: Any, name: str) -> bool:
     begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in family)
     turn = begin.replace("{role}", "' + m['role'] + '")
     tokenizer.chat_template = (
-        f"{{% for m in messages %}}{{{{ '{turn}' + m['content'] + '{end}' }}}}{{% endfor %}}"
+        f"{{% for m in messages %}}{{{{ '{turn}' + (m['content'] or '') + '{end}' }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{{{{ '{answer}' }}}}{{% endif %}}"
     )
     return True

@@ -97,9 +97,10 @@ class SampleBatch:
         if not len(self.known) or not len(other.known):
             return 0.0
         both = torch.cat([self.known, other.known])
+        scale = (both.max() - both.min()).item()
         error = sum(float(one.known.var(correction=0)) / len(one.known) for one in (self, other)) ** 0.5
         rise = other.mean - self.mean
-        return rise / (both.max() - both.min()).item() if abs(rise) > 2 * error + 1e-9 else 0.0
+        return rise / scale if scale and abs(rise) > 2 * error + 1e-9 else 0.0
 
 
 @dataclass(eq=False)
