@@ -34,7 +34,7 @@ def examine(
     described = read_run(run)
     read = PastRun(run, described)
     summary["generations"] = len(read.generations)
-    trainer = rebuilt(run, described, read)
+    trainer = rebuilt(described, read)
     if trainer is None:
         summary["rebuilt"] = False
         yield from alone(read, summary)
@@ -55,7 +55,7 @@ def examine(
     trainer.rollouts.close()
 
 
-def rebuilt(run: Path, described: dict[str, Any], read: "PastRun") -> Any:
+def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
     parts = parts_of_record(described)
     tokenizer = parts.pop("tokenizer", None)
@@ -69,7 +69,7 @@ def rebuilt(run: Path, described: dict[str, Any], read: "PastRun") -> Any:
             if tokenizer:
                 further["processing_class"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
             if "dataset" not in parts:
-                further["train_dataset"] = datasets.Dataset.from_list(list(read_data(run / FOLDER).values()))
+                further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
             again = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
             return build_trainer(again, **further)
     except Exception as error:  # the code of a run that is over may raise anything
@@ -84,12 +84,13 @@ class PastRun:
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
         self.names = list(described["rewards"])
-        self.weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
+        self.folder = run / FOLDER
         self.replay = Replay(run, self.names, 0, described["processes"])
         first = read_rows(self.replay.path(self.generations[0]))
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         config = config_of(parts_of_record(described)["method"])
         self.size = int(self.settings.get("num_generations") or config().num_generations or 8)
+        self.weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
 
     def load(self, generation: int) -> ScoredRollouts:
         """Rollouts of a generation; without tokens where the record has none."""

@@ -94,9 +94,8 @@ class Start:
         try:
             yield
         except Exception as error:
-            if isinstance(error, ValueError) or (
-                users_code is None and isinstance(error, (TypeError, OSError, ImportError))
-            ):
+            ours = (ValueError, TypeError, OSError, ImportError) if users_code is None else ValueError
+            if isinstance(error, ours):
                 self.problems.append(str(error))
             elif users_code is not None:
                 self.problems.append(f"{users_code}: {error!r}")
