@@ -85,9 +85,7 @@ def _other_form(run: ExaminedRun) -> tuple[str, str]:
     conversational = is_conversational(samples[0].row.get("prompt"))
     texts = [completion_text(one.completion) for one in rollouts]
     shown: list[Any] = texts if conversational else [[{"role": "assistant", "content": text}] for text in texts]
-    changed = [
-        replace(one, completion=other, finish=FinishReason.STOP) for one, other in zip(rollouts, shown, strict=True)
-    ]
+    changed = [replace(one, completion=new, finish=FinishReason.STOP) for one, new in zip(rollouts, shown, strict=True)]
     known, other = (int((~run.score(samples, these)[0].isnan().all(1)).sum()) for these in (rollouts, changed))
     run.failure = kept
     if other <= known:
@@ -189,7 +187,8 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     base = run.base
     if not len(base.known):
         return
-    yield from _flat_functions(run)
+    if len(run.suite.names) > 1:
+        yield from _flat_functions(run)
     value = base.known.max().item()
     share = (base.known == value).double().mean().item()
     high = value > base.known.min().item() or share == 1.0
