@@ -108,6 +108,7 @@ class RecordedRun:
         updates = {path: _written(path) for path in self.record.glob("update_*.parquet")}
         if any(updates.get(path) != time for path, time in self._read.items()):  # a resumed run wrote others
             self._read, self._updates = {}, {}
+            self._tables.cache_clear()  # its versions may come again, with other updates
         for path in sorted(updates.keys() - self._read.keys(), key=number_of):
             for key, rows in _rows_of(path).items():
                 self._updates.setdefault(key, []).append(Update(number_of(path), rows, path, updates[path]))
