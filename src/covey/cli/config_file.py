@@ -58,8 +58,7 @@ _OTHER_NAMES = {
 
 _SCRIPT_FLAGS = {
     "peft": {
-        **{f"lora_{name}": name for name in ("r", "target_modules", "target_parameters")},
-        **{f"lora_{name}": name for name in ("task_type", "modules_to_save")},
+        **{f"lora_{key}": key for key in ("r", "target_modules", "target_parameters", "task_type", "modules_to_save")},
         **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     },
     "model_init_kwargs": {"dtype": "dtype", "model_revision": "revision", "attn_implementation": "attn_implementation"},
