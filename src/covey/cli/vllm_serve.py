@@ -79,8 +79,8 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
         added |= launch.LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
             defaults |= launch.LORA_FLAGS
-        words = pairwise(word for flag in request.flags for word in flag.split("=", 1))
-        copies = [int(value) for name, value in words if name in ("--data-parallel-size", "-dp") and value.isdigit()]
+        given = pairwise(word for flag in request.flags for word in flag.split("=", 1))
+        copies = [int(value) for name, value in given if name in ("--data-parallel-size", "-dp") and value.isdigit()]
         if copies and copies[-1] > 1:
             defaults["api-server-count"] = "1"  # several would each know other adapters
     if not on_cpu:
