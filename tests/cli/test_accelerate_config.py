@@ -13,7 +13,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked, main
+from covey.cli.launch import find_config, launch_command, launch_if_asked, main
 from covey.runtime import files
 from tests.support import forking
 from tests.support.launching import environment, free_port, run
@@ -38,7 +38,7 @@ SETS = {
 
 
 def test_the_configs_that_come_with_covey():
-    assert sorted(path.stem for path in configs_folder().glob("*.yaml")) == sorted(NAMES)
+    assert sorted(path.stem for path in files.shipped("examples/accelerate_configs").glob("*.yaml")) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,7 +58,7 @@ def test_flags_take_the_type_of_their_field():
         "beta": 1.0,
         "num_generations": 4,
         "log_completions": True,
-        "reward_weights": [1.0, 2.0],
+        "reward_weights": ["1", "2"],
         "top_k": 5,
     }
 

@@ -187,6 +187,6 @@ def test_a_space_before_answers_is_no_opening(answer, opening):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] if m['role'] == 'user' else " + answer + " }}{% endfor %}"
     )
-    codec = SimpleNamespace(template_kwargs=lambda given: {}, tools=None)
+    codec = SimpleNamespace(template_kwargs=lambda given: {}, tools=None, tokenizer=tokenizer)
     row = {"prompt": [{"role": "user", "content": "[INST] hi [/INST]"}]}
-    assert _opening(SimpleNamespace(codec=codec, tokenizer=tokenizer), row) == opening
+    assert _opening(codec, row) == opening

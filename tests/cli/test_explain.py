@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig, MambaConfig
 
 from covey.cli.explain.command import explain as explain_run
-from covey.cli.explain.command import main
 from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan
+from covey.cli.main import main as covey
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 from covey.sizing.memory import ShardCounts
@@ -20,6 +20,10 @@ from tests.support import tiny, tiny_vision
 def words(text):
     """The text without its line breaks, for comparing sentences."""
     return " ".join(text.split())
+
+
+def main(argv):
+    return covey(["explain", *argv])
 
 
 def explain(args, **facts):
@@ -173,7 +177,7 @@ def test_a_model_of_the_hub_has_no_memory_estimate(run_file, capsys):
 def test_mistakes_end_in_one_line_and_status_two(argv, message, capsys):
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert error.startswith("covey explain: ")
+    assert error.startswith("covey: error: ")
     assert message in error
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from covey.config.algebra import planning_for
 from covey.config.aliases import ALIASES, Alias, check_estimator, hint
 from covey.config.base import OnlineConfig, unique
+from covey.config.grpo import GRPOConfig
+from covey.config.rloo import RLOOConfig
 from covey.runtime.files import read_text
 
 RUN_KEYS = {
@@ -55,8 +58,7 @@ _OTHER_NAMES = {
 
 _SCRIPT_FLAGS = {
     "peft": {
-        **{f"lora_{name}": name for name in ("r", "target_modules", "target_parameters")},
-        **{f"lora_{name}": name for name in ("task_type", "modules_to_save")},
+        **{f"lora_{key}": key for key in ("r", "target_modules", "target_parameters", "task_type", "modules_to_save")},
         **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     },
     "model_init_kwargs": {"dtype": "dtype", "model_revision": "revision", "attn_implementation": "attn_implementation"},
@@ -118,14 +120,13 @@ def load_run(
     An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
-    sources = (read, parse_flags(overrides))
-    for source in sources:
-        for other, name in _OTHER_NAMES.items():
-            if other in source and source.get(name, source[other]) != source[other]:
-                raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
-    given = {_new_name(name) for name in sources[1]}
+    for other, name in _OTHER_NAMES.items():
+        if other in read and read.get(name, read[other]) != read[other]:
+            raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
+    flags = parse_flags(overrides)
+    given = {_new_name(name) for name in flags}
     read = {name: value for name, value in read.items() if _new_name(name) not in given}  # a flag wins
-    values = {_OTHER_NAMES.get(name, name): value for name, value in [*read.items(), *sources[1].items()]}
+    values = {**{_OTHER_NAMES.get(name, name): value for name, value in read.items()}, **flags}
     _read_script_flags(values)
     for name in _TEXTS:
         if not isinstance(values.get(name), str | None):
@@ -133,7 +134,10 @@ def load_run(
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
-    _refuse_unknown(values, config_class)
+    known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
+    if unknown := [name for name in values if name not in known]:
+        kind = f"no setting of a {method.upper()} run"
+        raise TypeError(" ".join(f"`{name}` is {kind}{hint(name, known)}" for name in unknown))
     with planning_for(world_size):
         args = config_class(**typed(values, config_class))
     run |= {name: _as_list(run.get(name) or []) for name in _LISTS}
@@ -148,9 +152,14 @@ def _new_name(name: str) -> str:
     return _OTHER_NAMES.get(name) or (alias and alias.new) or name
 
 
+def parts_of_record(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The method and other keys of a run that a record's run.json names."""
+    return {"method": "grpo", **{name: value for name, value in (described.get("parts") or {}).items() if value}}
+
+
 def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a record's run.json that differ from their defaults."""
-    config = config_of((described.get("parts") or {}).get("method") or "grpo")
+    config = config_of(parts_of_record(described)["method"])
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     values = {}
     for name, text in described["settings"].items():
@@ -162,9 +171,6 @@ def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(method: str) -> type[OnlineConfig]:
-    from covey.config.grpo import GRPOConfig
-    from covey.config.rloo import RLOOConfig
-
     classes: dict[str, type[OnlineConfig]] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
     if method not in classes:
         raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(classes)}.")
@@ -227,8 +233,6 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
-    from transformers import HfArgumentParser
-
     class Parser(FlagParser, HfArgumentParser):
         pass
 
@@ -264,25 +268,16 @@ def _numbers(parts: Any) -> Any:
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Values of the given flags, each in the type of its field; unknown flags have the value None."""
+    """Values of the given flags, as `typed` takes them; unknown flags have the value None."""
     if not flags:
         return {}
-    from transformers.hf_argparser import string_to_bool
-
-    from covey.config.rloo import RLOOConfig  # the class with the most fields
-
     flags = [re.sub(r"^--[\w-]+(?==|$)", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in flags]
-    parser = flag_parser(RLOOConfig)
+    parser = flag_parser(RLOOConfig)  # the class with the most fields
     known = parser._option_string_actions
     for place, word in enumerate(flags):  # --no_name sets any field of True and False
-        flag = f"--{word[5:]}"
-        if (
-            word.startswith("--no_")
-            and word not in known
-            and flag in known
-            and (known[flag].nargs in ("?", "*") or known[flag].type is string_to_bool)
-        ):
-            flags[place] = f"{flag}=false"
+        flag = known.get(f"--{word[5:]}") if word.startswith("--no_") and word not in known else None
+        if flag and (flag.nargs in ("?", "*") or flag.type is string_to_bool):
+            flags[place] = f"--{word[5:]}=false"
     named = [word.split("=")[0] for word in flags if word.startswith("--")]
     if twice := next((name for name in named if name in known and named.count(name) > 1), None):
         warnings.warn(f"`{twice}` is given {named.count(twice)} times; the last one is used.", stacklevel=2)
@@ -291,8 +286,6 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     if unknown and (not names or "--" in unknown):
         raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
     values = {**vars(namespace), **dict.fromkeys(names)}
-    if "reward_weights" in values:
-        values["reward_weights"] = _numbers(values["reward_weights"])
     for name in {"optim_target_modules", "report_to"} & values.keys():
         values[name] = values[name] if len(values[name]) > 1 else values[name][0]
     return values
@@ -355,14 +348,6 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
     if fixed is not None and named is not None and named != fixed:
         raise ValueError(f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`.")
     return fixed or named or "grpo"
-
-
-def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> None:
-    known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        method = config_class.method.upper()
-        raise TypeError(" ".join(f"`{name}` is no setting of a {method} run{hint(name, known)}" for name in unknown))
 
 
 def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import datasets
 
 from covey.cli.config_file import yaml_value
 from covey.core.transcript import with_system_message
+from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import format_error
+from covey.trainer.evaluation.suites import suite_of
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Suffixes of data files, and their builders in `datasets`."""
@@ -62,8 +64,6 @@ def is_function(spec: str) -> bool:
 
 def _call(spec: str) -> Any:
     """The dataset, or the splits, that a user's function returns."""
-    from covey.runtime.import_path import resolve
-
     function = resolve(spec, "dataset")
     try:
         found = function()
@@ -212,9 +212,6 @@ def evaluation_sets(given: Any) -> dict[str, Any]:
 
 
 def _load_set(entry: Any, *renamed: Any) -> Any:
-    from covey.runtime.import_path import is_reference, resolve
-    from covey.trainer.evaluation.suites import suite_of
-
     if isinstance(entry, str):
         return load_rows(entry, None, *renamed)
     if not isinstance(entry, dict) or not isinstance(entry.get("dataset"), str):

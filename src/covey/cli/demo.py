@@ -68,7 +68,7 @@ def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str
         "task": "reasoning-gym chain_sum: two one-digit terms",
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
-        "n": len(before["correct"]),
+        "n": len(held_out) * SAMPLES_PER_PROMPT,
         "prompts": len(held_out),
         "ci_before": before["interval"],
         "ci_after": after["interval"],
@@ -160,7 +160,6 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     return {
         "accuracy": sum(correct) / len(correct),
         "interval": clustered_interval(correct, SAMPLES_PER_PROMPT, seed),
-        "correct": correct,
         "samples": samples[::SAMPLES_PER_PROMPT],
     }
 

@@ -6,7 +6,6 @@ The exit status is 1 if the runs differ.
 """
 
 import argparse
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -87,8 +86,6 @@ OTHERS = ("output_dir", "logging_dir", "run_name", "record", "record_max_gb", "r
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first value that differs."""
-
     stage: Stage
     column: str
     step: int
@@ -215,8 +212,7 @@ def _unequal(one: Any, two: Any) -> tuple[int | None, tuple[Any, Any]] | None:
 
 
 def _equal(one: Any, two: Any) -> bool:
-    both_nan = isinstance(one, float) and isinstance(two, float) and math.isnan(one) and math.isnan(two)
-    return bool(one == two) or both_nan
+    return bool(one == two or (one != one and two != two))  # NaN is as NaN
 
 
 def _shown(value: Any) -> str:

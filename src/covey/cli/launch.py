@@ -45,8 +45,7 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
     found, rest = parser.parse_known_args(argv)
     if found.accelerate_config is None:
         return None
-    command = [sys.executable, "-m", "covey.cli.launch"]
-    command += ["--config_file", str(find_config(found.accelerate_config))]
+    command = [sys.executable, "-m", "covey.cli.launch", "--config_file", str(find_config(found.accelerate_config))]
     for name in FLAGS:
         if getattr(found, name) is not None:
             command += [f"--{name}", getattr(found, name)]
@@ -57,17 +56,13 @@ def find_config(name: str) -> Path:
     """The file of an accelerate config: the path, or the name of one that comes with Covey."""
     if Path(name).is_file():
         return Path(name)
-    known = {path.stem: path for path in configs_folder().glob("*.yaml")}
+    known = {path.stem: path for path in shipped("examples/accelerate_configs").glob("*.yaml")}
     if name in known:
         return known[name]
     raise ValueError(
         f"--accelerate_config {name!r} is neither a file nor a config that comes with Covey; those are"
         f" {', '.join(sorted(known))}.{closest(name, known)}"
     )
-
-
-def configs_folder() -> Path:
-    return shipped("examples/accelerate_configs")
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

@@ -13,31 +13,26 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from covey.cli import train
-from covey.cli.config_file import parse_flags, settings_of
+from covey.cli.config_file import parse_flags, parts_of_record, settings_of
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
 from covey.runtime.quiet import without_bars
-from covey.trainer.checkpoint import STATE_FILE
+from covey.trainer.checkpoint import STATE_FILE, numbered_checkpoints
 
 COMPARED = ("loss", "grad_norm")
 MOST_LINES = 20
-MODEL_PARTS = ("model", "peft", "quantization")
+MODEL_PARTS = ("method", "model", "peft", "quantization")
 """Parts of run.json that a replay needs; rollouts and rewards are on record."""
 
 
 class StopAfter(TrainerCallback):
-    """Ends the training after a step, at the learning rates of the whole run.
+    """Ends the training after a step, at the learning rates of the whole run; logs only `logged` steps, if given."""
 
-    Args:
-        step: the last one.
-        logged: steps that are logged; None: those that the config logs.
-    """
-
-    def __init__(self, step: int, logged: Collection[int] | None = None):
+    def __init__(self, step: int, logged: Collection[int] | None):
         self.step, self.logged = step, logged
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -58,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f'{str(given.run)!r} has no tokens on record: it was not trained with record="tokens".')
     first, last = span(given.steps, recorded)
     checkpoint = given.run / f"checkpoint-{first - 1}"
-    begin = [1, *(step + 1 for step in saved_steps(given.run) if step < recorded)]
+    checkpoints = [path for path in numbered_checkpoints(str(given.run)) if (path / STATE_FILE.format(rank=0)).exists()]
+    saved = [int(path.name[11:]) for path in checkpoints]  # of more than weights
+    begin = [1, *(step + 1 for step in saved if step < recorded)]
     if first not in begin:
         raise ValueError(
             f"--steps {given.steps} begins with the weights after step {first - 1}, of which {str(given.run)!r} has no"
@@ -119,22 +116,14 @@ def preceding(logged: Iterable[int], start: int) -> dict[int, int]:
     return dict(zip(steps[1:], steps, strict=False))
 
 
-def saved_steps(run: Path) -> list[int]:
-    """Steps of checkpoints that a training can go on from, which those with weights alone do not allow."""
-    states = run.glob(f"checkpoint-*/{STATE_FILE.format(rank=0)}")
-    found = [path.parent.name.removeprefix("checkpoint-") for path in states]
-    return sorted(int(step) for step in found if step.isdecimal())
-
-
 def trainer_of(
     run: Path, described: dict[str, Any], flags: list[str], last: int, logged: Collection[int], output_dir: str
 ) -> Any:
     """The trainer of the run with these changes, which reads rollouts and rewards from the record until a step."""
-    parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
+    parts = parts_of_record(described)
     own = {
         **settings_of(described),
         **{name: parts[name] for name in MODEL_PARTS if name in parts},
-        "method": parts.get("method", "grpo"),
         "output_dir": output_dir,
         "replay_from": str(run),
         "reward_isolation": "thread",
@@ -148,8 +137,6 @@ def trainer_of(
         raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")
     further: dict[str, Any] = {}
     if "tokenizer" in parts:
-        from transformers import AutoTokenizer
-
         further["processing_class"] = AutoTokenizer.from_pretrained(parts["tokenizer"])
     chosen = {"logging_steps", "logging_strategy"} & set(parse_flags(flags))
     return train.build_trainer(

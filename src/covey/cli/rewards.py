@@ -138,8 +138,7 @@ def _score(
             completion = texts[index] if plain else [{"role": "assistant", "content": texts[index]}]
         ids = list(completion_text(completion).encode())  # bytes: there is no tokenizer
         rollouts.append(Rollout([0], ids, [True] * len(ids), None, completion, FinishReason.STOP))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if quiet else "once")
+    with warnings.catch_warnings(action="ignore" if quiet else "once"):
         try:
             result = suite(rows, rollouts, CONTEXT)
         except MissingArgument:  # of the rows, for which the function is not to blame

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import ipaddress
-import itertools
 import json
 import os
 import re
@@ -66,30 +65,25 @@ class Backend:
 
 @dataclass
 class Request:
-    """Options of a serve command."""
-
-    model: str | None = None
+    model: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
     dry_run: bool = False
     flags: list[str] = field(default_factory=list)  # for the server, with dashes, in the order given
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.host if is_local(self.host) else socket.gethostname()}:{self.port}"
+    def command(self, program: list[str], defaults: Mapping[str, str | None]) -> list[str]:
+        """Words of a program with this address, the defaults of flags that are not given, and those that are."""
+        words = [*program, "--host", self.host, "--port", str(self.port)]
+        for name, value in defaults.items():
+            if not self.has(name):
+                words += [f"--{name}"] if value is None else [f"--{name}", value]
+        return words + self.flags
 
     def has(self, name: str) -> bool:
         """True if the user gave the server's flag `--name`, switched on or off."""
         name = name.removeprefix("no-")
         return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
-
-    def number(self, name: str, short: str, default: int) -> int:
-        words = [word for flag in self.flags for word in flag.split("=", 1)]
-        for word, value in itertools.pairwise(words):
-            if word in (f"--{name}", f"-{short}") and value.isdigit():
-                default = int(value)
-        return default
 
 
 def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mapping[str, str]], Plan]) -> int:
@@ -105,7 +99,8 @@ def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mappin
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
         return 0
     check_port(request.host, request.port)
-    for note in notes:
+    host = request.host if is_local(request.host) else socket.gethostname()
+    for note in (f"serving {request.model} at http://{host}:{request.port}", *notes):
         print(f"covey: {note}", file=sys.stderr)
     sys.stderr.flush()
     os.execvpe(command[0], command, {**os.environ, **added})
@@ -120,7 +115,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
     words = _with_files(words)
     while words:
         flag, equals, value = words.pop(0).partition("=")
-        flag = _dashed(flag, backend)
+        if flag.startswith("--"):
+            name, dot, key = flag.partition(".")  # keys after a dot belong to JSON and stay
+            name = name.replace("_", "-")
+            flag = backend.renamed.get(name, name) + dot + key
         if whole := next((own for own in OWN if flag[2:] and own.startswith(flag) and own != flag), None):
             # The server would take it for the whole flag, and listen elsewhere than was checked.
             raise ValueError(f"{flag} is not a flag of its own: write {whole} in full.")
@@ -131,8 +129,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
                 if not words or words[0].startswith("--"):
                     raise ValueError(f"{flag} needs a value after it; `covey {backend.package}-serve -h` shows how.")
                 value = words.pop(0)
-            name = flag[2:].replace("-", "_")
-            setattr(request, name, _port(value) if name == "port" else value)
+            if flag == "--port" and not (value.isdigit() and 0 < int(value) < 65536):
+                raise ValueError(f"--port {value} is no port; give a number from 1 to 65535.")
+            setattr(request, flag[2:].replace("-", "_"), int(value) if flag == "--port" else value)
         elif flag[2:] in backend.switches and (equals or (words and words[0].lower() in ("true", "false"))):
             on = (value if equals else words.pop(0)).lower()
             if on not in ("true", "false"):
@@ -196,21 +195,6 @@ def flags_of_file(path: str) -> list[str]:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             flags.append(f"--{'model' if dashed == 'model-path' else name}={text}")
     return flags
-
-
-def _dashed(flag: str, backend: Backend) -> str:
-    """`--max_model_len` as `--max-model-len`; keys after a dot belong to JSON and stay."""
-    if not flag.startswith("--"):
-        return flag
-    name, dot, key = flag.partition(".")
-    name = name.replace("_", "-")
-    return backend.renamed.get(name, name) + dot + key
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError(f"--port {text} is no port; give a number from 1 to 65535.")
-    return int(text)
 
 
 def is_local(host: str) -> bool:

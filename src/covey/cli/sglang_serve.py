@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from covey.cli.serving import Backend, Plan, Request, serve
 from covey.engines.servers.sglang.launch import KEY, LOGPROBS, MODULE
 
-LORA_DEFAULTS = {"max-lora-rank": "64", "lora-target-modules": "all"}
+LORA_DEFAULTS: dict[str, str | None] = {"max-lora-rank": "64", "lora-target-modules": "all"}
 """Required by a server that starts without an adapter, about adapters to come."""
 
 HELP = """\
@@ -44,18 +44,11 @@ SGLANG = Backend(
 
 
 def plan(request: Request, environ: Mapping[str, str]) -> Plan:
-    assert request.model is not None, "checked when it was parsed"
-    command = [sys.executable, "-m", MODULE, "--model-path", request.model]
-    command += ["--host", request.host, "--port", str(request.port)]
+    program = [sys.executable, "-m", MODULE, "--model-path", request.model]
+    defaults = LORA_DEFAULTS if request.has("enable-lora") else {}
     added = {KEY: request.api_key} if request.api_key else {}
-    notes = [f"serving {request.model} at {request.url}"]
-    if environ.get(LOGPROBS):
-        notes.append(f"{LOGPROBS} is set aside: log-probs must be those at the sampling temperature")
-    if request.has("enable-lora"):
-        for name, value in LORA_DEFAULTS.items():
-            if not request.has(name):
-                command += [f"--{name}", value]
-    return command + request.flags, added, notes
+    aside = f"{LOGPROBS} is set aside: log-probs must be those at the sampling temperature"
+    return request.command(program, defaults), added, [aside] if environ.get(LOGPROBS) else []
 
 
 main = functools.partial(serve, backend=SGLANG, plan=plan)

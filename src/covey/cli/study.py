@@ -10,6 +10,7 @@ import yaml
 from covey.cli.config_file import RUN_KEYS, FlagParser, config_of, read_mapping, typed
 from covey.config.aliases import ALIASES, hint
 from covey.config.messages import closest
+from covey.study.commands import KINDS, Command, read_state, send
 
 USAGE = """usage: covey study study.yaml [--resume]
        covey study stop NAME --study DIR
@@ -28,8 +29,6 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
-    from covey.study.commands import KINDS, Command, read_state, send
-
     if argv[0] not in (*KINDS, "show"):
         if not Path(argv[0]).suffix and not Path(argv[0]).exists():
             hint = closest(argv[0], (*KINDS, "show"))
@@ -79,12 +78,10 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         )
     settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
     own = {"method": run.method, "peft": run.peft, "system_prompt": run.system_prompt}
+    changes = variants_of(plan).items()
     study = Study(
         run.model,
-        {
-            name: typed(changes, config_of(changes.get("method", run.method)))
-            for name, changes in variants_of(plan).items()
-        },
+        {name: typed(one, config_of(one.get("method", run.method))) for name, one in changes},
         {**typed(settings, config_of(run.method)), **own},
         reward_funcs=rewards(run.reward_funcs) or None,
         train_dataset=load_rows(run.dataset, run.dataset_split, run.columns) if run.dataset else None,

@@ -14,9 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from transformers import BitsAndBytesConfig, TrainingArguments
+
 from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER
+from covey.rewards import resolve_reward
+from covey.runtime.import_path import FORMS, is_reference, resolve
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
 
@@ -81,12 +85,16 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def read_run(
-    path: str | Mapping[str, Any] | None, flags: list[str], method: str | None, needed: Sequence[str] | None = None
+    path: str | Mapping[str, Any] | None,
+    flags: list[str],
+    method: str | None,
+    needed: Sequence[str] | None = None,
+    world_size: int | None = None,
 ) -> RunConfig:
     """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
     try:
-        run = load_run(path, flags, method=method)
-    except TypeError as error:  # an unknown setting
+        run = load_run(path, flags, method=method, world_size=world_size)
+    except TypeError as error:  # an unknown setting, or a value of another type
         raise ValueError(str(error)) from error
     run.require(*(run.needed if needed is None else needed))
     return run
@@ -157,8 +165,6 @@ def parts_of(run: RunConfig) -> dict[str, Any]:
 
 
 def rewards(names: Sequence[Any]) -> list[Any]:
-    from covey.rewards import resolve_reward
-
     for name in names:
         if not isinstance(name, str):
             raise ValueError(
@@ -170,8 +176,6 @@ def rewards(names: Sequence[Any]) -> list[Any]:
 
 def named(reference: Any, kind: str) -> Any:
     """The object of an import path: a function, a tool with a schema of its own, or an environment factory."""
-    from covey.runtime.import_path import FORMS, resolve
-
     if not reference:
         return None
     if not isinstance(reference, str):
@@ -188,8 +192,6 @@ def environments(factory: Any, kind: str = "environment_factory") -> Any:
 
 def agent_of(agent: Any) -> Any:
     """The command of a run's agent, or the function that it names."""
-    from covey.runtime.import_path import FORMS, is_reference
-
     if not isinstance(agent, str | list | None):
         raise ValueError(
             f"agent {agent!r} is a {type(agent).__name__}; write a command, or name a function as {FORMS}."
@@ -217,8 +219,6 @@ def adapter(settings: dict[str, Any] | None) -> Any:
 def quantisation(settings: dict[str, Any] | None) -> Any:
     if settings is None:
         return None
-    from transformers import BitsAndBytesConfig
-
     known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -234,8 +234,6 @@ def quantisation(settings: dict[str, Any] | None) -> Any:
 
 def help_text(method: str, everything: bool = False) -> str:
     """Text of `-h`; with `everything`, also a description of every setting inherited from transformers."""
-    from transformers import TrainingArguments
-
     config_class = config_of(method)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     parts = [[_introduction(method)], ["The run", *(_entry(key, "", text) for key, text in RUN_KEYS.items())]]
@@ -289,8 +287,6 @@ def _entry(name: str, details: str, text: str) -> str:
 
 def type_name(annotation: Any) -> str:
     """A type as a user would write it, without None: `list` for `list[str] | None`."""
-    if isinstance(annotation, str):
-        return annotation
     union = get_origin(annotation) in (types.UnionType, typing.Union)
     parts = [part for part in get_args(annotation) if part is not type(None)] if union else [annotation]
     return " | ".join(dict.fromkeys(getattr(get_origin(part) or part, "__name__", str(part)) for part in parts))

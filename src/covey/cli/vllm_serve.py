@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from glob import glob
+from itertools import pairwise
 from pathlib import Path
 
 from covey.cli.env import memory_bytes, usable_cores
@@ -64,24 +65,23 @@ def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
 
 
 def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
-    assert request.model is not None, "checked when it was parsed"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
-    command += ["--host", request.host, "--port", str(request.port)]
-    added = dict(launch.ENVIRONMENT)
+    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
+    added, notes = dict(launch.ENVIRONMENT), []
     defaults: dict[str, str | None] = {
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
         **launch.WEIGHT_FLAGS,
     }
-    notes = [f"serving {request.model} at {request.url}"]
     if request.api_key:
         added["VLLM_API_KEY"] = request.api_key
-        command += ["--middleware", launch.MIDDLEWARE]
+        program += ["--middleware", launch.MIDDLEWARE]
     if request.has("enable-lora") and "--no-enable-lora" not in request.flags:
         added |= launch.LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
             defaults |= launch.LORA_FLAGS
-        if request.number("data-parallel-size", "dp", 1) > 1:
+        given = pairwise(word for flag in request.flags for word in flag.split("=", 1))
+        copies = [int(value) for name, value in given if name in ("--data-parallel-size", "-dp") and value.isdigit()]
+        if copies and copies[-1] > 1:
             defaults["api-server-count"] = "1"  # several would each know other adapters
     if not on_cpu:
         defaults["enable-sleep-mode"] = None  # vLLM's CPU build refuses it
@@ -92,10 +92,7 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
         chosen = [f"{name}={value}" for name, value in variables.items()]
         chosen += [f"--{name} {value or ''}".rstrip() for name, value in flags.items() if not request.has(name)]
         notes.append(f"on the CPU, so with {' '.join(chosen)}; what you set yourself stays")
-    for name, value in defaults.items():
-        if not request.has(name):
-            command += [f"--{name}"] if value is None else [f"--{name}", value]
-    return command + request.flags, added, notes
+    return request.command(program, defaults), added, notes
 
 
 def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str | None]]:

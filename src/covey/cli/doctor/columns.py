@@ -3,17 +3,20 @@
 import inspect
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from covey.cli.doctor.examined import ExaminedRun, SampleBatch
+from covey.cli.doctor.examined import ExaminedRun
 from covey.cli.doctor.prompts import prompt_text
-from covey.cli.doctor.rewards import solution_columns
+from covey.cli.explain.run import SOLUTIONS
 from covey.observability.findings import Finding
 from covey.rewards.functions import NOT_FORWARDED, RESERVED, FunctionReward, arguments_with
+from covey.rewards.text import completion_text
 from covey.runtime.user_code import parameters_of, unwrap_partial
 
+ANSWERS = (*SOLUTIONS, "ground_truth", "reference", "gold", "expected")  # columns that hold what is right
 SHIFTS = (1, -1, 2, -2, 3, -3)
 CANDIDATES = 16  # prompts and answers that are compared with each other
 
@@ -40,15 +43,13 @@ def _wanted(function: FunctionReward) -> set[str]:
     """Columns that a function may ask for: arguments with a default of None, and keys of its keyword arguments."""
     inner = unwrap_partial(function.function)
     parameters = parameters_of(function.function) or ()
-    optional = {p.name for p in parameters if p.default is None or p.default == [] or p.default == ()}
-    keywords = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-    try:
+    wanted = {p.name for p in parameters if p.default is None or p.default == [] or p.default == ()}
+    source = ""
+    with suppress(OSError, TypeError):
         source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
-    except (OSError, TypeError):
-        return optional
-    for name in keywords:
-        optional |= set(re.findall(rf"\b{name}(?:\.get\(|\[|\.pop\()\s*['\"](\w+)['\"]", source))
-    return optional
+    for keywords in (p.name for p in parameters if p.kind is p.VAR_KEYWORD):
+        wanted |= set(re.findall(rf"\b{keywords}(?:\.get\(|\[|\.pop\()\s*['\"](\w+)['\"]", source))
+    return wanted
 
 
 def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
@@ -60,29 +61,26 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
         asked = _wanted(function)
         wanted = asked - arguments_with(row) - RESERVED - set(bound)
         read = asked | {parameter.name for parameter in parameters_of(function.function) or ()}
-        has_solution = any(other in read and other in row for other in _solutions())
+        has_solution = any(other in read and other in row for other in ANSWERS)
         for name in sorted(wanted):
-            best: tuple[float, str] | None = None
+            means: dict[str, float] = {}  # by the other column, if it changes rewards
             others = [other for other in row if other not in NOT_FORWARDED and other != name]
             for other in others:
-                rows = [{**sample.row, name: sample.row[other]} for sample in base.samples]
-                totals = run.totals(rows, base.rollouts)
-                known = totals[~totals.isnan()]
-                mean = known.mean().item() if len(known) else base.mean
-                different = bool((totals - base.totals.flatten()).nan_to_num().abs().max() > 1e-9)
-                if different and (best is None or mean > best[0]):
-                    best = mean, other
+                totals = run.totals([{**one.row, name: one.row[other]} for one in base.samples], base.rollouts)
+                if (totals - base.totals.flatten()).nan_to_num().abs().max() > 1e-9:
+                    means[other] = totals.nanmean().item()
+            best = max(means, key=lambda other: means[other], default="")
             quiet_ = base.signal(run.group) < 0.2
-            if best is not None and (best[0] > base.mean or quiet_):
+            if means and (means[best] > base.mean or quiet_):
                 yield Finding(
                     "data-columns",
-                    "error" if quiet_ or best[0] > base.mean + 0.1 else "warning",
+                    "error" if quiet_ or means[best] > base.mean + 0.1 else "warning",
                     f"{function_name} asks for {name!r}, and no row has it; the rows have {', '.join(row)}.",
-                    f"Write `columns: {{{best[1]}: {name}}}` into the run file, or rename the argument to {best[1]!r}.",
-                    f"Given {best[1]!r} as {name!r}, the same completions get {best[0]:.3g} on average, not"
+                    f"Write `columns: {{{best}: {name}}}` into the run file, or rename the argument to {best!r}.",
+                    f"Given {best!r} as {name!r}, the same completions get {means[best]:.3g} on average, not"
                     f" {base.mean:.3g}.",
                 )
-            elif quiet_ and not base.spread.any() and not has_solution and (name in _solutions() or not others):
+            elif quiet_ and not base.spread.any() and not has_solution and (name in ANSWERS or not others):
                 yield Finding(
                     "data-columns",
                     "error",
@@ -92,19 +90,13 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
                 )
 
 
-def _solutions() -> list[str]:
-    return solution_columns(dict.fromkeys(("solution", "answer", "target", "label", "ground_truth", "reference")))
-
-
 def _reads(run: ExaminedRun, name: str) -> bool:
-    """A function takes the column, and rewards change with it or it holds solutions."""
-    row = run.base.samples[0].row
-    if not isinstance(row[name], str | int | float | list | None):
+    """A function may take the column."""
+    if not isinstance(run.base.samples[0].row[name], str | int | float | list | None):
         return False
     for _, function in _functions(run):
-        parameters = {p.name: p for p in parameters_of(function.function) or ()}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if name in parameters or (takes_all and name in _wanted(function)) or not parameters:
+        parameters = parameters_of(function.function) or []
+        if not parameters or name in {p.name for p in parameters} | _wanted(function):
             return True
     return False
 
@@ -113,11 +105,12 @@ def _constant(run: ExaminedRun, name: str) -> Iterator[Finding]:
     values = {str(row.get(name)) for row in run.taken}
     prompts = {prompt_text(row) for row in run.taken}
     empty = values <= {"None", "", "[]"}
-    if len(values) > 1 or len(prompts) < 6 or not (empty or solution_columns({name: 0})):
+    if len(values) > 1 or len(prompts) < 6 or not (empty or name in ANSWERS):
         return
     poor = run.base.signal(run.group) < 0.5
     samples = run.base.samples
-    rows = [{**sample.row, name: _last_word(run.base, n)} for n, sample in enumerate(samples)]
+    words = [(re.findall(r"\w+", completion_text(one.completion)) or ["x"])[-1] for one in run.base.rollouts]
+    rows = [{**sample.row, name: word} for sample, word in zip(samples, words, strict=True)]
     totals = run.totals(rows, run.base.rollouts)
     changed = int(((totals - run.base.totals.flatten()).abs() > 1e-9).sum())
     yield Finding(
@@ -130,34 +123,27 @@ def _constant(run: ExaminedRun, name: str) -> Iterator[Finding]:
     )
 
 
-def _last_word(batch: SampleBatch, number: int) -> str:
-    words = re.findall(r"\w+", str(batch.rollouts[number].completion).partition("'content':")[2] or batch.texts[number])
-    return words[-1] if words else "x"
-
-
 def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
     """Rewards of the same completions with the column of neighbouring, reversed and any other rows."""
     base, rows = run.base, run.rows
     if not hasattr(rows, "__len__") or len(rows) < 8 or len({str(row.get(name)) for row in run.taken}) < 2:
         return
-    own = base.mean
-    ways: dict[str, Any]
-    count, places = len(rows), [sample.prompt for sample in base.samples]
+    own, count = base.mean, len(rows)
+    places = {sample.prompt for sample in base.samples}
 
-    def paired(place: Any) -> tuple[float, torch.Tensor]:
-        cells = {n: rows[place(n) % count][name] for n in set(places)}
+    def paired(shift: int, sign: int = 1) -> torch.Tensor:
+        cells = {n: rows[(shift + sign * n) % count][name] for n in places}
         given = [{**sample.row, name: cells[sample.prompt]} for sample in base.samples]
-        totals = run.totals(given, base.rollouts)
-        return totals.nanmean().item(), totals
+        return run.totals(given, base.rollouts)
 
-    ways = {f"of the row {abs(s)} {'after' if s > 0 else 'before'}": (lambda n, s=s: n + s) for s in SHIFTS}
-    ways["of the reversed dataset"] = lambda n: count - 1 - n
-    scored = {way: paired(place)[0] for way, place in ways.items()}
+    totals = {f"of the row {abs(s)} {'after' if s > 0 else 'before'}": paired(s) for s in SHIFTS}
+    totals["of the reversed dataset"] = paired(count - 1, -1)
+    scored = {way: found.nanmean().item() for way, found in totals.items()}
     way = max(scored, key=lambda one: scored[one])
     others = sorted(scored.values())[len(scored) // 2]
     range_ = max((base.known.max() - base.known.min()).item(), abs(scored[way] - own))
-    changed = int(((paired(ways[way])[1] - base.totals.flatten()).abs() > 0.01 * range_).sum())
-    better = scored[way] - max(own, others) > 0.2 * range_ and changed > 0.2 * len(places)
+    changed = int(((totals[way] - base.totals.flatten()).abs() > 0.01 * range_).sum())
+    better = scored[way] - max(own, others) > 0.2 * range_ and changed > 0.2 * len(base.samples)
     if range_ and better:
         yield Finding(
             "data-columns",

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.cli.doctor import columns, completions, learning, prompts, recorded, refused, rewards
+from transformers import AutoTokenizer
+
+from covey.cli.config_file import RunConfig
+from covey.cli.doctor import columns, completions, learning, prompts, recorded, rewards
+from covey.cli.doctor.completions import FAMILIES, with_template
 from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
@@ -19,6 +23,8 @@ from covey.cli.train import build_trainer, read_run, take_config
 from covey.observability.dashboard import duration
 from covey.observability.findings import Finding, ranked, write_findings
 from covey.observability.record_files import FOLDER
+from covey.rewards.contract import MissingArgument
+from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
 
@@ -31,6 +37,17 @@ STAGES: tuple[tuple[Check, ...], ...] = (
     (learning.kl_scale, learning.learning_rate, rewards.slow),
 )
 """In the order of causes: an error of one stage explains what the next ones would find."""
+
+REFUSALS = {
+    "has no chat template": ("template", "Set the tokenizer's chat_template to that of the model, or give text."),
+    "tokens but the model embeds only": ("tokenizer-drift", "Save the model's own tokenizer into its folder."),
+    "no room to answer": ("prompt-round-trip", "Shorten or remove such rows, or take a longer context."),
+    "names an end-of-sequence token": ("never-ends", "Set eos_token of the model's tokenizer."),
+    "is empty: it encodes to no tokens": ("prompt-round-trip", "Use the model's own tokenizer, or remove the row."),
+    "chat template cannot render": ("template", "Correct the tokenizer's chat_template, or the messages."),
+    "all samples": ("reward-failing", "Correct the reward function."),
+}
+"""Part of the message of a run that does not start: code and fix."""
 
 UNTOUCHED = ("--report_to", "none", "--record", "off", "--push_to_hub", "false")  # a run leaves nothing behind
 
@@ -69,7 +86,7 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
         try:
             trainer = build_trainer(run)
         except Exception as error:
-            explained = refused.explain(error, run)
+            explained = refusal(error, run)
             if explained is None:
                 raise
             yield explained
@@ -80,9 +97,44 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
         trainer.rollouts.close()
 
 
+def refusal(error: Exception, run: RunConfig) -> Finding | None:
+    """The finding that an error stands for; None for one that is no cause of poor learning."""
+    text = str(error)
+    if isinstance(error, MissingArgument):
+        return Finding(
+            "data-columns",
+            "error",
+            text.partition(" Rename")[0],
+            "Rename the column (`columns: {old: new}` in the run file), or the argument.",
+            "The trainer refuses to start.",
+        )
+    if is_out_of_memory(error):
+        return Finding("memory", "error", text[:300], "Take a smaller model, peft, or fewer tokens in a micro-batch.")
+    for part, (code, fix) in REFUSALS.items():
+        if part in text:
+            proof = _with_a_template(run) if part == "has no chat template" else "The trainer refuses to start."
+            return Finding(code, "error", text, fix, proof)
+    return None
+
+
+def _with_a_template(run: RunConfig) -> str:
+    """Completions under the template of a family whose control tokens the tokenizer has."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(run.model))
+    for name in FAMILIES:
+        if with_template(tokenizer, name):
+            trainer = build_trainer(run, processing_class=tokenizer)
+            base = ExaminedRun(trainer, trainer.train_dataset, 40.0, {}).base
+            ended = round((1 - base.cut) * len(base.rollouts))
+            return (
+                f"With the template of {name}, whose control tokens the tokenizer has, {ended} of"
+                f" {len(base.rollouts)} completions end by themselves and the mean reward is {base.mean:.3g}."
+            )
+    return "The trainer refuses to start."
+
+
 def staged(run: ExaminedRun) -> Iterator[Finding]:
     """All findings up to the first stage with an error, as far as the time goes."""
-    run.summary.update(rewards.summary_of(run, run.base))
+    run.summary.update(rewards.summary_of(run))
     left_out: list[str] = []
     for stage in STAGES:
         levels = []

@@ -1,13 +1,16 @@
 """Completions: experiments with the chat template, the end of sequence, length and temperature decide on the cause."""
 
+import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
-from covey.cli.doctor.examined import ExaminedRun, SampleBatch
+from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
+from covey.cli.doctor.prompts import rendered
 from covey.core.records import FinishReason
 from covey.observability.findings import LEVELS, Finding
 from covey.policy.loading import end_token_ids
@@ -24,7 +27,8 @@ FAMILIES = {  # prefix of a turn, its end, opening of the answer
     "Phi": ("<|{role}|>\n", "<|end|>\n", "<|assistant|>\n"),
 }
 MARK = re.compile(r"<\|?[a-z_]+\|?>")  # a control token of these
-Encode = Callable[[dict[str, Any]], list[int]]
+ANY_MARK = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", re.MULTILINE)
+"""A control token of any model's template."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +95,18 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
 def temperature(run: ExaminedRun) -> Iterator[Finding]:
     """Groups whose samples are alike by the sampling settings, and differ at temperature 1."""
     args, base = run.args, run.base
-    narrow = {
-        "temperature": args.temperature if args.temperature < 0.9 else None,
-        "top_k": args.top_k if 0 < args.top_k <= 3 else None,
-        "top_p": args.top_p if args.top_p < 0.7 else None,
-        "min_p": args.min_p if (args.min_p or 0) > 0.3 else None,
+    tests = {
+        "temperature": args.temperature < 0.9,
+        "top_k": 0 < args.top_k <= 3,
+        "top_p": args.top_p < 0.7,
+        "min_p": (args.min_p or 0) > 0.3,
     }
-    narrow = {name: value for name, value in narrow.items() if value is not None}
+    narrow = {name: getattr(args, name) for name, is_narrow in tests.items() if is_narrow}
     before = _different(base)
     if not narrow or before > 0.6:
         return
     open_: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
-    other = run.sample(base.prompts, base.size, max_tokens=base.limit, **open_)
+    other = run.again(**open_)
     after, signal, now = _different(other), base.signal(run.group), other.signal(run.group)
     if after - before < 0.2:
         return
@@ -124,10 +128,6 @@ def _different(batch: SampleBatch) -> float:
     return sum(len(set(group)) - 1 for group in groups) / (len(groups) * (size - 1))
 
 
-def _poor(run: ExaminedRun) -> bool:
-    return run.base.signal(run.group) < 0.5 or run.base.cut >= 0.5
-
-
 def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     """Other ways to write the same prompts."""
     base = run.base
@@ -135,126 +135,91 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     if not run.single or any(row.get("prompt") is None for row in rows):
         return
     chat = is_conversational(rows[0]["prompt"])
-    ways: list[tuple[str, str, str, Encode, tuple[bool, bool]]] = []  # the last: suspected, certain
-    opening = _opening(run, rows[0]) if chat else None
-    if opening:
-        ids = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
-        ways.append(
-            (
-                f"With {opening!r} at the end of prompts",
-                f"the chat template ignores add_generation_prompt: prompts end without {opening!r}, which opens an"
-                " answer.",
-                "Correct the tokenizer's chat_template: let it write the opening of an answer if"
-                " add_generation_prompt.",
-                lambda row: [*run.codec.read_row(row).ids, *ids],
-                (True, True),
-            )
+    opening = _opening(run.codec, rows[0]) if chat else None
+    if opening and run.has_time:
+        added = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
+        yield Experiment(
+            "template",
+            f"With {opening!r} at the end of prompts",
+            f"the chat template ignores add_generation_prompt: prompts end without {opening!r}, which opens an answer.",
+            "Correct the tokenizer's chat_template: let it write the opening of an answer if add_generation_prompt.",
+            base,
+            run.again(encode=lambda row: [*run.codec.read_row(row).ids, *added]),
+            suspected=True,
+            certain=True,
         )
-    foreign = _foreign(run, rows[0])
+    ids: list[int] = []
+    with suppress(ValueError):  # it cannot be read
+        ids = run.codec.read_row(rows[0]).ids
+    shown = str(run.tokenizer.decode(ids))
+    own = run.tokenizer.get_vocab()
+    foreign = next((mark for mark in ANY_MARK.findall(shown) if mark not in own), None)  # text to this tokenizer
     of_template = foreign is not None and chat and foreign not in str(rows[0]["prompt"])
     is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
-    if not (_poor(run) or opening or foreign):
+    if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
         return
-    if not chat and run.tokenizer.chat_template is not None:
-        ways.append(
-            (
-                "Written as a conversation by the model's chat template,",
-                "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
-                " answering.",
-                "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file"
-                " makes them so.",
-                lambda row: run.codec.read([{"role": "user", "content": row["prompt"]}]).ids,
-                (False, False),
-            )
+    if not chat and run.tokenizer.chat_template is not None and run.has_time:
+        yield Experiment(
+            "template",
+            "Written as a conversation by the model's chat template,",
+            "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
+            " answering.",
+            "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file makes"
+            " them so.",
+            base,
+            run.again(encode=_as_conversation(run.codec)),
         )
-    for name, (begin, end, answer) in FAMILIES.items():
-        if _has(run, (begin.format(role="user"), end, answer)) and (foreign or not _uses(run, rows[0], begin)):
-            ways.append(
-                (
-                    f"Written as {name}, whose control tokens the tokenizer has,",
-                    f"the model reads {_shown(run, rows[0])!r}, without the control tokens of {name} that its tokenizer"
-                    " has" + (f"; {foreign!r} is no control token of it." if foreign else "."),
-                    f"Set the tokenizer's chat_template to that of the model ({name}).",
-                    _written(run, begin, end, answer),
-                    (bool(foreign) or chat, of_template and is_control),
-                )
+    for name, (begin, _, _) in FAMILIES.items():
+        tokenizer = copy.copy(run.tokenizer)
+        if not with_template(tokenizer, name):
+            continue
+        opens = tokenizer.convert_tokens_to_ids(MARK.findall(begin.format(role="user"))[0])
+        if (foreign or opens not in ids) and run.has_time:
+            yield Experiment(
+                "template",
+                f"Written as {name}, whose control tokens the tokenizer has,",
+                f"the model reads {shown[-80:]!r}, without the control tokens of {name} that its tokenizer has"
+                + (f"; {foreign!r} is no control token of it." if foreign else "."),
+                f"Set the tokenizer's chat_template to that of the model ({name}).",
+                base,
+                run.again(encode=_as_conversation(replace(run.codec, tokenizer=tokenizer))),
+                suspected=bool(foreign) or chat,
+                certain=of_template and is_control,
             )
-    for change, evidence, fix, encode, sure in ways:
-        if run.left > run.seconds / 10:
-            batch = run.sample(base.prompts, base.size, encode, max_tokens=base.limit)
-            yield Experiment("template", change, evidence, fix, base.first(batch.prompts), batch, *sure)
 
 
-def _opening(run: ExaminedRun, row: dict[str, Any]) -> str | None:
+def _opening(codec: Any, row: dict[str, Any]) -> str | None:
     """Text that opens an answer in the chat template, where prompts lack it."""
     messages = row["prompt"]
     if messages[-1]["role"] == "assistant":
         return None
-    kwargs = {**run.codec.template_kwargs(row.get("chat_template_kwargs")), "tokenize": False}
-    tools = {"tools": list(run.codec.tools)} if run.codec.tools else {}
-    kwargs.pop("add_generation_prompt", None)
-
-    def rendered(messages: Any, generation: bool) -> str:
-        return str(run.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **tools, **kwargs))
-
-    try:
-        plain, asked = rendered(messages, False), rendered(messages, True)
-        answered = rendered([*messages, {"role": "assistant", "content": "ANSWER"}], False)
-    except Exception:  # templates are programs of their authors
-        return None
+    plain, asked = (rendered(codec, row, messages, generation) for generation in (False, True))
+    answered = rendered(codec, row, [*messages, {"role": "assistant", "content": "ANSWER"}], False)
     common = answered.partition("ANSWER")[0]
     opening = common.removeprefix(plain)
-    if plain != asked or not common.startswith(plain) or not opening.strip():  # " " belongs to the answer
+    if not plain or plain != asked or not common.startswith(plain) or not opening.strip():  # " " belongs to the answer
         return None
     return opening
 
 
-def _shown(run: ExaminedRun, row: dict[str, Any]) -> str:
-    return str(run.tokenizer.decode(run.codec.read_row(row).ids))[-80:]
-
-
-def _foreign(run: ExaminedRun, row: dict[str, Any]) -> str | None:
-    """A control token of another model's template that this tokenizer takes for text."""
-    try:
-        shown = run.tokenizer.decode(run.codec.read_row(row).ids)
-    except ValueError:
-        return None
-    marks = re.findall(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", shown, re.M)
-    own = run.tokenizer.get_vocab()
-    return next((mark for mark in marks if mark not in own), None)
-
-
-def _has(run: ExaminedRun, texts: tuple[str, ...]) -> bool:
-    """All control tokens of a family are tokens here."""
-    own = run.tokenizer.get_vocab()
-    return all(mark in own for text in texts for mark in MARK.findall(text))
-
-
-def _uses(run: ExaminedRun, row: dict[str, Any], begin: str) -> bool:
-    mark = MARK.findall(begin.format(role="user"))[0]
-    return run.tokenizer.convert_tokens_to_ids(mark) in run.codec.read_row(row).ids
-
-
-def _written(run: ExaminedRun, begin: str, end: str, answer: str) -> Encode:
+def _as_conversation(codec: Any) -> Encode:
     def encode(row: dict[str, Any]) -> list[int]:
         prompt = row["prompt"]
         messages = prompt if is_conversational(prompt) else [{"role": "user", "content": prompt}]
-        text = "".join(f"{begin.format(role=one['role'])}{one.get('content') or ''}{end}" for one in messages) + answer
-        return list(run.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return codec.read(messages).ids
 
     return encode
 
 
 def with_template(tokenizer: Any, name: str) -> bool:
     """Give a tokenizer the template of a family; False if it lacks the control tokens."""
-    begin, end, answer = FAMILIES[name]
-    own = tokenizer.get_vocab()
-    if not all(mark in own for text in (begin.format(role="user"), end) for mark in MARK.findall(text)):
+    family, own = FAMILIES[name], tokenizer.get_vocab()
+    if not all(mark in own for text in family for mark in MARK.findall(text.format(role="user"))):
         return False
-    begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in (begin, end, answer))
+    begin, end, answer = (text.replace("\n", "\\n").replace("'", "\\'") for text in family)
     turn = begin.replace("{role}", "' + m['role'] + '")
     tokenizer.chat_template = (
-        f"{{% for m in messages %}}{{{{ '{turn}' + m['content'] + '{end}' }}}}{{% endfor %}}"
+        f"{{% for m in messages %}}{{{{ '{turn}' + (m['content'] or '') + '{end}' }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{{{{ '{answer}' }}}}{{% endif %}}"
     )
     return True
@@ -273,43 +238,40 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         sure = [token for token, logprob in pairs if token in special and exp(logprob) >= 0.2]
         hits.update(sure[:1])
     extra = dict(run.trainer.rollouts.params.extra)
-    tries: list[tuple[str, str, str, dict[str, Any]]] = []
-    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts):
+    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts) and run.has_time:
         stops = [token for token, _ in hits.most_common(3)]
         names = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(stops)))
         known = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(sorted(ends))))
-        tries.append(
-            (
-                f"With {names} as an end of sequence",
-                f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
-                f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
-                f"{{'stop_token_ids': {stops}}}.",
-                {**extra, "stop_token_ids": stops},
-            )
+        yield Experiment(
+            "never-ends",
+            f"With {names} as an end of sequence",
+            f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
+            f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
+            f"{{'stop_token_ids': {stops}}}.",
+            base,
+            run.again(extra={**extra, "stop_token_ids": stops}),
         )
+    if not run.has_time:
+        return
     if again := _begins_again(base):
         text, count = again
-        tries.append(
-            (
-                f"With {text!r} as a stop text",
-                f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
-                f"Set generation_kwargs={{'stop': [{text!r}]}}.",
-                {**extra, "stop": [text]},
-            )
+        yield Experiment(
+            "never-ends",
+            f"With {text!r} as a stop text",
+            f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
+            f"Set generation_kwargs={{'stop': [{text!r}]}}.",
+            base,
+            run.again(extra={**extra, "stop": [text]}),
         )
     elif extra:
-        tries.append(
-            (
-                f"Without generation_kwargs={extra}",
-                f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
-                "Remove what keeps completions from ending from generation_kwargs.",
-                {},
-            )
+        yield Experiment(
+            "never-ends",
+            f"Without generation_kwargs={extra}",
+            f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
+            "Remove what keeps completions from ending from generation_kwargs.",
+            base,
+            run.again(extra={}),
         )
-    for change, evidence, fix, settings in tries:
-        if run.left > run.seconds / 10:
-            batch = run.sample(base.prompts, base.size, max_tokens=base.limit, extra=settings)
-            yield Experiment("never-ends", change, evidence, fix, base, batch)
 
 
 def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
@@ -333,7 +295,7 @@ def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
 def _longer(run: ExaminedRun) -> Iterator[Experiment]:
     """Room for longer completions."""
     base = run.base
-    if base.cut < 0.3 or not run.whole or run.args.max_completion_length is None:
+    if base.cut < 0.3 or base.limit < run.limit or run.args.max_completion_length is None:
         return
     prompts, size = min(base.prompts, 4), base.size
     context = (run.codec.max_context or 2**20) - max(len(one.prompt_ids) for one in base.rollouts)
@@ -345,18 +307,12 @@ def _longer(run: ExaminedRun) -> Iterator[Experiment]:
     batch = run.sample(prompts, size, max_tokens=limit)
     ended = [len(one.completion_ids) for one in batch.rollouts if one.finish is FinishReason.STOP]
     enough = sorted(ended)[int(0.95 * (len(ended) - 1))] if ended else limit
+    rounded = max(8, 1 << (enough - 1).bit_length())  # up to a power of 2
     yield Experiment(
         "completions-cut",
         f"With max_completion_length={limit} instead of {base.limit}",
         f"{base.cut:.0%} of the completions are cut at max_completion_length={base.limit}.",
-        f"Set max_completion_length={_rounded(enough)}: 95% of those that ended took at most {enough} tokens.",
+        f"Set max_completion_length={rounded}: 95% of those that ended took at most {enough} tokens.",
         base.first(batch.prompts),
         batch,
     )
-
-
-def _rounded(tokens: int) -> int:
-    size = 8
-    while size < tokens:
-        size *= 2
-    return size

@@ -1,15 +1,17 @@
 """A run under examination: its trainer, a few of its prompts, and experiments on them, each a batch of completions."""
 
+import copy
+import functools
 import math
 import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from covey.trainer.rollout_reports import RewardLog
 
 PROMPTS, SAMPLES = 6, 8  # looked at first, and least samples of each
 MOST_ROWS = 1000  # of the dataset, whose columns are compared
+Encode = Callable[[dict[str, Any]], list[int]]  # a row to the tokens of its prompt
+quiet = functools.partial(warnings.catch_warnings, action="ignore")
 
 
 @dataclass(eq=False)
@@ -78,30 +82,25 @@ class SampleBatch:
             values = [value for value in row.tolist() if value == value]
             count, equal = len(values), 0.0
             for times in Counter(values).values():
-                if size <= count:
-                    equal += math.comb(times, size) / math.comb(count, size)
-                else:
-                    equal += (times / count) ** size
+                alike = math.comb(times, size) / math.comb(count, size) if size <= count else (times / count) ** size
+                equal += alike
             shares.append(1 - equal if count > 1 else 0.0)
-        return sum(shares) / max(len(shares), 1)
+        return fmean(shares)
 
     def first(self, prompts: int) -> "SampleBatch":
         kept = prompts * self.size
         return replace(self, samples=self.samples[:kept], rollouts=self.rollouts[:kept], rewards=self.rewards[:kept])
 
-    def range_with(self, other: "SampleBatch") -> float:
-        both = torch.cat([self.known, other.known])
-        return (both.max() - both.min()).item() if len(both) else 0.0
-
     def gain(self, other: "SampleBatch") -> float:
         """Rise of the mean reward from this batch to another of the same prompts, as a share of the range; 0 if
         chance explains it."""
-        scale = self.range_with(other)
-        if not scale or not len(self.known) or not len(other.known):
+        if not len(self.known) or not len(other.known):
             return 0.0
+        both = torch.cat([self.known, other.known])
+        scale = (both.max() - both.min()).item()
         error = sum(float(one.known.var(correction=0)) / len(one.known) for one in (self, other)) ** 0.5
         rise = other.mean - self.mean
-        return rise / scale if abs(rise) > 2 * error + 1e-9 else 0.0
+        return rise / scale if scale and abs(rise) > 2 * error + 1e-9 else 0.0
 
 
 @dataclass(eq=False)
@@ -115,11 +114,9 @@ class ExaminedRun:
     recorded: SampleBatch | None = None  # of the first generation on record; None: sampled here
     others: list[Rollout] = field(default_factory=list)  # of the last generation on record
     own_engine: bool = False  # those on record were sampled by an engine with weights of its own
-    _ends: float = field(init=False)
-    _keys: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._ends = time.perf_counter() + self.seconds
+        self._ends, self._experiments = time.perf_counter() + self.seconds, 0
         trainer = self.trainer
         self.args, self.collector, self.suite = trainer.args, trainer.collector, trainer.rewards
         self.codec, self.tokenizer = self.collector.codec, self.collector.codec.tokenizer
@@ -133,30 +130,26 @@ class ExaminedRun:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run."""
         args, algebra = self.args, self.trainer.context.algebra
         if args.max_steps > 0 or not hasattr(self.rows, "__len__"):
             return max(args.max_steps, 1)
         generations = len(self.rows) * self.group // algebra.generation_batch_size
         return max(1, int(generations * algebra.updates_per_generation * args.num_train_epochs))
 
-    @cached_property
-    def entropy_of_samples(self) -> float:
-        """Mean entropy of the sampling distribution, in nats a token."""
-        values = [value for one in self.base.rollouts for value in one.entropies or ()]
-        return sum(values) / max(len(values), 1)
-
     @property
     def left(self) -> float:
         return self._ends - time.perf_counter()
+
+    @property
+    def has_time(self) -> bool:  # for one more experiment
+        return self.left > self.seconds / 10
 
     @cached_property
     def taken(self) -> list[dict[str, Any]]:
         """Rows of the dataset, evenly over it."""
         if not hasattr(self.rows, "__len__"):
             return [dict(row) for row in islice(iter(self.rows), MOST_ROWS)]
-        count = min(len(self.rows), MOST_ROWS)
-        return [dict(self.rows[number * len(self.rows) // count]) for number in range(count)]
+        return [dict(self.rows[number]) for number in _evenly(len(self.rows), MOST_ROWS)]
 
     @cached_property
     def step_seconds(self) -> float:
@@ -186,38 +179,36 @@ class ExaminedRun:
         limit = min(self.limit, max(self.tokens_within(self.seconds / 4, prompts * size), 16))
         return self.sample(prompts, size, max_tokens=limit)
 
-    @property
-    def whole(self) -> bool:
-        """The completions to explain are as long as the run's."""
-        return self.base.limit >= self.limit
-
     def sample(
-        self,
-        prompts: int,
-        size: int,
-        encode: Callable[[dict[str, Any]], list[int]] | None = None,
-        start: int = 0,
-        **changes: Any,
+        self, prompts: int, size: int, encode: Encode | None = None, start: int = 0, **changes: Any
     ) -> SampleBatch:
-        """Sample and reward with other settings, or with prompts that are written in another way."""
-        asked = self._asked(prompts, start)
+        """Sample and reward with other settings or other tokens of prompts: those to explain, with a `start` others."""
+        if "base" in self.__dict__ and not start:
+            asked = [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
+        else:
+            asked = [(number, self.taken[number]) for number in _evenly(len(self.taken), prompts, start)]
         samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
         params = replace(self.trainer.rollouts.params, **changes)
-        self._keys += 1
-        with quiet(), self._writing(encode):
-            began = time.perf_counter()
-            rollouts = self.collector.collect(samples, params, ("doctor", self._keys))
-            seconds = time.perf_counter() - began
+        self._experiments += 1
+        own = self.collector.codec
+        if encode is not None:
+            self.collector.codec = copy.copy(own)
+            self.collector.codec.read_row = lambda row: Encoded(encode(row))
+        began = time.perf_counter()
+        try:
+            with quiet():
+                rollouts = self.collector.collect(samples, params, ("doctor", self._experiments))
+        finally:
+            self.collector.codec = own
+        seconds = time.perf_counter() - began
         rewards, stats = self.score(samples, rollouts)
         if self.collector.spec is not None:
             self.collector.spec.release(rollouts)
         return SampleBatch(samples, rollouts, rewards, self.weights, size, params.max_tokens, seconds, stats)
 
-    def _asked(self, prompts: int, start: int) -> list[tuple[int, dict[str, Any]]]:
-        """Prompts of an experiment: the first of those to explain, or others."""
-        if "base" in self.__dict__ and not start:
-            return [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
-        return [(number, self.taken[number]) for number in _evenly(len(self.taken), prompts, start)]
+    def again(self, **changes: Any) -> SampleBatch:
+        """Other completions of the prompts to explain."""
+        return self.sample(self.base.prompts, self.base.size, max_tokens=self.base.limit, **changes)
 
     def score(self, samples: Sequence[PromptSample], rollouts: list[Rollout]) -> tuple[Tensor, dict[str, Stat]]:
         """Rewards [N, F]; NaN for all, and the error in `failure`, where a function fails on all."""
@@ -241,15 +232,6 @@ class ExaminedRun:
         shown = [{"role": "assistant", "content": text}] if is_conversational(row.get("prompt")) else text
         return Rollout([0], list(ids), [True] * len(ids), None, shown, FinishReason.STOP)
 
-    @contextmanager
-    def _writing(self, encode: Callable[[dict[str, Any]], list[int]] | None) -> Iterator[None]:
-        own = self.collector.codec
-        self.collector.codec = own if encode is None else _OtherPrompts(own, encode)
-        try:
-            yield
-        finally:
-            self.collector.codec = own
-
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0, exact: bool = False) -> Tensor:
         """Log-probs [N] under the policy; `exact`: in the weights' own precision, in which small updates show."""
@@ -257,8 +239,7 @@ class ExaminedRun:
         with quiet(), trainer.scorer.at_temperature(temperature):
             trainer.behaviour.settle_layout(batch)
             if exact:
-                found: Tensor = trainer.scorer(trainer.model, batch).logprobs
-                return found
+                return trainer.scorer(trainer.model, batch).logprobs
             return trainer.behaviour.logprobs(trainer.model, batch)
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
@@ -274,29 +255,9 @@ class ExaminedRun:
         return collate(rollouts).to(self.trainer.context.device)
 
 
-@dataclass(eq=False)
-class _OtherPrompts:
-    """A codec that encodes prompts in another way."""
-
-    codec: Any
-    encode: Callable[[dict[str, Any]], list[int]]
-
-    def read_row(self, row: dict[str, Any]) -> Encoded:
-        return Encoded(self.encode(row))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.codec, name)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _evenly(total: int, count: int, start: int = 0) -> list[int]:
+def _evenly(total: int, most: int, start: int = 0) -> list[int]:
     """Numbers of so many rows, evenly over all of them; with a `start` others, at random."""
+    count = min(most, total)
     if start:
-        return sorted(random.Random(start).sample(range(total), min(count, total)))
-    return [number * total // min(count, total) for number in range(min(count, total))]
+        return sorted(random.Random(start).sample(range(total), count))
+    return [number * total // count for number in range(count)]

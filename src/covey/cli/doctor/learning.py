@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,8 +28,6 @@ MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 @dataclass(frozen=True)
 class TrialUpdate:
-    """A trial update, undone afterwards."""
-
     moved: float  # mean absolute change of the log-probs of the completions' tokens, in nats
     seconds: float  # of forward and backward pass and optimizer, for a rollout batch
     finite: bool
@@ -58,12 +57,8 @@ class Trials:
         most = FEW if sum(weight.numel() for weight in self.trained) > 10**7 else len(order)
         for number in order:
             rollout = base.rollouts[number]
-            if (
-                rollout.finish is not FinishReason.ERROR
-                and tokens < MOST_TOKENS
-                and any(rollout.sampled)
-                and len(kept) < most
-            ):
+            usable = rollout.finish is not FinishReason.ERROR and any(rollout.sampled)
+            if usable and tokens < MOST_TOKENS and len(kept) < most:
                 kept.append(number)
                 tokens += len(rollout.completion_ids)
         kept.sort()
@@ -78,54 +73,45 @@ class Trials:
         """Log-probs [N] of the batch under the policy as it is."""
         return self.run.logprobs(self.batch, self.run.args.temperature, exact=True)
 
-    def update(self, learning_rate: float, steps: int = 1) -> TrialUpdate:
-        """The size of updates at a learning rate; the policy is as before afterwards."""
-        with self.updated(learning_rate, steps) as found:
+    def update(self, learning_rate: float) -> TrialUpdate:
+        """The size of an update at a learning rate; the policy is as before afterwards."""
+        with self.updated(learning_rate, 1) as found:
             return found
 
-    def updated(self, learning_rate: float, steps: int = 1) -> "Updated":
-        return Updated(self, learning_rate, steps)
+    @contextmanager
+    def updated(self, learning_rate: float, steps: int) -> Iterator[TrialUpdate]:
+        """The policy after a few updates, within this context."""
+        saved = [weight.detach().clone() for weight in self.trained]
+        try:
+            yield self._apply(learning_rate, steps)
+        finally:
+            with torch.no_grad():
+                for weight, value in zip(self.trained, saved, strict=True):
+                    weight.copy_(value)
 
-
-class Updated:
-    """The policy after a few updates, within this context."""
-
-    def __init__(self, trials: Trials, learning_rate: float, steps: int):
-        self.trials, self.learning_rate, self.steps = trials, learning_rate, steps
-
-    def __enter__(self) -> TrialUpdate:
-        trials, trainer, args = self.trials, self.trials.trainer, self.trials.run.args
-        batch, model = trials.batch, trainer.model
-        self.saved = [weight.detach().clone() for weight in trials.trained]
-        before = trials.before
+    def _apply(self, learning_rate: float, steps: int) -> TrialUpdate:
+        trainer, args, batch, before = self.trainer, self.run.args, self.batch, self.before
         betas = (args.adam_beta1, args.adam_beta2)
-        optimizer = torch.optim.AdamW(trials.trained, lr=self.learning_rate, betas=betas, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=0.0)
         trainer.updates._window = args.gradient_accumulation_steps
-        beta = trainer.context.algorithm.beta
-        if trainer.reference is not None and batch.ref_logprobs is None and beta:
-            batch.ref_logprobs = before.clone()
-        finite, passes, steps = True, 0.0, 0.0
+        if trainer.reference is not None and trainer.context.algorithm.beta:
+            batch.ref_logprobs = before
+        finite, in_passes, in_steps = True, 0.0, 0.0
         with quiet():
-            for _ in range(self.steps):
+            for _ in range(steps):
                 began = time.perf_counter()
                 with torch.enable_grad():
-                    loss = trainer.updates.loss(model, batch)
-                    loss.backward()
+                    trainer.updates.loss(trainer.model, batch).backward()
                 passed = time.perf_counter()
-                norm = torch.nn.utils.clip_grad_norm_(trials.trained, args.max_grad_norm or math.inf)
+                norm = torch.nn.utils.clip_grad_norm_(self.trained, args.max_grad_norm or math.inf)
                 finite = finite and bool(torch.isfinite(norm))
                 optimizer.step()
                 optimizer.zero_grad()
-                passes, steps = passes + passed - began, steps + time.perf_counter() - passed
-        after = trials.run.logprobs(batch, args.temperature, exact=True)
+                in_passes, in_steps = in_passes + passed - began, in_steps + time.perf_counter() - passed
+        after = self.run.logprobs(batch, args.temperature, exact=True)
         moved = (after - before)[batch.sampled].abs().mean().item()
         scale = trainer.context.algebra.generation_batch_size / max(len(batch), 1)
-        return TrialUpdate(moved, (passes * scale + steps) / self.steps, finite and math.isfinite(moved))
-
-    def __exit__(self, *raised: Any) -> None:
-        with torch.no_grad():
-            for weight, value in zip(self.trials.trained, self.saved, strict=True):
-                weight.copy_(value)
+        return TrialUpdate(moved, (in_passes * scale + in_steps) / steps, finite and math.isfinite(moved))
 
 
 def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
@@ -134,9 +120,8 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     rate, steps = args.learning_rate, max(run.steps, SHORT)
     one = trials.update(rate)
     run.summary["change_by_an_update"] = float(f"{one.moved:.3g}")
-    per_step = one.seconds + run.base.seconds * run.trainer.context.algebra.generation_batch_size / len(
-        run.base.rollouts
-    )
+    share_of_batch = len(run.base.rollouts) / run.trainer.context.algebra.generation_batch_size
+    per_step = one.seconds + run.base.seconds / share_of_batch
     run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
     kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"
     whole = one.moved * steps * 0.5  # schedules fall to 0
@@ -255,14 +240,9 @@ def engine(run: ExaminedRun) -> Iterator[Finding]:
     rollouts = [one for one in run.base.rollouts[: run.base.fresh] if one.logprobs and any(one.sampled)][:16]
     if not rollouts or not check.comparable:
         return
-    batch = run.collated(rollouts)
-
-    def rescore(batch: TrainBatch, temperature: float) -> Tensor:
-        return run.logprobs(batch, temperature)
-
-    comparison = Comparison(
-        batch, rescore(batch, check.temperature), rescore, check.temperature, check.tolerance, check.bos_token_id
-    )
+    batch, temperature = run.collated(rollouts), check.temperature
+    scored = run.logprobs(batch, temperature)
+    comparison = Comparison(batch, scored, run.logprobs, temperature, check.tolerance, check.bos_token_id)
     broken = no_numbers(comparison)
     if broken is None and comparison.gap <= check.tolerance:
         yield from _stale(run, comparison.gap)
@@ -287,7 +267,7 @@ def penalties(run: ExaminedRun) -> Iterator[Finding]:
         return
     extra = {name: value for name, value in params.extra.items() if name not in changed}
     base = run.base
-    other = run.sample(base.prompts, base.size, max_tokens=base.limit, repetition_penalty=1.0, extra=extra)
+    other = run.again(repetition_penalty=1.0, extra=extra)
     if _surprise(other) > gap / 2:
         return
     shown = ", ".join(f"{name}={value:g}" for name, value in settings.items())

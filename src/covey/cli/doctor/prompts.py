@@ -4,8 +4,13 @@ import copy
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.core.transcript import content_text
@@ -26,9 +31,8 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
     own = loss_of(run, run.tokenizer, texts)
     if own < 0.55 * math.log(size):
         return
-    for folder in _other_tokenizers(run):
-        other = _load(folder)
-        if other is None or len(other) > size:
+    for folder, other in _other_tokenizers(run):
+        if len(other) > size:
             continue
         better = loss_of(run, other, texts)
         if better < 0.6 * own:
@@ -42,13 +46,14 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
             )
             return
     noise = loss_of(run, run.tokenizer, texts, shuffled=True)
-    sure = run.entropy_of_samples < 0.6 * math.log(size)
-    if own > 0.85 * noise and sure:
+    entropies = [value for one in run.base.rollouts for value in one.entropies or ()]
+    entropy = fmean(entropies or [0.0])
+    if own > 0.85 * noise and entropy < 0.6 * math.log(size):
         yield Finding(
             "tokenizer-drift",
             "error" if own > 0.95 * noise else "warning",
-            f"the model is sure of itself ({run.entropy_of_samples:.1f} nats of entropy a token), yet finds the text of"
-            f" prompts as improbable as noise ({own:.1f} nats a token).",
+            f"the model is sure of itself ({entropy:.1f} nats of entropy a token), yet finds the text of prompts as"
+            f" improbable as noise ({own:.1f} nats a token).",
             "Save the tokenizer that the model was trained with into its folder, or pass it as `processing_class`.",
             f"The same tokens in a random order take {noise:.1f} nats: as they are written they are no text to it.",
         )
@@ -66,25 +71,20 @@ def loss_of(run: ExaminedRun, tokenizer: Any, texts: list[str], shuffled: bool =
     return -sum(found) / len(found)
 
 
-def _other_tokenizers(run: ExaminedRun) -> Iterator[str]:
-    """Folders on this machine with a tokenizer that may be the model's: where it says that it is from, then caches."""
+def _other_tokenizers(run: ExaminedRun) -> Iterator[tuple[str, Any]]:
+    """Tokenizers on this machine that may be the model's, by folder: where it says that it is from, then caches."""
     config, own = run.trainer.model.config, str(getattr(run.tokenizer, "name_or_path", ""))
     sources = [getattr(config, "_name_or_path", ""), run.tokenizer.init_kwargs.get("name_or_path", "")]
     home = Path.home() / ".cache"
     cached = [*(home / "covey").glob("*"), *(home / "huggingface" / "hub").glob("models--*/snapshots/*")]
     for folder in dict.fromkeys(map(str, [*filter(None, sources), *cached])):
         if folder != own and any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-            yield folder
-
-
-def _load(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception:  # another program's files raise anything
-        return None
+            try:
+                with quiet():
+                    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            except Exception:  # another program's files raise anything
+                continue
+            yield folder, tokenizer
 
 
 def round_trip(run: ExaminedRun) -> Iterator[Finding]:
@@ -92,19 +92,17 @@ def round_trip(run: ExaminedRun) -> Iterator[Finding]:
     rows = [row for row in run.taken[:READ] if row.get("prompt") is not None]
     if run.codec.vision is not None or not rows:
         return
-    lost = [share for row in rows if (share := _lost(run, run.codec, row)) > 0]
-    dropped = [row for row in rows if _lost(run, run.codec, row) > 0.9]
+    shares = [_lost(run.codec, row) for row in rows]
+    lost, dropped = [share for share in shares if share > 0], [share for share in shares if share > 0.9]
     if len(lost) > len(rows) / 4:
-        example = rows[max(range(len(rows)), key=lambda n: _lost(run, run.codec, rows[n]))]
+        example = rows[shares.index(max(shares))]
         shown = run.tokenizer.decode(run.codec.read_row(example).ids)
         evidence = (
             f"{len(lost)} of {len(rows)} prompts lose characters, {sum(lost) / len(lost):.0%} of them on average:"
             f" {prompt_text(example)[-60:]!r} is read by the model as {shown[-90:]!r}."
         )
-        fix, proof = _repair(run, rows, len(lost))
-        yield Finding(
-            "template" if len(dropped) > len(rows) / 2 else "prompt-round-trip", "error", evidence, fix, proof
-        )
+        code = "template" if len(dropped) > len(rows) / 2 else "prompt-round-trip"
+        yield Finding(code, "error", evidence, *_repair(run, rows, len(lost)))
     yield from _cut_by_the_data(rows)
     yield from _controls(run, rows)
 
@@ -116,7 +114,7 @@ def prompt_text(row: dict[str, Any]) -> str:
     return str(prompt or "")
 
 
-def _lost(run: ExaminedRun, codec: Any, row: dict[str, Any]) -> float:
+def _lost(codec: Any, row: dict[str, Any]) -> float:
     """Share of the text of users and systems that is not among the prompt's tokens."""
     prompt = row["prompt"]
     try:
@@ -125,26 +123,23 @@ def _lost(run: ExaminedRun, codec: Any, row: dict[str, Any]) -> float:
         return 0.0
     messages = prompt if is_conversational(prompt) else [{"role": "user", "content": prompt}]
     texts = [_dense(content_text(one.get("content"))) for one in messages if one["role"] != "assistant"]
-    texts += [text for text in [_rendered(codec, row)] if text]
+    if is_conversational(prompt) and messages[-1]["role"] != "assistant":
+        hidden = any(name in prompt_text(row) for name in codec.controls.texts)
+        texts.append("" if hidden else _dense(rendered(codec, row, messages)))
     missing = sum(len(text) - _longest_shared(text, shown) for text in texts if text not in shown)
     return missing / max(sum(map(len, texts)), 1)
 
 
-def _rendered(codec: Any, row: dict[str, Any]) -> str | None:
-    """A conversation as the chat template writes it; None for other prompts, and where control tokens are hidden."""
-    prompt: Any = row["prompt"]
-    if not is_conversational(prompt) or prompt[-1]["role"] == "assistant":
-        return None
+def rendered(codec: Any, row: dict[str, Any], messages: Any, generation: bool = True) -> str:
+    """A conversation as the chat template writes it for a row; "" where it fails."""
     kwargs = {**codec.template_kwargs(row.get("chat_template_kwargs")), "tokenize": False}
-    kwargs |= {"tools": list(codec.tools)} if codec.tools else {}
+    kwargs |= {"add_generation_prompt": generation, **({"tools": list(codec.tools)} if codec.tools else {})}
     for name in ("truncation", "max_length", "padding"):
         kwargs.pop(name, None)
     try:
-        text = codec.tokenizer.apply_chat_template(row["prompt"], **{"add_generation_prompt": True, **kwargs})
+        return str(codec.tokenizer.apply_chat_template(messages, **kwargs))
     except Exception:  # templates are programs of their authors
-        return None
-    hidden = any(name in prompt_text(row) for name in codec.controls.texts)
-    return None if hidden or not isinstance(text, str) else _dense(text)
+        return ""
 
 
 def _dense(text: str) -> str:
@@ -153,8 +148,6 @@ def _dense(text: str) -> str:
 
 def _longest_shared(text: str, shown: str) -> int:
     """Characters of a text that come in the same order in what is shown, in pieces of a few."""
-    from difflib import SequenceMatcher
-
     blocks = SequenceMatcher(None, text, shown, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks if block.size >= min(4, 1 + len(text) // 4))
 
@@ -163,8 +156,7 @@ def _repair(run: ExaminedRun, rows: list[dict[str, Any]], lost: int) -> tuple[st
     """The change that lets characters come back, tried."""
     changes: list[tuple[str, Any]] = []
     if run.codec.chat_template_kwargs:
-        plain = copy.copy(run.codec)
-        plain.chat_template_kwargs = None
+        plain = replace(run.codec, chat_template_kwargs=None)
         changes.append((f"Remove chat_template_kwargs={run.codec.chat_template_kwargs}.", plain))
     backend = getattr(run.tokenizer, "backend_tokenizer", None)
     if backend is not None and backend.normalizer is not None:
@@ -172,12 +164,11 @@ def _repair(run: ExaminedRun, rows: list[dict[str, Any]], lost: int) -> tuple[st
         without.tokenizer.backend_tokenizer.normalizer = type(backend)(backend.model).normalizer
         changes.append(("Remove the normalizer from the tokenizer, which changes the text.", without))
     if is_conversational(rows[0]["prompt"]):
-        simple = copy.deepcopy(run.codec)
-        simple.chat_template_kwargs = None
+        simple = replace(run.codec, chat_template_kwargs=None, tokenizer=copy.deepcopy(run.tokenizer))
         simple.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
         changes.append(("Correct the tokenizer's chat_template, which leaves out text of the messages.", simple))
     for fix, codec in changes:
-        still = sum(_lost(run, codec, row) > 0 for row in rows)
+        still = sum(_lost(codec, row) > 0 for row in rows)
         if still < lost / 2:
             return fix, f"So changed, {still} of {len(rows)} prompts lose characters instead of {lost}."
     return (
@@ -191,13 +182,8 @@ def _cut_by_the_data(rows: list[dict[str, Any]]) -> Iterator[Finding]:
     texts = [prompt_text(row) for row in rows]
     longest = max(map(len, texts))
     cut = [text for text in texts if len(text) == longest]
-    open_ended = [text for text in cut if re.search(r"[\w,]$", text)]
-    if (
-        longest >= 16
-        and 0.4 * len(texts) <= len(cut) < len(texts)
-        and len(set(cut)) > 3
-        and len(open_ended) == len(cut)
-    ):
+    open_ended = all(re.search(r"[\w,]$", text) for text in cut)
+    if longest >= 16 and open_ended and len(set(cut)) > 3 and 0.4 * len(texts) <= len(cut) < len(texts):
         yield Finding(
             "prompt-round-trip",
             "warning",
@@ -215,11 +201,8 @@ def _controls(run: ExaminedRun, rows: list[dict[str, Any]]) -> Iterator[Finding]
     marked = [row for row in rows if any(name in prompt_text(row) for name in names)]
     if len(marked) < len(rows) / 4:
         return
-    allowed = copy.copy(run.codec)
-    allowed.allow_control_tokens = True
-    allowed.__dict__.pop("controls", None)
-    both = [[(*_split(codec.read_row(row).ids),) for row in marked[:8]] for codec in (run.codec, allowed)]
-    lengths = [sum(len(a) + len(b) for a, b in pairs) for pairs in both]
+    allowed, few = replace(run.codec, allow_control_tokens=True), marked[:8]
+    as_text, as_tokens = (sum(len(codec.read_row(row).ids) for row in few) for codec in (run.codec, allowed))
     yield Finding(
         "prompt-round-trip",
         "error" if len(marked) > len(rows) / 2 else "warning",
@@ -227,10 +210,5 @@ def _controls(run: ExaminedRun, rows: list[dict[str, Any]]) -> Iterator[Finding]
         f" ({next(name for name in names if name in prompt_text(marked[0]))!r}), which it reads as text.",
         "Give the messages without control tokens and let the chat template write these; or, if data may write them,"
         " set allow_control_tokens=True.",
-        f"With allow_control_tokens=True the prompts of {len(both[0])} rows take {lengths[1]} tokens instead of"
-        f" {lengths[0]}.",
+        f"With allow_control_tokens=True the prompts of {len(few)} rows take {as_tokens} tokens instead of {as_text}.",
     )
-
-
-def _split(ids: list[int]) -> tuple[list[int], list[int]]:
-    return ids[:3], ids[3:]

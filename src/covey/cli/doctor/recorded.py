@@ -3,13 +3,15 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import torch
+from transformers import AutoTokenizer
 
-from covey.cli.config_file import config_of, load_run, settings_of
+from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
 from covey.cli.doctor import rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
@@ -30,18 +32,19 @@ def examine(
 ) -> Iterator[Finding]:
     """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
     described = read_run(run)
-    settings = settings_of(described)
-    read = PastRun(run, described, settings)
+    read = PastRun(run, described)
     summary["generations"] = len(read.generations)
-    trainer = rebuilt(described, settings, read)
+    trainer = rebuilt(described, read)
     if trainer is None:
         summary["rebuilt"] = False
         yield from alone(read, summary)
         yield from read.course()
         return
-    base = read.batch(trainer.rewards.weights) if read.tokens else None  # else sampled again
+    read.weights = trainer.rewards.weights  # of environments, too
+    base = read.batch() if read.tokens else None  # else sampled again
     examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
-    if read.comparable and read.tokens:
+    cuts = any(name in read.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
+    if read.tokens and not (cuts and read.replay.traits.reports_after_cut):  # else scores are of another distribution
         examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
         examined.own_engine = not read.replay.traits.shares_policy
     found = list(staged(examined))
@@ -52,43 +55,31 @@ def examine(
     trainer.rollouts.close()
 
 
-def rebuilt(described: dict[str, Any], settings: dict[str, Any], read: "PastRun") -> Any:
+def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
-    parts = {name: value for name, value in (described.get("parts") or {}).items() if value}
+    parts = parts_of_record(described)
     tokenizer = parts.pop("tokenizer", None)
-    functions = parts.get("reward_funcs") or []
-    if not parts.get("model") or None in functions or not Path(parts["model"]).is_dir():
+    if not parts.get("model") or None in parts.get("reward_funcs", ()) or not Path(parts["model"]).is_dir():
         return None
-    kept = {name: value for name, value in settings.items() if not name.startswith(ELSEWHERE)}
-    kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "dataset", "agent")}
+    kept = {name: value for name, value in read.settings.items() if not name.startswith(ELSEWHERE)}
+    kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "agent")}
     further: dict[str, Any] = {}
     try:
         with quiet(), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
             if tokenizer:
-                further["processing_class"] = _tokenizer(tokenizer)
-            if not parts.get("dataset"):
+                further["processing_class"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+            if "dataset" not in parts:
                 further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
-            else:
-                kept["dataset"] = parts["dataset"]
-            return build_trainer(
-                load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"}), **further
-            )
+            again = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
+            return build_trainer(again, **further)
     except Exception as error:  # the code of a run that is over may raise anything
         read.problem = f"{type(error).__name__}: {error}"
         return None
 
 
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
 class PastRun:
-    """The generations of a run on record."""
-
-    def __init__(self, run: Path, described: dict[str, Any], settings: dict[str, Any]):
-        self.settings, self.problem = settings, "a part of it has no name"
+    def __init__(self, run: Path, described: dict[str, Any]):
+        self.settings, self.problem = settings_of(described), "a part of it has no name"
         self.generations = [number_of(path) for path in files(run / FOLDER)]
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
@@ -97,7 +88,9 @@ class PastRun:
         self.replay = Replay(run, self.names, 0, described["processes"])
         first = read_rows(self.replay.path(self.generations[0]))
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
-        self.size = int(settings.get("num_generations") or config_of(_method(described))().num_generations or 8)
+        config = config_of(parts_of_record(described)["method"])
+        self.size = int(self.settings.get("num_generations") or config().num_generations or 8)
+        self.weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
 
     def load(self, generation: int) -> ScoredRollouts:
         """Rollouts of a generation; without tokens where the record has none."""
@@ -106,13 +99,7 @@ class PastRun:
         rows = read_rows(self.replay.path(generation))
         return as_scored(rows, self.names, [_without_tokens(row) for row in rows])
 
-    @property
-    def comparable(self) -> bool:
-        """Log-probs on record are of the distribution that the trainer scores."""
-        cuts = any(name in self.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
-        return not (self.replay.traits.reports_after_cut and cuts)
-
-    def batch(self, weights: torch.Tensor) -> SampleBatch:
+    def batch(self) -> SampleBatch:
         """The first generation; further ones where it has few prompts."""
         loaded: list[ScoredRollouts] = []
         for number in self.generations[:FIRST]:
@@ -122,20 +109,19 @@ class PastRun:
         samples = [sample for one in loaded for sample in one.draws]
         limit = int(self.settings.get("max_completion_length", 512))
         rewards = torch.cat([one.rewards for one in loaded])
-        return SampleBatch(samples, rollouts, rewards, weights, self.size, limit, fresh=len(loaded[0].rollouts))
+        return SampleBatch(samples, rollouts, rewards, self.weights, self.size, limit, fresh=len(loaded[0].rollouts))
 
     def course(self) -> Iterator[Finding]:
         """Rewards and entropies from the first to the last generation: a policy that was destroyed."""
-        weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
         taken = sorted({self.generations[n * (len(self.generations) - 1) // 11] for n in range(12)})
         if len(taken) < 4:
             return
         batches = [self.load(number) for number in taken]
-        rewards = [(one.rewards.double() @ weights.double()).nanmean().item() for one in batches]
+        rewards = [(one.rewards.double() @ self.weights.double()).nanmean().item() for one in batches]
         entropies = [_entropy(one) for one in batches]
         third = max(1, len(taken) // 3)
-        first, last = _mean(rewards[:third]), _mean(rewards[-third:])
-        before, after = _mean(entropies[:1]), _mean(entropies[-third:])
+        first, last = fmean(rewards[:third]), fmean(rewards[-third:])
+        before, after = entropies[0], fmean(entropies[-third:])
         scale = max(max(rewards) - min(rewards), 1e-9)
         collapsed = after < 0.1 * before or after > 3 * before + 1
         if collapsed and last < first - 0.3 * scale:
@@ -156,34 +142,20 @@ def _without_tokens(row: dict[str, Any]) -> Rollout:
     return Rollout([0], ids, [True] * len(ids), None, row["completion"], FinishReason(row["finish"]), row["group"])
 
 
-def _method(described: dict[str, Any]) -> str:
-    return str((described.get("parts") or {}).get("method") or "grpo")
-
-
 def _entropy(scored: ScoredRollouts) -> float:
     pairs = (zip(one.entropies or one.logprobs or (), one.sampled, strict=True) for one in scored.rollouts)
     values = [abs(value) for both in pairs for value, sampled in both if sampled and value is not None]
-    return _mean(values)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(len(values), 1)
+    return fmean(values or [0.0])
 
 
 def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     """Findings from what is on record, without experiments."""
-    weights = torch.tensor(read.settings.get("reward_weights") or [1.0] * len(read.names))
-    base, settings = read.batch(weights), {"scale_rewards": "group", **read.settings}
-    args = SimpleNamespace(
-        multi_objective_aggregation=settings.get("multi_objective_aggregation"),
-        reward_weights=settings.get("reward_weights"),
-        dynamic_sample=settings.get("dynamic_sample", False),
-        advantages=settings.get("advantages"),
-        method="grpo",
-    )
+    base = read.batch()
+    read_by_rewards = ("multi_objective_aggregation", "dynamic_sample", "advantages")
+    args = SimpleNamespace(method="grpo", **{name: read.settings.get(name) for name in read_by_rewards})
     suite = SimpleNamespace(names=read.names)
-    run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size, rescores=False)
-    summary.update(rewards.summary_of(run, base))
+    run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size)
+    summary.update(rewards.summary_of(run))
     lacking = f"The run cannot be made again for experiments ({read.problem})."
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
     if not base.spread.any() and len(base.known):

@@ -4,32 +4,33 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
-from covey.cli.explain.run import SOLUTIONS
+from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun
 from covey.core.advantages import centred, nanstd
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason
 from covey.observability.findings import Finding
 from covey.rewards.contract import MissingArgument
 from covey.rewards.text import completion_text
 from covey.rollout.prompts import is_conversational
 
 FORMS = (
-    "{}",
-    "{}\n",
-    "The answer is {}.",
-    "\\boxed{{{}}}",
-    "<answer>{}</answer>",
-    "<think>\nIt is {}.\n</think>\n<answer>\n{}\n</answer>",
-    "<think>\nIt is {}.\n</think>\n{}",
-    "#### {}",
-    "Answer: {}",
-    "**{}**",
-    "```\n{}\n```",
+    "{0}",
+    "{0}\n",
+    "The answer is {0}.",
+    "\\boxed{{{0}}}",
+    "<answer>{0}</answer>",
+    "<think>\nIt is {0}.\n</think>\n<answer>\n{0}\n</answer>",
+    "<think>\nIt is {0}.\n</think>\n{0}",
+    "#### {0}",
+    "Answer: {0}",
+    "**{0}**",
+    "```\n{0}\n```",
 )
 """Ways to write an answer that rewards ask for."""
 
@@ -51,18 +52,15 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
         return
     explained = False
     for index, name in enumerate(run.suite.names):
-        kinds = {kind: base.stats.get(f"rewards/{name}/{kind}") for kind in ("failures", "timeouts")}
-        failures, late = (int(stat.value()) if stat is not None else 0 for stat in kinds.values())
+        failures, late = (int(base.stats[f"rewards/{name}/{kind}"].value()) for kind in ("failures", "timeouts"))
         missing = int(base.rewards[:, index].isnan().sum()) - failures - late
         count = len(base.rollouts)
         if late > count / 4:
-            seconds = run.suite.timeout
-            yield _late(run, f"{name} has not scored {late} of {count} completions within {seconds:g} s.")
+            yield _late(run, f"{name} has not scored {late} of {count} completions within {run.suite.timeout:g} s.")
         elif failures > count / 10:
             level = "error" if failures > count / 2 else "warning"
-            fix, proof = _other_form(run)
             evidence = f"{name} raises or returns no number for {failures} of {count} completions."
-            yield Finding("reward-failing", level, evidence, fix, proof)
+            yield Finding("reward-failing", level, evidence, *_other_form(run))
         elif missing == count:
             yield Finding(
                 "reward-failing",
@@ -77,43 +75,32 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
     unscored = int(base.totals.isnan().sum())
     if unscored > len(base.rollouts) / 2 and not explained:
         evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
-        yield Finding(
-            "reward-failing", "error", evidence, "Let one return a number for every row.", *_other_form(run)[1:]
-        )
+        _, proof = _other_form(run)
+        yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.", proof)
 
 
 def _other_form(run: ExaminedRun) -> tuple[str, str]:
     """Fix and proof: the functions on texts instead of messages, or the other way round."""
-    few = run.base.samples[:8], run.base.rollouts[:8]
-    changed, kept, run.failure = [], run.failure, None
-    conversational = is_conversational(few[0][0].row.get("prompt"))
-    for rollout in few[1]:
-        text = completion_text(rollout.completion)
-        shown: Any = text if conversational else [{"role": "assistant", "content": text}]
-        changed.append(_with(rollout, shown))
-    known = int((~run.score(*few)[0].isnan().all(1)).sum())
-    other = int((~run.score(few[0], changed)[0].isnan().all(1)).sum())
+    samples, rollouts, kept = run.base.samples[:8], run.base.rollouts[:8], run.failure
+    conversational = is_conversational(samples[0].row.get("prompt"))
+    texts = [completion_text(one.completion) for one in rollouts]
+    shown: list[Any] = texts if conversational else [[{"role": "assistant", "content": text}] for text in texts]
+    changed = [replace(one, completion=new, finish=FinishReason.STOP) for one, new in zip(rollouts, shown, strict=True)]
+    known, other = (int((~run.score(samples, these)[0].isnan().all(1)).sum()) for these in (rollouts, changed))
     run.failure = kept
-    if other > known:
-        given, wanted = ("messages", "text") if conversational else ("text", "messages")
-        fix = (
-            f"Completions are {given} here, as the prompts are: read them with covey.rewards.completion_text."
-            if conversational
-            else "Completions are text here, as the prompts are: use them as they are, without ['content']."
-        )
+    if other <= known:
         return (
-            fix,
-            f"Given {wanted} instead of {given}, {other} of {len(changed)} completions get a reward, not {known}.",
+            "Correct the function: `covey rewards test` calls it on completions, and shows the error.",
+            f"Called again on {len(changed)} completions, it scores {known} of them.",
         )
+    if conversational:
+        given, wanted, fix = "messages", "text", "read them with covey.rewards.completion_text"
+    else:
+        given, wanted, fix = "text", "messages", "use them as they are, without ['content']"
     return (
-        "Correct the function: `covey rewards test` calls it on completions, and shows the error.",
-        f"Called again on {len(changed)} completions, it scores {known} of them.",
+        f"Completions are {given} here, as the prompts are: {fix}.",
+        f"Given {wanted} instead of {given}, {other} of {len(changed)} completions get a reward, not {known}.",
     )
-
-
-def _with(rollout: Rollout, completion: Any) -> Rollout:
-    ids, sampled = list(rollout.completion_ids), list(rollout.sampled)
-    return Rollout(rollout.prompt_ids, ids, sampled, None, completion, FinishReason.STOP, extras=rollout.extras)
 
 
 def _late(run: ExaminedRun, evidence: str) -> Finding:
@@ -134,8 +121,7 @@ def slow(run: ExaminedRun) -> Iterator[Finding]:
     factor = algebra.generation_batch_size / count
     others = run.summary.get("seconds_of_sampling_and_updates", 0.0)
     for name in run.suite.names:
-        stat = base.stats.get(f"rewards/{name}/seconds")
-        seconds = stat.value() if stat is not None else 0.0
+        seconds = base.stats[f"rewards/{name}/seconds"].value()
         whole = seconds * factor
         if seconds < 0.3 or whole < 1.0 or whole < 0.5 * others:
             continue
@@ -166,8 +152,8 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
     first, again = base.rewards, run.score(samples, rollouts)[0]
     back = run.score(samples[::-1], rollouts[::-1])[0].flip(0)
     half = len(rollouts) // 2 or 1
-    halves = torch.cat([run.score(samples[a:b], rollouts[a:b])[0] for a, b in ((half, None), (0, half))])
-    halves = halves.roll(-(len(rollouts) - half), 0)
+    second, begin = (run.score(samples[part], rollouts[part])[0] for part in (slice(half, None), slice(half)))
+    halves = torch.cat([begin, second])
 
     def changed(other: Tensor) -> int:
         differs = (first - other).abs() > 0.02 * scale
@@ -211,11 +197,6 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     tried = texts_tried(run)
     lowest, best = min(low for low, _, _ in tried), max(tried, key=lambda one: one[1])
     differs = any(high > low for low, high, _ in tried)
-    described = (
-        f"all of {len(base.known)} completions get {value:g}"
-        if share == 1
-        else f"rewards are {base.mean:.3g} on average"
-    )
     if not differs and not base.spread.any():
         hits, further = _further(run)
         if hits:
@@ -224,11 +205,11 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
         if (other := _other_column(run, value)) is not None:
             yield other
             return
-        by_prompt = "" if share == 1 else ", which depends on the prompt alone"
+        by_prompt = f"rewards are {base.mean:.3g} on average, which depends on the prompt alone."
         yield Finding(
             "reward-constant",
             "error",
-            f"{described}{by_prompt}.",
+            f"all of {len(base.known)} completions get {value:g}." if share == 1 else by_prompt,
             "Correct the reward function so that it reads the completion.",
             f"Any text gets the same: {len(FORMS) + len(TEXTS)} others were tried for each of {len(tried)} prompts.",
         )
@@ -273,7 +254,7 @@ def texts_tried(run: ExaminedRun) -> list[tuple[float, float, str]]:
 
 
 def _written(answer: str) -> list[str]:
-    return [form.replace("{}", answer).replace("{{", "{").replace("}}", "}") for form in FORMS]
+    return [form.format(answer) for form in FORMS]
 
 
 def _other_column(run: ExaminedRun, value: float) -> Finding | None:
@@ -364,30 +345,29 @@ def scale(run: ExaminedRun) -> Iterator[Finding]:
         return
     grouped = base.rewards.double().view(base.prompts, base.size, -1) * base.weights.double()  # [P, G, F]
     deviations = nanstd(grouped, dim=1)[:, 0]  # [P, F]
-    for loud in range(len(names)):
-        for faint in range(len(names)):
-            both = (deviations[:, loud] > 1e-9) & (deviations[:, faint] > 1e-9)
-            if loud == faint or int(both.sum()) < 1 or both.double().mean() < 0.15:
-                continue
-            ratio = (deviations[both, loud] / deviations[both, faint]).median().item()
-            follows = [_follows(base.totals[both], grouped[both][..., index]) for index in (loud, faint)]
-            if ratio < 8 or follows[0] < 0.97 or follows[1] > 0.6:
-                continue
-            even = (grouped / deviations.nanmean(0).clamp(min=1e-9)).nansum(-1)
-            now = _follows(even[both], grouped[both][..., faint])
-            given = [round(1 / max(float(d), 1e-9), 3) for d in (deviations / base.weights).nanmean(0)]
-            weights = base.weights.tolist()
-            chosen = weights[faint] < 1 and weights[loud] <= 1  # on purpose
-            yield Finding(
-                "reward-scale",
-                "note" if chosen else "error",
-                f"{names[loud]} differs {ratio:.0f} times as much within groups as {names[faint]}: advantages follow it"
-                f" alone (correlation {follows[0]:.2f}, and {follows[1]:.2f} with {names[faint]}).",
-                f"Set reward_weights={given}, or multi_objective_aggregation=normalize_then_sum.",
-                f"With these weights the correlation of advantages with {names[faint]} rises from {follows[1]:.2f} to"
-                f" {now:.2f}.",
-            )
-            return
+    for loud, faint in permutations(range(len(names)), 2):
+        both = (deviations[:, loud] > 1e-9) & (deviations[:, faint] > 1e-9)
+        if both.double().mean() < 0.15:
+            continue
+        ratio = (deviations[both, loud] / deviations[both, faint]).median().item()
+        follows = [_follows(base.totals[both], grouped[both][..., index]) for index in (loud, faint)]
+        if ratio < 8 or follows[0] < 0.97 or follows[1] > 0.6:
+            continue
+        even = (grouped / deviations.nanmean(0).clamp(min=1e-9)).nansum(-1)
+        now = _follows(even[both], grouped[both][..., faint])
+        given = [round(1 / max(float(d), 1e-9), 3) for d in (deviations / base.weights).nanmean(0)]
+        weights = base.weights.tolist()
+        chosen = weights[faint] < 1 and weights[loud] <= 1  # on purpose
+        yield Finding(
+            "reward-scale",
+            "note" if chosen else "error",
+            f"{names[loud]} differs {ratio:.0f} times as much within groups as {names[faint]}: advantages follow it"
+            f" alone (correlation {follows[0]:.2f}, and {follows[1]:.2f} with {names[faint]}).",
+            f"Set reward_weights={given}, or multi_objective_aggregation=normalize_then_sum.",
+            f"With these weights the correlation of advantages with {names[faint]} rises from {follows[1]:.2f} to"
+            f" {now:.2f}.",
+        )
+        return
 
 
 def _follows(totals: Tensor, values: Tensor) -> float:
@@ -413,8 +393,7 @@ def length(run: ExaminedRun) -> Iterator[Finding]:
         other.sampled = [True] * len(other.completion_ids)
         filled.append(other)
     totals = run.totals([sample.row for sample in base.samples], filled)
-    range_ = (base.known.max() - base.known.min()).item()
-    equal = int(((totals - base.totals.flatten()).abs() < 0.05 * range_).sum())
+    equal = int(((totals - base.totals.flatten()).abs() < 0.05 * (base.known.max() - base.known.min())).sum())
     if equal < 0.8 * len(filled):
         return
     yield Finding(
@@ -424,10 +403,6 @@ def length(run: ExaminedRun) -> Iterator[Finding]:
         "Add a reward for content that weighs more, or remove the length from the reward if that is not the aim.",
         f"With every letter and digit replaced by 'a' {equal} of {len(filled)} completions get the same reward.",
     )
-
-
-def solution_columns(row: dict[str, Any]) -> list[str]:
-    return [name for name in row if name in SOLUTIONS or name in ("ground_truth", "reference", "gold", "expected")]
 
 
 def signal(run: ExaminedRun) -> Iterator[Finding]:
@@ -461,7 +436,8 @@ def signal(run: ExaminedRun) -> Iterator[Finding]:
         )
 
 
-def summary_of(run: ExaminedRun, base: SampleBatch) -> dict[str, Any]:
+def summary_of(run: ExaminedRun) -> dict[str, Any]:
+    base = run.base
     return {
         "completions": len(base.rollouts),
         "prompts": base.prompts,

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
@@ -10,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from covey.cli.config_file import FlagParser, load_run
+from covey.cli.config_file import FlagParser
 from covey.cli.data import evaluation_sets
 from covey.cli.explain import figures, sections
 from covey.cli.explain.run import Cluster, ExplainedRun, check_start, gpu_bytes, model_plan
 from covey.cli.launch import find_config
-from covey.cli.train import take_config
+from covey.cli.train import read_run, take_config
 from covey.config.messages import closest
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
@@ -36,29 +35,24 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(flag_parser().format_help())
         return 0 if argv else 2
-    try:
-        path, argv = take_config(argv)
-        flags, settings = take_flags(argv)
-        if flags.gpu is not None and gpu_bytes() is None:
-            settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run = load_run(path, settings, world_size=flags.world_size)
-            start = check_start(run, run.args.algebra(flags.world_size))
-        explained = ExplainedRun(
-            run.args,
-            model_plan(run, flags.images, flags.image_size),
-            flags.world_size,
-            prompt_tokens=flags.prompt_tokens or start.prompt_tokens or ASSUMED_PROMPT_TOKENS,
-            gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
-            cluster=flags.cluster,
-            start=start,
-            evaluations=evaluation_sets(run.eval_dataset),
-        )
-        text = explain(explained)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        print(f"covey explain: {printable(str(error))}", file=sys.stderr)
-        return 2
+    path, argv = take_config(argv)
+    flags, settings = take_flags(argv)
+    if flags.gpu is not None and gpu_bytes() is None:
+        settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        run = read_run(path, settings, None, needed=(), world_size=flags.world_size)
+        start = check_start(run, run.args.algebra(flags.world_size))
+    explained = ExplainedRun(
+        run.args,
+        model_plan(run, flags.images, flags.image_size),
+        flags.world_size,
+        prompt_tokens=flags.prompt_tokens or start.prompt_tokens or ASSUMED_PROMPT_TOKENS,
+        gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
+        cluster=flags.cluster,
+        start=start,
+        evaluations=evaluation_sets(run.eval_dataset),
+    )
+    text = explain(explained)
     print(f"{run.method.upper()} of {run.model or 'a model yet to be named'}\n")
     print(printable(text))
     for finding in figures.fit(explained):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, TrainerState
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor, TrainerState
 
 from covey.cli.config_file import RunConfig
 from covey.cli.data import evaluation_sets, is_function, is_local, load_evaluations, load_rows
@@ -39,8 +40,6 @@ from covey.sizing.vllm_memory import EngineMemory, engine_memory
 from covey.trainer import build
 from covey.trainer.build_rollouts import plays_functions
 from covey.trainer.checks import check_datasets, check_evaluations, check_fit
-from covey.trainer.checks import evaluation_sets as sets_of_evaluation
-from covey.trainer.evaluation.suites import rows_of
 
 MOST_ROWS = 1000  # whose prompts are counted, evenly over the data set
 SHOWN_LINES = 12  # of the first prompt
@@ -49,8 +48,6 @@ SOLUTIONS = ("solution", "answer", "target", "label")  # columns that hold a cor
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model that is not loaded."""
-
     config: Any = None  # of transformers; None: unknown
     missing: str = "no model config was given"  # the reason for None
     peft: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`, if an adapter is trained
@@ -97,7 +94,8 @@ class Start:
         try:
             yield
         except Exception as error:
-            if isinstance(error, ValueError) or (users_code is None and isinstance(error, (OSError, ImportError))):
+            ours = (ValueError, TypeError, OSError, ImportError) if users_code is None else ValueError
+            if isinstance(error, ours):
                 self.problems.append(str(error))
             elif users_code is not None:
                 self.problems.append(f"{users_code}: {error!r}")
@@ -158,8 +156,6 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
     """The model of a run, if it is on this machine, with so many images in each prompt if it sees them."""
     if run.model is None:
         return ModelPlan(missing="the run names no model")
-    from transformers import AutoProcessor
-
     try:
         config = AutoConfig.from_pretrained(run.model, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -197,8 +193,6 @@ def _quantization(run: RunConfig, config: Any) -> Any:
 
 
 def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -> Images:
-    from PIL import Image
-
     content = [{"type": "image"}] * number + [{"type": "text", "text": "?"}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     encoded = Vision(processor, placeholder_ids(config)).encode(text, [Image.new("RGB", size, "white")] * number)
@@ -281,8 +275,9 @@ def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collec
     """
     args, played = run.args, (given["tools"], given["rollout_func"], given["environment_factory"])
     build.resolve_args(args, run.model, type(args))
-    check_datasets(args, given["train_dataset"], given["eval_dataset"], given["environment_factory"] is None)
-    functions = given["reward_funcs"] or None
+    functions, prompts_required = given["reward_funcs"] or None, given["environment_factory"] is None
+    judged = None if given["rollout_func"] else functions
+    check_datasets(args, given["train_dataset"], given["eval_dataset"], prompts_required, judged)
     if any(isinstance(one, str) for one in functions or ()):
         return None  # reward models, which are not loaded
     try:
@@ -290,8 +285,6 @@ def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collec
     except (OSError, ValueError):
         if functions and not any(played):
             suite = RewardSuite(functions, weights=args.reward_weights)
-            for dataset in [given["train_dataset"], *map(rows_of, sets_of_evaluation(given["eval_dataset"]))]:
-                suite.check_columns(dataset.column_names)
             check_evaluations(args, suite, given["eval_dataset"])
             return None, suite
         return None

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from fractions import Fraction
 
 from covey.cli.explain.run import ExplainedRun
 from covey.config.objective import BUILT_IN, CLIPPED
@@ -71,7 +70,7 @@ def _epochs(run: ExplainedRun) -> Iterator[str]:
         yield f"""max_steps={args.max_steps} updates are {float(wanted):g} rollout batches,
         {float(wanted * a.prompts_per_generation):g} prompts in all."""
     else:
-        per_thousand = float(Fraction(1000, a.prompts_per_generation) * updates)
+        per_thousand = float(1000 * updates / a.prompts_per_generation)
         yield f"""Every 1,000 prompts of the dataset are about {per_thousand:.4g} updates;
         num_train_epochs={args.num_train_epochs:g} goes through the dataset so many times. A last, incomplete rollout
         batch is left out."""

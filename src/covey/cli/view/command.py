@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import sys
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from aiohttp import web
 
 from covey.cli.view import study
 from covey.cli.view.runs import RecordedRun
-from covey.cli.view.server import PAGE, application, data_address, script, serve
+from covey.cli.view.server import PAGE, application, script, serve
 from covey.runtime.files import written_whole
 from covey.study.commands import STATE
 
@@ -48,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     def started(address: str) -> None:
         print(f"{', '.join(map(str, options.runs))}: {address}  (Ctrl-C ends)", flush=True)
         if options.open:
-            import webbrowser
-
             webbrowser.open(address)
 
     def app() -> web.Application:
@@ -96,7 +95,8 @@ def _generations(runs: list[RecordedRun], states: list[Any], steps: range | None
             yield f"generation/{number}/{key}", _packed(rollouts)
             for name in {name for one in rollouts for name in one.get("image_files") or ()} - images:
                 images.add(name)
-                yield f"image/{number}/{name}", _packed(data_address(run.image(name)))
+                image = base64.b64encode(run.image(name).read_bytes()).decode()
+                yield f"image/{number}/{name}", _packed(f"data:image/png;base64,{image}")
 
 
 def _page(data: dict[str, str]) -> str:

@@ -4,8 +4,8 @@ import ast
 import json
 import math
 import time
-from collections import OrderedDict
 from contextlib import suppress
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ class RecordedRun:
         self.folder, self.record = folder, folder / FOLDER
         self._read: dict[Path, int] = {}  # files of updates and when they were written
         self._updates: dict[str, list[Update]] = {}  # by generation and process, in the order of steps
-        self._generations: OrderedDict[str, tuple[str, Generation]] = OrderedDict()
+        self._tables = lru_cache(CACHED)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
-        self._metrics: tuple[int, list[dict[str, Any]]] = 0, []
-        self._vocabulary: list[bytes] | None = None
+        self._metrics = lru_cache(1)(lambda written: read_metrics(self.record))
 
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
@@ -77,11 +76,11 @@ class RecordedRun:
         generation = self._generation(key, self._files()[key])
         if not 0 <= int(row) < generation.table.num_rows:
             raise LookupError(f"generation {key} has no rollout {row}")
-        return generation.rollout(int(row), key, self._words())
+        return generation.rollout(int(row), key, self._words)
 
     def generation(self, key: str) -> list[dict[str, Any]]:
         generation = self._generation(key, self._files()[key])
-        return [generation.rollout(row, key, self._words()) for row in range(generation.table.num_rows)]
+        return [generation.rollout(row, key, self._words) for row in range(generation.table.num_rows)]
 
     def search(self, words: str) -> list[str]:
         """Rollouts whose prompt or completion contains the words, in any case."""
@@ -109,6 +108,7 @@ class RecordedRun:
         updates = {path: _written(path) for path in self.record.glob("update_*.parquet")}
         if any(updates.get(path) != time for path, time in self._read.items()):  # a resumed run wrote others
             self._read, self._updates = {}, {}
+            self._tables.cache_clear()  # its versions may come again, with other updates
         for path in sorted(updates.keys() - self._read.keys(), key=number_of):
             for key, rows in _rows_of(path).items():
                 self._updates.setdefault(key, []).append(Update(number_of(path), rows, path, updates[path]))
@@ -123,25 +123,18 @@ class RecordedRun:
         return f"{_written(path)}-{len(self._updates.get(key, ()))}"
 
     def _generation(self, key: str, path: Path) -> Generation:
-        version = self._version(key, path)
-        if self._generations.get(key, ("",))[0] != version:
-            table = pq.read_table(path).combine_chunks()
-            self._generations[key] = version, Generation(table, self._updates.get(key, []))
-        self._generations.move_to_end(key)
-        while len(self._generations) > CACHED:
-            self._generations.popitem(last=False)
-        return self._generations[key][1]
+        return self._tables(key, path, self._version(key, path))
+
+    def _table(self, key: str, path: Path, version: str) -> Generation:
+        return Generation(pq.read_table(path).combine_chunks(), self._updates.get(key, []))
 
     def _lines(self) -> list[dict[str, Any]]:
-        if self._metrics[0] != (now := _written(self.record / METRICS)):
-            self._metrics = now, read_metrics(self.record)
-        return self._metrics[1]
+        return self._metrics(_written(self.record / METRICS))
 
+    @cached_property
     def _words(self) -> list[bytes]:
-        if self._vocabulary is None:
-            path = self.record / VOCABULARY
-            self._vocabulary = pq.read_table(path)["bytes"].to_pylist() if path.exists() else []
-        return self._vocabulary
+        path = self.record / VOCABULARY
+        return pq.read_table(path)["bytes"].to_pylist() if path.exists() else []
 
 
 def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:

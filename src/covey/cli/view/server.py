@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,10 @@ def script() -> str:
     return "".join(MODULE_WORDS.sub("", (PAGE / name).read_text()) for name in SCRIPTS)
 
 
+async def send_text(kind: str, read: Callable[[], str], request: web.Request) -> web.Response:
+    return web.Response(text=read(), content_type=kind)
+
+
 def application(runs: list[RecordedRun]) -> web.Application:
     """The server's paths; what reads files runs in threads, one at a time."""
     lock = asyncio.Lock()
@@ -55,9 +58,6 @@ def application(runs: list[RecordedRun]) -> web.Application:
         if not number.isdecimal() or int(number) >= len(runs):
             raise web.HTTPNotFound(text=f"there is no run {number}")
         return runs[int(number)]
-
-    async def send_text(kind: str, read: Callable[[], str], request: web.Request) -> web.Response:
-        return web.Response(text=read(), content_type=kind)
 
     async def send_value(read: Callable[[web.Request], Any], request: web.Request) -> web.Response:
         try:
@@ -109,7 +109,3 @@ async def serve(app: web.Application, port: int, started: Callable[[str], None])
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
-
-
-def data_address(path: Path) -> str:
-    return f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"

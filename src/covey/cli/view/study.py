@@ -3,16 +3,15 @@
 import asyncio
 import html
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from covey.cli.study import changes_of
 from covey.cli.view import server
 from covey.cli.view.runs import RecordedRun
-from covey.cli.view.server import HEADERS, PAGE, guard
+from covey.cli.view.server import HEADERS, PAGE, guard, send_text
 from covey.observability.plots import Panel
 from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of
@@ -38,37 +37,32 @@ def application(folder: Path) -> web.Application:
 
     async def page(request: web.Request) -> web.Response:
         try:
-            add_records(runs, folder)
+            for path in sorted(folder.glob(f"*/{FOLDER}/run.json")):  # earlier ones keep their places: their addresses
+                if path.parent.parent not in [run.folder for run in runs]:
+                    runs.append(RecordedRun(path.parent.parent))
             async with one_at_a_time:
                 text = await asyncio.to_thread(live_page, folder, [run.folder.name for run in runs])
         except OSError as error:
             raise web.HTTPNotFound(text=f"the study has not finished a round yet: {error}") from error
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": POLICY})
 
-    async def code(request: web.Request) -> web.Response:
-        return web.Response(text=(PAGE / "study.js").read_text(), content_type="text/javascript")
-
     async def command(request: web.Request) -> web.Response:
         if request.content_type != "application/json":  # which no form of another page sends unasked
             raise web.HTTPUnsupportedMediaType(text="A command is JSON.")
         try:
-            return web.Response(text=send(folder, command_of(await request.json())))
+            asked = await request.json()
+            words = [line.strip() for line in str(asked["changes"]).splitlines() if line.strip()]  # field=value in each
+            wanted = (str(asked["kind"]), str(asked["name"]), changes_of(words), asked["to"] or None)
+            return web.Response(text=send(folder, Command(*wanted, fresh=asked["fresh"] is True)))
         except (TypeError, AttributeError, ValueError, LookupError, OSError) as error:
             return web.Response(status=400, text=str(error))
 
     app = web.Application(middlewares=[guard])
     app.router.add_get("/", page)
-    app.router.add_get("/study.js", code)
+    app.router.add_get("/study.js", partial(send_text, "text/javascript", (PAGE / "study.js").read_text))
     app.router.add_post("/command", command)
     app.add_subapp("/runs/", server.application(runs))
     return app
-
-
-def add_records(runs: list[RecordedRun], folder: Path) -> None:
-    """Append the variants whose record has begun; the others keep their places, which are their addresses."""
-    for path in sorted(folder.glob(f"*/{FOLDER}/run.json")):
-        if (variant := path.parent.parent) not in [run.folder for run in runs]:
-            runs.append(RecordedRun(variant))
 
 
 def live_page(folder: Path, recorded: list[str]) -> str:
@@ -86,11 +80,3 @@ def live_page(folder: Path, recorded: list[str]) -> str:
 @lru_cache(1)
 def _drawn(curves: str) -> str:
     return drawn([(points, Panel(**panel)) for points, panel in json.loads(curves)])
-
-
-def command_of(asked: dict[str, Any]) -> Command:
-    """A command as the page sends it: `kind`, `name`, `to`, `fresh`, and `changes` as lines of field=value."""
-    words = [line.strip() for line in str(asked["changes"]).splitlines() if line.strip()]
-    return Command(
-        str(asked["kind"]), str(asked["name"]), changes_of(words), asked["to"] or None, asked["fresh"] is True
-    )

@@ -150,7 +150,8 @@ class Generation:
         completions = [json.loads(text) for text in table["completion"].to_pylist()]
         texts = [as_text(completion) for completion in completions]
         counts = [count(completion) for completion in completions]
-        columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in LISTED if name in table.column_names}
+        columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in LISTED}
+        columns["advantage"] = _numbers(columns["advantage"])
         columns["length"] = self.lengths.tolist()
         columns["reward"] = _totals([*rewards.values()], reward_weights)
         columns["excerpt"] = [text[:EXCERPT] for text in texts]
@@ -166,8 +167,6 @@ class Generation:
             taught = zip(columns["fate"], columns["length"], strict=True)
             columns["sampled"] = columns["length"]
             columns["taught"] = [length if fate == "trained" else 0 for fate, length in taught]
-        if "advantage" not in columns:
-            columns["advantage"] = [None] * len(rows)
         return {"columns": columns, "rewards": rewards}
 
     def _summary(self, part: slice) -> dict[str, Any]:
@@ -176,7 +175,6 @@ class Generation:
         found: dict[str, Any] = {"sampled": int(chosen.sum())}
         weights, advantages = (values.get(name, np.zeros(len(chosen))) for name in ("weights", "advantages"))
         found["taught"] = int(((weights != 0) & (advantages != 0)).sum())
-        found["advantage"] = _number(advantages[chosen].mean()) if chosen.any() else None
         for name, title in (("logprobs", "logprob"), ("entropies", "entropy"), ("drift", "drift")):
             known = values[name][~np.isnan(values[name])] if name in values else chosen[:0]
             found[title] = _number(known.mean()) if len(known) else None
@@ -192,11 +190,8 @@ class Generation:
 
     def _prompts(self) -> list[str]:
         """The prompt's beginning, at the first rollout of each group."""
-        groups = self.table["group"].to_pylist()
-        first: dict[int, int] = {}
-        for row, group in enumerate(groups):
-            first.setdefault(group, row)
-        return [as_text(self.prompt(row))[:EXCERPT] if first[group] == row else "" for row, group in enumerate(groups)]
+        _, firsts = np.unique(self.table["group"].to_numpy(), return_index=True)
+        return [as_text(self.prompt(row))[:EXCERPT] if row in firsts else "" for row in range(self.table.num_rows)]
 
     def prompt(self, row: int) -> Any:
         own = json.loads(self.table["prompt"][row].as_py())
