@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from covey.algorithms import grpo
 from covey.core.batch import collate, join
 from covey.core.engine import SamplingParams
+from covey.core.losses import BatchCounts
 from covey.core.objective import policy_loss
 from covey.core.packing import pass_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
@@ -26,7 +27,7 @@ from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.trainer.distributed.exchange import RolloutIndex, join_indexes
-from covey.trainer.microbatches import batch_counts, weigh
+from covey.trainer.microbatches import micro_batch_tokens, weigh
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 from tests.support.playing import TOKENIZER
@@ -110,15 +111,8 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, nor
     batch.advantages = torch.repeat_interleave(advantages, batch.lengths)
     config = runs.config("unused", "grpo", loss_type=loss_type, num_generations=4, per_device_train_batch_size=4)
     algorithm = grpo.algorithm(config)
-    counts = batch_counts(
-        batch.sampled_lengths,
-        rows_per_part=4,
-        total_rows=4,
-        total_tokens=int(batch.sampled.sum()),
-        total_parts=1,
-        updates=1.0,
-        max_completion_length=6,
-    )
+    tokens = batch.sampled_lengths.float()
+    counts = BatchCounts(tokens, micro_batch_tokens(tokens, 4), 4, int(batch.sampled.sum()), 1, 6)
     weigh(batch, algorithm.weighting, counts, entropy_bonus=False)
     parameters = list(policy.parameters())
     if normalize_over != "rollout":

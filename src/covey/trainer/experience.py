@@ -11,6 +11,7 @@ from torch import Tensor
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
+from covey.core.losses import BatchCounts
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
 from covey.core.stats import Mean, Stat
@@ -23,7 +24,7 @@ from covey.policy.scoring import TokenScorer, fused_layers
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import MicroBatchRunner, batch_counts, weigh
+from covey.trainer.microbatches import MicroBatchRunner, micro_batch_tokens, weigh
 from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
 
@@ -189,13 +190,14 @@ class CreditAssigner:
             context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl, energies
         )
         batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
-        counts = batch_counts(
-            batch.sampled_lengths,
-            rows_per_part=context.micro_batch_rows,
-            total_rows=len(everyone.lengths),
-            total_tokens=everyone.trained_tokens,
-            total_parts=everyone.micro_batches,
-            updates=algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0,
+        tokens = batch.sampled_lengths.float()
+        updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0
+        counts = BatchCounts(
+            tokens,
+            micro_batch_tokens(tokens, context.micro_batch_rows),
+            rows_per_update=len(everyone.lengths) / updates,
+            tokens_per_update=everyone.trained_tokens / updates,
+            micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
         )
         weigh(batch, context.algorithm.weighting, counts, entropy_bonus=self.entropy_bonus)

@@ -351,30 +351,9 @@ def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
     return [part.flatten() for part in by_rank.split(rows, dim=1)]
 
 
-def batch_counts(
-    sampled_lengths: Tensor,
-    *,
-    rows_per_part: int,
-    total_rows: int,
-    total_tokens: float,
-    total_parts: int,
-    updates: float,
-    max_completion_length: int | None,
-) -> BatchCounts:
-    """Counts for token weights, from this process's trained tokens [B]; totals are of all, and last `updates` steps.
-
-    Parts are nominal micro-batches of `rows_per_part` rollouts.
-    """
-    tokens = sampled_lengths.float()
-    sums = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []
-    return BatchCounts(
-        tokens=tokens,
-        micro_tokens=torch.cat(sums) if sums else tokens,
-        rows_per_update=total_rows / updates,
-        tokens_per_update=total_tokens / updates,
-        micro_batches_per_update=total_parts / updates,
-        max_completion_length=max_completion_length,
-    )
+def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:
+    """From the trained tokens of this process's rollouts [B], those of each one's nominal micro-batch of `rows`."""
+    return torch.cat([part.sum().expand(len(part)) for part in tokens.split(rows)])
 
 
 def weigh(batch: TrainBatch, weighting: Weighting, counts: BatchCounts, *, entropy_bonus: bool) -> None:

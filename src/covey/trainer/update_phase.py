@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch, join
-from covey.core.losses import mean_over_update
+from covey.core.losses import BatchCounts, mean_over_update
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.stats import Mean, Stat
@@ -25,7 +25,7 @@ from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_i
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold, load_survey
-from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts
+from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, micro_batch_tokens, nominal_parts
 
 
 @dataclass(eq=False)
@@ -223,14 +223,14 @@ class UpdatePhase:
         batches = [part.own.batch for part in parts]
         own = OwnRollouts(join(batches), parts[0].own.rank)
         index = join_indexes([part.index for part in parts], [0, *accumulate(map(len, batches))][:-1])
-        rows, taken = args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
-        counts = batch_counts(
-            index.sampled_lengths,
-            rows_per_part=rows,
-            total_rows=len(index),
-            total_tokens=sum(part.tokens for part in parts),
-            total_parts=len(index) // rows,
-            updates=taken / args.gradient_accumulation_steps,
+        rows, tokens = args.per_device_train_batch_size, index.sampled_lengths.float()
+        updates = sum(part.micro_batches for part in parts) / args.gradient_accumulation_steps
+        counts = BatchCounts(
+            tokens,
+            micro_batch_tokens(tokens, rows),
+            rows_per_update=len(index) / updates,
+            tokens_per_update=sum(part.tokens for part in parts) / updates,
+            micro_batches_per_update=len(index) // rows / updates,
             max_completion_length=args.max_completion_length,
         )
         entropy_weights = mean_over_update(counts) if self.entropy is not None else None
