@@ -19,7 +19,7 @@ from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, generation_stats
 from covey.trainer.context import RunContext
-from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
+from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.rollout_reports import as_logged, columns_of, rewards_by_name, summarize
 
@@ -110,7 +110,7 @@ class EvaluationPhase:
         """The number of completions of a suite, and its estimates."""
         context, functions = self.context, self.rollouts.rewards
         completions, judge = suite.completions(context.algebra), suite.judge(functions)
-        tally = Scoreboard(suite, completions)
+        graded: list[Graded] = []
         rewards: list[Tensor] = []
         lengths: list[int] = []
         truncated: list[bool] = []
@@ -124,7 +124,7 @@ class EvaluationPhase:
             shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
             for grades, scores, rows in shards:
                 columns = columns_of(rows)
-                tally.add(grades)
+                graded += grades
                 rewards.append(scores)
                 lengths += columns["length"]
                 truncated += columns["truncated"]
@@ -141,7 +141,7 @@ class EvaluationPhase:
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each
         context.metrics.add(stats, "eval")
-        return len(lengths), tally.metrics()
+        return len(lengths), estimates(suite, completions, graded)
 
     def _record(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
         if not log.enabled or not grades:
