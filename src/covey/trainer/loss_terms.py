@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,24 +53,14 @@ class EntropyController:
         self.coef, self.last_entropy = state["coef"], state["last_entropy"]
 
 
-def exact_quantile(values: Tensor, q: float) -> float:
-    """The q-quantile with linear interpolation, of any number of values (torch.quantile stops at 2^24)."""
-    if not len(values):
-        return 0.0
-    ordered = values.sort().values
-    place = q * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return torch.lerp(ordered[low], ordered[high], place - low).item()
-
-
 def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
     context = behaviour.context
     with torch.no_grad():
         entropies = behaviour.entropies(batch)[batch.sampled]
-    everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile"))
-    threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
+    everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile")).double().numpy()
+    # torch.quantile stops at 2^24 values.
+    threshold = float(np.quantile(everyone, 1 - context.args.top_entropy_quantile)) if len(everyone) else 0.0
     context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
     return threshold
 
