@@ -40,8 +40,8 @@ from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
-from covey.trainer.integrations.attributes import attribute
-from covey.trainer.loss_terms import ExpertBalance, token_energies
+from covey.trainer.integrations.attributes import absent
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
@@ -363,7 +363,7 @@ class OnlineTrainer(Trainer):
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        return attribute(self, name)  # of TRL's trainers
+        raise absent(self, name)
 
     @property
     def policy(self) -> Any:

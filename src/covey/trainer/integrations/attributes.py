@@ -46,15 +46,9 @@ ABSENT = {
 FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__)
 
 
-def attribute(trainer: Any, name: str) -> Any:
-    """The value of an attribute that `OnlineTrainer` does not have itself; AttributeError for any other name."""
-    if name in VIEWS:
-        return VIEWS[name](trainer)
-    args = trainer.__dict__.get("args")
-    if hasattr(args, name) and name in FIELDS:
-        return getattr(args, name)
+def absent(trainer: Any, name: str) -> AttributeError:
     advice = f": {ABSENT[name]}." if name in ABSENT else ""
-    raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
+    return AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
 
 
 class OpenWindow(dict[str, list[float]]):
@@ -101,7 +95,9 @@ class View:
         self.name = name
 
     def __get__(self, trainer: Any, kind: type) -> Any:
-        return self if trainer is None else attribute(trainer, self.name)
+        if trainer is None:
+            return self
+        return VIEWS[self.name](trainer) if self.name in VIEWS else getattr(trainer.args, self.name)
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise AttributeError(
