@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -29,21 +29,6 @@ from covey.trainer.rollout_reports import RolloutListener
 SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
 
 
-@dataclass(frozen=True)
-class LaunchSchedule:
-    """When the training of every generation begins."""
-
-    algebra: BatchAlgebra  # the run's batch sizes
-    per_epoch: int | None  # generations of an epoch; None for a dataset without length: one endless epoch
-    max_steps: int  # optimizer steps of the run
-
-    def begins(self, generation: int) -> int:
-        micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
-        epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
-        steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
-        return epoch * steps_per_epoch + place * micro_batches // accumulation
-
-
 @dataclass
 class InFlightBatch:
     """A generation that is being sampled, or has been."""
@@ -53,7 +38,7 @@ class InFlightBatch:
     version: int  # of the weights that it was launched with
     draws: list[PromptSample]  # of this process
     work: Future[list[Rollout]]  # the rollouts, in the draws' order
-    listener: RolloutListener | None = None  # hears of rollouts as they end; None once a checkpoint was resumed
+    listener: RolloutListener = field(default_factory=RolloutListener)  # hears of rollouts as they end
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -92,7 +77,9 @@ class AsyncRollouts:
     collector: Collector  # until `close`, all that it samples runs in the background thread
     params: SamplingParams
     prompts: PromptSource
-    schedule: LaunchSchedule
+    algebra: BatchAlgebra  # the run's batch sizes
+    per_epoch: int | None  # generations of an epoch; None for a dataset without length: one endless epoch
+    max_steps: int  # optimizer steps of the run
     max_staleness: int  # optimizer steps between weights and training, 1 or more
     _: KW_ONLY
     next_key: Callable[[], tuple[str, int]]  # names the samples of one more generation
@@ -174,9 +161,16 @@ class AsyncRollouts:
         self._give_up()
         self._thread.close(seconds)
 
+    def _begins(self, generation: int) -> int:
+        """The optimizer step after which the training of a generation begins by the schedule."""
+        micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
+        epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
+        steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
+        return epoch * steps_per_epoch + place * micro_batches // accumulation
+
     def _may_begin(self, generation: int, version: int) -> bool:
-        begins = self.schedule.begins(generation) + self._late
-        return begins < self.schedule.max_steps and begins - version <= self.max_staleness
+        begins = self._begins(generation) + self._late
+        return begins < self.max_steps and begins - version <= self.max_staleness
 
     def _fly_next(self, version: int) -> None:
         assert self._next is not None, "the dataloader has said where it is"
@@ -195,15 +189,14 @@ class AsyncRollouts:
     def _give_up(self) -> None:
         for inflight in self._flights:
             inflight.work.cancel()
-            if inflight.listener is not None:
-                inflight.listener.__exit__()
+            inflight.listener.__exit__()
         self._flights.clear()
 
     def _restart(self, generation: int, version: int) -> None:
         """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
         self._give_up()
         self._next = generation
-        self._late = version - self.schedule.begins(generation)
+        self._late = version - self._begins(generation)
         self._fly_next(version)
 
 

@@ -17,7 +17,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer import rollout_reports as reports
-from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.context import RunContext
 from covey.trainer.engines.weight_sync import WeightSync
 
@@ -91,7 +91,7 @@ class RolloutPhase:
         """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
         context, spec, log = self.context, self.collector.spec, reports.RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
-        with self._located(key), self._listener(in_flight) as listener:
+        with self._located(key), self._listener() if in_flight is None else in_flight.listener as listener:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
                 context.metrics.add(reports.staleness_stats(rollouts, context.step), "train")
@@ -132,9 +132,7 @@ class RolloutPhase:
             error.add_note(f"This was at step {self.context.step}, in {key[0]} generation {key[1]}.")
             raise
 
-    def _listener(self, in_flight: InFlightBatch | None) -> reports.RolloutListener:
-        if in_flight is not None:
-            return in_flight.listener or reports.RolloutListener()
+    def _listener(self) -> reports.RolloutListener:
         context = self.context
         return reports.RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
 
@@ -158,11 +156,10 @@ class RolloutPhase:
             self.collector,
             self.params,
             prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
-            LaunchSchedule(algebra, per_epoch, self.context.loop.state.max_steps),
-            args.max_staleness,
+            *(algebra, per_epoch, self.context.loop.state.max_steps, args.max_staleness),
             next_key=self.next_key,
             send_weights=self._send_weights,
-            watch=lambda: self._listener(None),
+            watch=self._listener,
             waiting=lambda: self.context.phases("wait"),
         )
 

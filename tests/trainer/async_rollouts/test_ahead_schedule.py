@@ -12,7 +12,7 @@ from covey.data.sampler import train_loader
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, run_async
 from covey.rollout.prompts import PromptCodec
-from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
+from covey.trainer.async_rollouts import AsyncRollouts
 from covey.trainer.rollout_reports import RolloutListener
 from tests.support import tiny
 
@@ -55,8 +55,7 @@ class Run:
             collector,
             SamplingParams(max_tokens=4),
             prompt_source(rows, None, self.a, 0, shuffle=True, seed=1),
-            LaunchSchedule(self.a, per_epoch, max_steps),
-            max_staleness,
+            *(self.a, per_epoch, max_steps, max_staleness),
             next_key=lambda: ("train", next(self.keys)),
             send_weights=self._send,
             watch=RolloutListener,
