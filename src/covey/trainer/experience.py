@@ -130,7 +130,7 @@ class BehaviourScorer:
         """A value for every token [N], computed without gradient in micro-batches."""
         fused = fused_layers(self.runner.fused(model))
         with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
-            return self.runner.score(batch, self.context.micro_batch_rows, values_of)
+            return self.runner.score(batch, values_of)
 
     def settle_layout(self, batch: TrainBatch) -> None:
         """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""

@@ -167,7 +167,7 @@ class OnlineTrainer(Trainer):
         replay, traits = build.build_replay(context, self.collector, self.rewards)
         entropy = build.entropy_controller(args)
         context.algorithm = corrected(context.algorithm, args, traits, sampling)
-        runner = MicroBatchRunner.of(context, self.scorer)
+        runner = MicroBatchRunner(context, self.scorer)
         behaviour = self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
         behaviour.engine_check = build_engine_check(context, self.collector, sampling, traits, behaviour.rescore)
         energies = functools.partial(token_energies, self.behaviour) if context.algorithm.token_baseline else None

@@ -139,7 +139,7 @@ class UpdatePhase:
             index = RolloutIndex.of(batch).without_signal_dropped()
             kept = batch.select(index.rows.to(batch.lengths.device))
             kept.skipped_tokens, kept.skipped_rows = index.skipped_tokens, index.skipped_rows
-        parts = self.runner.plan(kept, self.context.micro_batch_rows)
+        parts = self.runner.plan(kept)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
             survey = partial(load_survey, self.behaviour, self.balance.top_k)
@@ -191,8 +191,7 @@ class UpdatePhase:
         if not self._needs_every_rollout:
             index = index.without_signal_dropped()
         shares = balance_ranks(index, context.collectives.size, self.scorer.layout)
-        rows = args.per_device_train_batch_size
-        most = max(len(self.runner.planned(index.select(share), rows)) for share in shares) if len(shares) > 1 else 1
+        most = max(len(self.runner.planned(index.select(share))) for share in shares) if len(shares) > 1 else 1
         mine = own.fetch(index, shares, context.collectives)
         if args.top_entropy_quantile < 1.0:
             mine.entropy_threshold = entropy_threshold(self.behaviour, mine)
@@ -200,7 +199,7 @@ class UpdatePhase:
             mine.chosen = choose_tokens(self.behaviour, mine, choice)
         if context.accelerator.is_main_process:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
-        planned = self.runner.plan(mine, rows, at_least=most)
+        planned = self.runner.plan(mine, at_least=most)
         self._planned_passes += len(planned)
         tokens = sum(pass_tokens(one, range(len(one)), self.scorer.layout) for one in planned)
         run, skipped = sum(map(len, planned)), mine.skipped_rows
