@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from covey.core import losses
-from covey.trainer.loss_terms import EntropyController
 from covey.trainer.microbatches import RolloutBuffer
+from covey.trainer.rollout_reports import RewardLog
 from tests.support import known_attributes
 
 TESTS = Path(__file__).parent
 
 
 def test_an_unknown_attribute_of_an_object_is_refused():
-    for made in (RolloutBuffer(), EntropyController(0.1)):
+    for made in (RolloutBuffer(), RewardLog()):
         with pytest.raises(AttributeError, match=r"assigns \w+\.with_signal, which does not exist"):
             made.with_signal = None
 

@@ -53,7 +53,6 @@ from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, named_parts
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
-from covey.trainer.loss_terms import EntropyController
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -333,19 +332,6 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
 def unread_settings(args: OnlineConfig) -> UnreadSettings:
     names = ("process_weight", "step_discount", "step_baseline")
     return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
-
-
-def entropy_controller(args: OnlineConfig) -> EntropyController | None:
-    if args.entropy_coef == 0.0 and not args.use_adaptive_entropy:
-        return None
-    return EntropyController(
-        coef=args.entropy_coef,
-        adaptive=args.use_adaptive_entropy,
-        low=args.entropy_coef_min,
-        high=args.entropy_coef_max,
-        delta=args.entropy_coef_delta,
-        target=args.entropy_target,
-    )
 
 
 def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,40 +11,33 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.stats import Mean, Stat
+from covey.core.stats import Mean
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 from covey.trainer.experience import BehaviourScorer
 
-Survey = Callable[[TrainBatch], RouterLoads]  # this process's rollouts -> the loads of all processes. Collective.
 
-
-@dataclass
 class EntropyController:
     """Coefficient of the entropy bonus in the next step.
 
-    Adaptive (Skywork-OR1, arXiv 2505.22312 §4): the coefficient grows by `delta` after a step whose entropy was at or
-    below the target and shrinks by as much after any other; it acts only while the entropy is at or below the target.
+    Adaptive (Skywork-OR1, arXiv 2505.22312 §4): the coefficient grows by `entropy_coef_delta` after a step whose
+    entropy was at or below the target and shrinks by as much after any other; it acts only while the entropy is at or
+    below the target.
     """
 
-    coef: float
-    adaptive: bool = False
-    low: float = 0.0  # bounds of the coefficient
-    high: float = 1.0
-    delta: float = 0.005  # change per step
-    target: float = 0.2  # nats per token
-    last_entropy: float | None = None  # mean entropy of the last optimizer step, or None before the first
+    def __init__(self, args: OnlineConfig):
+        self.args, self.coef = args, args.entropy_coef
+        self.last_entropy: float | None = None  # mean entropy of the last optimizer step, or None before the first
 
     @property
     def effective(self) -> float:
-        if self.adaptive and (self.last_entropy is None or self.last_entropy > self.target):
-            return 0.0
-        return self.coef
+        above = self.last_entropy is None or self.last_entropy > self.args.entropy_target
+        return 0.0 if self.args.use_adaptive_entropy and above else self.coef
 
     def observe(self, entropy: float) -> None:
-        self.last_entropy = entropy
-        if self.adaptive:
-            step = self.delta if entropy <= self.target else -self.delta
-            self.coef = min(max(self.coef + step, self.low), self.high)
+        args, self.last_entropy = self.args, entropy
+        if args.use_adaptive_entropy:
+            step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+            self.coef = min(max(self.coef + step, args.entropy_coef_min), args.entropy_coef_max)
 
     def state_dict(self) -> dict[str, Any]:
         return {"coef": self.coef, "last_entropy": self.last_entropy}
@@ -136,11 +129,12 @@ class ExpertBalance:
     def enabled(self) -> bool:
         return self.coef != 0.0
 
-    def begin(self, share: float, batch: TrainBatch, survey: Survey, *, whole: bool) -> None:
-        """Begin a `share` of an optimizer step, or an evaluation batch; `whole`: one pass of one process runs all."""
+    def begin(self, share: float, batch: TrainBatch, behaviour: BehaviourScorer, passes: int) -> None:
+        """Begin a `share` of an optimizer step, or an evaluation batch, that this process runs in `passes`."""
         self._share, self._rows = share, len(batch)
-        self._survey = lambda: survey(batch)
-        self._whole = None if whole else self._survey()
+        self._survey = partial(load_survey, behaviour, self.top_k, batch)
+        in_one = behaviour.context.collectives.size == 1 and passes <= 1
+        self._whole = None if in_one else self._survey()
 
     def loss(self, loads: RouterLoads, rows: int) -> Tensor:
         """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
@@ -148,11 +142,7 @@ class ExpertBalance:
         if whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
             assert self._survey is not None, "a window has begun"
             whole = self._whole = self._survey()
-        return self._share * load_balancing_loss(whole or loads.without_gradient(), loads)
-
-    def count(self, steps: float) -> dict[str, Stat]:
-        """The count that makes the metric a mean over optimizer steps: micro-batches report sums."""
-        return {"aux_loss": Mean(0.0, steps)} if self.enabled else {}
+        return self._share * load_balancing_loss(whole or loads, loads)
 
     @contextmanager
     def config_as_loaded(self, policy: Any) -> Any:

@@ -165,7 +165,7 @@ class OnlineTrainer(Trainer):
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
         args, context, engine, rows = self.args, self.context, self.collector.engine, self.train_dataset
         replay, traits = build.build_replay(context, self.collector, self.rewards)
-        entropy = build.entropy_controller(args)
+        entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
         context.algorithm = corrected(context.algorithm, args, traits, sampling)
         runner = MicroBatchRunner(context, self.scorer)
         behaviour = self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)

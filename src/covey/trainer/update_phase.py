@@ -24,7 +24,7 @@ from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
-from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold, load_survey
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold
 from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, micro_batch_tokens, nominal_parts
 
 
@@ -80,8 +80,9 @@ class UpdatePhase:
         stats: dict[str, Stat] = {
             "step_time": Mean(self._seconds, 1.0),
             "passes/count": Mean(float(self._planned_passes), 1.0),
-            **(self.balance.count(1.0) if self.balance is not None else {}),
         }
+        if self.balance is not None:
+            stats["aux_loss"] = Mean(0.0, 1.0)
         if self.entropy is not None:
             totals = self.context.collectives.gather(self._step_entropy, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
@@ -126,13 +127,6 @@ class UpdatePhase:
 
     def loss_of(self, batch: TrainBatch) -> float:
         """The loss of a whole batch without training on it; 0 for an empty share. Collective."""
-        model = self.context.loop.model
-
-        def forward(part: TrainBatch) -> Tensor:
-            loss = self.compute_loss(model, part)
-            self._add_loss_stats()
-            return loss
-
         self.behaviour.settle_layout(batch)
         kept = batch
         if len(batch) and not self._needs_every_rollout:
@@ -142,23 +136,17 @@ class UpdatePhase:
         parts = self.runner.plan(kept)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
-            survey = partial(load_survey, self.behaviour, self.balance.top_k)
-            self.balance.begin(1.0, kept, survey, whole=self.context.collectives.size == 1 and len(parts) <= 1)
-            self.context.metrics.add(self.balance.count(1.0 / self.context.collectives.size), self.context.mode)
+            self.balance.begin(1.0, kept, self.behaviour, len(parts))
+            self.context.metrics.add({"aux_loss": Mean(0.0, 1.0 / self.context.collectives.size)}, self.context.mode)
+        forward = partial(self._counted, self.compute_loss, self.context.loop.model)
         return sum(self.runner.run(part, forward).item() for part in parts)
 
     def _run(self, model: Any, micro_batches: list[TrainBatch]) -> Tensor:
         """Forward and backward; the optimizer step's last micro-step adds the processes' gradients up."""
         context, sharding = self.context, self.context.sharding
-
-        def backward(batch: TrainBatch) -> Tensor:
-            loss = self.backward(model, batch)
-            self._add_loss_stats()
-            return loss
-
         if isinstance(model, DistributedDataParallel):
             model = model.module  # no collective in a backward pass: processes need not run equally many
-        loss = torch.zeros((), device=context.device)
+        loss, backward = torch.zeros((), device=context.device), partial(self._counted, self.backward, model)
         for number, batch in enumerate(micro_batches, 1):
             self._passes += 1
             last = number == len(micro_batches)
@@ -169,14 +157,16 @@ class UpdatePhase:
                 average_gradients([weight for weight in context.loop.policy.parameters() if weight.requires_grad])
         return loss
 
-    def _add_loss_stats(self) -> None:
-        """Add a micro-batch's metrics; entropies that are known of all completions are not counted twice."""
+    def _counted(self, compute: Callable[[Any, TrainBatch], Tensor], model: Any, batch: TrainBatch) -> Tensor:
+        """The loss of a micro-batch, whose metrics are added; entropies known of all completions count once."""
+        loss = compute(model, batch)
         stats, training = self._loss_stats, self.context.training
         if training and isinstance(entropy := stats.get("entropy"), Mean):
             self._step_entropy = self._step_entropy.merge(entropy)
         if self.behaviour.entropy_known:
             stats.pop("entropy", None)
         self.context.metrics.add(stats, self.context.mode)
+        return loss
 
     def _plan(self, micro_steps: int) -> None:
         """Assign rollouts to ranks and micro-batches, once the optimizer step's last generation is there."""
@@ -209,9 +199,7 @@ class UpdatePhase:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance is not None:
             taken = sum(part.micro_batches for part in self._parts_of_step)
-            survey = partial(load_survey, self.behaviour, self.balance.top_k)
-            whole = context.collectives.size == 1 and len(planned) <= 1
-            self.balance.begin(taken / args.gradient_accumulation_steps, mine, survey, whole=whole)
+            self.balance.begin(taken / args.gradient_accumulation_steps, mine, self.behaviour, len(planned))
         self.buffer.spread(planned, part.micro_batches)
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
