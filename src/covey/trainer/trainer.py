@@ -35,7 +35,7 @@ from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, prepare_fo
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
-from covey.trainer.engine_check.correction import build_engine_check, corrected
+from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
@@ -169,7 +169,7 @@ class OnlineTrainer(Trainer):
         context.algorithm = corrected(context.algorithm, args, traits, sampling)
         runner = MicroBatchRunner(context, self.scorer)
         behaviour = self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
-        behaviour.engine_check = build_engine_check(context, self.collector, sampling, traits, behaviour.rescore)
+        behaviour.engine_check = EngineCheck(context, self.collector, sampling, traits, behaviour.rescore)
         energies = functools.partial(token_energies, self.behaviour) if context.algorithm.token_baseline else None
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())

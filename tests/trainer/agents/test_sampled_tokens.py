@@ -22,7 +22,7 @@ from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
-from covey.trainer.engine_check.correction import corrected
+from covey.trainer.engine_check.parity import corrected
 from covey.trainer.microbatches import micro_batch_tokens, weigh
 from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
