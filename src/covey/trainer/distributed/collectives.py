@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
+
+from covey.runtime.deadlines import WorkerThread
 
 T = TypeVar("T")
 
@@ -129,7 +131,7 @@ class Collectives:
                 error.add_note(self._report(self._failure()))
             failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
             key, self._failures = self._failures[-1], []
-            _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
+            _in_time(lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
             raise
         finally:
             self._watched = False
@@ -137,7 +139,7 @@ class Collectives:
     def note(self, doing: str) -> None:
         if self.size > 1:
             note = json.dumps({"step": self._step(), "doing": doing, "since": time.time()})
-            _within(STORE_SECONDS, lambda: self._store.set(f"doing/{self.rank}", note), None)
+            _in_time(lambda: self._store.set(f"doing/{self.rank}", note), None)
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[Callable[[Any], None]]:
@@ -162,7 +164,7 @@ class Collectives:
 
     def _others_failure(self) -> str | None:
         """Message for this process when another fails while it is busy; None while none has failed."""
-        if (failure := self._failure()) is None and not _within(STORE_SECONDS, self._store_is_gone, False):
+        if (failure := self._failure()) is None and not _in_time(self._store_is_gone, False):
             return None
         here = f"step {self._step()}: rank {self.rank} of {self.size} was at work when another process failed."
         return f"{here}\n{self._report(failure)}"
@@ -206,7 +208,7 @@ class Collectives:
         def read() -> list[dict[str, Any] | None]:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
-        return _within(STORE_SECONDS, read, [None] * len(keys))
+        return _in_time(read, [None] * len(keys))
 
 
 class PeerFailure(KeyboardInterrupt):
@@ -321,17 +323,8 @@ def _done(work: Any, seconds: float) -> bool:
     return True
 
 
-def _within(seconds: float, function: Callable[[], T], otherwise: T) -> T:
-    """`function()`, or `otherwise` if it raises or takes longer, as when the process that holds the store is gone."""
-    outcome = [otherwise]
-
-    def run() -> None:
-        try:
-            outcome[0] = function()
-        except Exception:  # the store is gone
-            return
-
-    thread = threading.Thread(target=run, name="covey-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return outcome[0]
+def _in_time(function: Callable[[], T], otherwise: T) -> T:
+    """`function()`, or `otherwise` if it raises or is late, as when the process that holds the store is gone."""
+    with closing(WorkerThread("covey-store")) as worker, suppress(Exception):
+        return worker.call(function, STORE_SECONDS)
+    return otherwise
