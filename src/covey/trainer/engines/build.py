@@ -84,7 +84,8 @@ def freeze_seats(
 ) -> None:
     """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
-    names = [(each, name) for each in seats for name, seat in each.items() if _is_frozen(seat)]
+    # An engine is that of an earlier trainer of the same agent.
+    names = [(each, n) for each in seats for n, seat in each.items() if seat == "frozen" or type(seat) is FrozenEngine]
     if not names:
         return
     if run.sharding.weights:
@@ -96,10 +97,6 @@ def freeze_seats(
     engine = FrozenEngine(build_engine(run, frozen, tokenizer, lambda: frozen, context, vision))
     for each, name in names:
         each[name] = engine
-
-
-def _is_frozen(seat: Any) -> bool:
-    return seat == "frozen" or isinstance(seat, FrozenEngine)  # of an earlier trainer of the same agent
 
 
 @contextmanager
