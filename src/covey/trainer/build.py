@@ -28,7 +28,6 @@ from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
-from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
@@ -40,12 +39,10 @@ from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
-from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import check_model
-from covey.trainer.context import RunContext, TrainingLoop
-from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
@@ -98,26 +95,6 @@ def _can_be_made(folder: str) -> bool:
         return os.path.isdir(folder) and os.access(folder, os.W_OK)
     except (OSError, ValueError):  # a null byte
         return False
-
-
-def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
-    if accelerator.device.type == "cpu":
-        reuse_freed_memory()
-    rank, size = accelerator.process_index, accelerator.num_processes
-    collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
-    timeline = Timeline()
-    return RunContext(
-        args=args,
-        algebra=args.algebra(args.world_size),
-        algorithm=algorithm,
-        loop=loop,
-        accelerator=accelerator,
-        sharding=sharding_of(accelerator),
-        collectives=collectives,
-        metrics=MetricLog(collectives.named("put the metrics together")),
-        phases=PhaseTimer(notice=collectives.note, span=timeline.phase),
-        timeline=timeline,
-    )
 
 
 @without_bars()

@@ -28,11 +28,13 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.data_files import refusing_objects
 from covey.runtime.files import locked
+from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, prepare_for_training, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
+from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.engine_check.parity import EngineCheck, corrected
@@ -145,7 +147,9 @@ class OnlineTrainer(Trainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.context = context = build.build_context(self, self.accelerator, args, self.make_algorithm(args))
+        if self.accelerator.device.type == "cpu":
+            reuse_freed_memory()
+        self.context = context = RunContext(self, self.accelerator, args, self.make_algorithm(args))
         self.sharding, self.collectives = context.sharding, context.collectives
         self.metrics, self.timeline = context.metrics, context.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)

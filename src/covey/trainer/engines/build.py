@@ -4,7 +4,6 @@ import asyncio
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,10 +89,10 @@ def freeze_seats(
         return
     if run.sharding.weights:
         raise ValueError('a seat "frozen" needs a copy of the model, and its weights are sharded: give Seat(url=...).')
-    args = copy.copy(run.args)
+    run = copy.copy(run)
+    run.args = args = copy.copy(run.args)
     args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
     frozen = copy.deepcopy(model).requires_grad_(False)
-    run = replace(run, args=args)
     engine = FrozenEngine(build_engine(run, frozen, tokenizer, lambda: frozen, context, vision))
     for each, name in names:
         each[name] = engine
