@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import Trainer
 
 from covey.policy.adapters import has_adapter
@@ -25,14 +26,6 @@ STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 AUTO = "auto"
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
-
-
-class Stateful(Protocol):
-    """A part of a trainer whose state checkpoints hold."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(eq=False)

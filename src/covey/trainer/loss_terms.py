@@ -98,21 +98,10 @@ class ExpertBalance:
     forward once more without its head, before its first pass. The formula is in `covey.policy.moe`.
     """
 
-    def __init__(self, coef: float, top_k: int, kept: bool = False):
-        self.coef = coef  # 0 where there is no such loss
-        self.top_k = top_k  # experts of a token
-        self.kept = kept  # the model's config asked for its loss when it was loaded
-        self._share = 1.0
-        self._rows = 0
-        self._survey: Callable[[], RouterLoads] | None = None
-        self._whole: RouterLoads | None = None
-
-    @classmethod
-    def of(cls, args: OnlineConfig, policy: Any) -> "ExpertBalance":
+    def __init__(self, args: OnlineConfig, policy: Any):
         """With the config's weight, else the model's own; its own computation, which knows no packed rows, is off."""
         config = policy.config.get_text_config()
-        own, asks = getattr(config, "router_aux_loss_coef", None), bool(getattr(config, "output_router_logits", False))
-        wanted = args.router_aux_loss_coef
+        own, wanted = getattr(config, "router_aux_loss_coef", None), args.router_aux_loss_coef
         top_k = experts_per_token(policy)
         if wanted and (own is None or top_k is None):
             raise ValueError(
@@ -120,10 +109,15 @@ class ExpertBalance:
                 " names no router_aux_loss_coef. Leave the field unset; it is for mixtures of experts that"
                 " transformers has such a loss for (Mixtral, Qwen3-MoE, OLMoE, gpt-oss, ...)."
             )
-        if asks:
+        self._asks = bool(getattr(config, "output_router_logits", False))
+        if self._asks:
             config.output_router_logits = False
-        coef = (own if asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
-        return cls(float(coef or 0.0), top_k or 1, asks)
+        coef = (own if self._asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
+        self.coef = float(coef or 0.0)  # 0 where there is no such loss
+        self.top_k = top_k or 1  # experts of a token
+        self._share, self._rows = 1.0, 0
+        self._survey: Callable[[], RouterLoads] | None = None
+        self._whole: RouterLoads | None = None
 
     @property
     def enabled(self) -> bool:
@@ -148,12 +142,12 @@ class ExpertBalance:
     def config_as_loaded(self, policy: Any) -> Any:
         """Within, the model's config asks for its loss as it did when it was loaded: for saving it."""
         config = policy.config.get_text_config()
-        if self.kept:
+        if self._asks:
             config.output_router_logits = True
         try:
             yield
         finally:
-            if self.kept:
+            if self._asks:
                 config.output_router_logits = False
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -32,7 +33,7 @@ from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, prepare_for_training, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
@@ -153,7 +154,7 @@ class OnlineTrainer(Trainer):
         self.sharding, self.collectives = context.sharding, context.collectives
         self.metrics, self.timeline = context.metrics, context.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
-        self.balance = ExpertBalance.of(args, model)
+        self.balance = ExpertBalance(args, model)
         self.reference = build.build_reference(args, context.algorithm, model, self.accelerator, peft_config)
         self.collector = build.build_collector(
             context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision

@@ -138,11 +138,11 @@ def test_models_bring_their_own_weight(name, coef, adapter):
     model = mixtures.model(name)
     policy = get_peft_model(model, LoraConfig(target_modules=["o_proj"])) if adapter else model
     assert model.config.to_dict().get("output_router_logits", False) is False
-    assert ExpertBalance.of(SimpleNamespace(router_aux_loss_coef=None), policy).coef == coef
+    assert ExpertBalance(SimpleNamespace(router_aux_loss_coef=None), policy).coef == coef
 
 
 def test_a_dense_model_has_no_such_loss():
-    assert not ExpertBalance.of(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).enabled
+    assert not ExpertBalance(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).enabled
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Sharding of weights, gradients and optimizer state by accelerate (FSDP2, DeepSpeed's ZeRO); else mean gradients."""
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import patch_environment
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -140,15 +140,14 @@ def whole_models() -> Iterator[None]:
     """Let `from_pretrained` load whole models on every process, also where the policy is sharded."""
     from transformers.integrations import deepspeed
 
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # asks all processes but the first to leave weights out
-    kept, of_deepspeed = os.environ.pop(name, None), deepspeed._hf_deepspeed_config_weak_ref
+    of_deepspeed = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()  # which tells it of ZeRO-3
     try:
-        yield
+        # The variable asks all processes but the first to leave weights out.
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = of_deepspeed
-        if kept is not None:
-            os.environ[name] = kept
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:
