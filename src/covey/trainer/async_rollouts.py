@@ -161,7 +161,7 @@ class AsyncRollouts:
         self._give_up()
         self._thread.close(seconds)
 
-    def _begins(self, generation: int) -> int:
+    def begins(self, generation: int) -> int:
         """The optimizer step after which the training of a generation begins by the schedule."""
         micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
         epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
@@ -169,7 +169,7 @@ class AsyncRollouts:
         return epoch * steps_per_epoch + place * micro_batches // accumulation
 
     def _may_begin(self, generation: int, version: int) -> bool:
-        begins = self._begins(generation) + self._late
+        begins = self.begins(generation) + self._late
         return begins < self.max_steps and begins - version <= self.max_staleness
 
     def _fly_next(self, version: int) -> None:
@@ -196,7 +196,7 @@ class AsyncRollouts:
         """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
         self._give_up()
         self._next = generation
-        self._late = version - self._begins(generation)
+        self._late = version - self.begins(generation)
         self._fly_next(version)
 
 

@@ -126,7 +126,7 @@ def test_weights_are_as_old_as_they_may_be_and_never_older(cut, staleness):
 def test_the_schedule_knows_the_first_step_of_every_generation(cut):
     run = Run(1, CUTS[cut], max_steps=9)
     taken = run.go()
-    assert [step for step, _ in taken] == [run.ahead.schedule.begins(flight.generation) for _, flight in taken]
+    assert [step for step, _ in taken] == [run.ahead.begins(flight.generation) for _, flight in taken]
     launched = next(run.keys)
     assert launched == len(taken) == len({flight.generation for _, flight in taken})  # nothing that is not trained on
 
