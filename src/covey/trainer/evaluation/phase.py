@@ -42,13 +42,12 @@ class EvaluationPhase:
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        rows, algebra = rows_of(chosen), self.context.algebra
-        check_dataset(rows, "eval_dataset", self.prompts_required)
-        if isinstance(chosen, EvalSuite):
-            algebra = chosen.batches(algebra)
+        check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required)
+        suite, algebra = chosen if isinstance(chosen, EvalSuite) else None, self.context.algebra
+        algebra = algebra if suite is None else suite.batches(algebra)
         algebra.check_eval()
-        loader = eval_loader(rows, algebra, self.context.collectives.rank)
-        loader.suite = chosen if isinstance(chosen, EvalSuite) else None
+        loader = eval_loader(rows_of(chosen), algebra, self.context.collectives.rank)
+        loader.suite = suite
         return loader
 
     def send_completions(self) -> None:
