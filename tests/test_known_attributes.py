@@ -26,8 +26,8 @@ def test_an_unknown_attribute_of_a_module_is_refused():
 
 def test_known_attributes_can_be_replaced():
     made = RolloutBuffer()
-    made.next = list
-    assert made.next() == []
+    made.take = list
+    assert made.take() == []
 
 
 def test_a_subclass_of_a_test_has_attributes_of_its_own():

@@ -12,7 +12,7 @@ from covey.core.batch import collate
 from covey.core.packing import derived_budget
 from covey.core.records import FinishReason, Rollout
 from covey.trainer.distributed.sharding import Sharding
-from covey.trainer.microbatches import MicroBatchRunner, RolloutBuffer, nominal_parts
+from covey.trainer.microbatches import MicroBatchRunner, nominal_parts, spread
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 
@@ -297,9 +297,7 @@ def test_the_limit_is_kept_in_checkpoints(tmp_path):
 
 
 def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():
-    experience = RolloutBuffer()
-    experience.spread(["a", "b"], 5)  # type: ignore[list-item]
-    assert [experience.next() for _ in range(5)] == [[], [], ["a"], [], ["b"]]
+    assert spread(["a", "b"], 5) == [[], [], ["a"], [], ["b"]]  # type: ignore[list-item]
 
 
 def test_nominal_micro_batches_take_their_rows_from_every_rank():

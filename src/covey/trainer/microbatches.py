@@ -7,7 +7,6 @@ undone: the gradient is the same.
 
 import gc
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -255,23 +254,18 @@ class PartOfStep:
 
 
 class RolloutBuffer:
-    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints.
-
-    `take` hands out the rollouts of micro-steps, `spread` takes back the passes they were planned into, `next` serves.
-    """
+    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints."""
 
     def __init__(self) -> None:
         self._own: OwnRollouts | None = None
         self._index: RolloutIndex | None = None
         self._parts: list[Tensor] = []
         self._passes = self._taken = 0
-        self._waiting: deque[list[TrainBatch]] = deque()
 
     def refill(self, own: OwnRollouts, index: RolloutIndex, parts: list[Tensor], passes: int) -> None:
         """Start over with a new generation, whose nominal micro-batches `parts` are gone through `passes` times."""
         self._own, self._index = own, index
         self._parts, self._passes, self._taken = parts, passes, 0
-        self._waiting.clear()
 
     def take(self, micro_steps: int) -> PartOfStep:
         """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends."""
@@ -288,20 +282,7 @@ class RolloutBuffer:
         tokens = int(self._index.sampled_lengths.sum()) * count / len(self._parts)
         return PartOfStep(self._own, self._index.select(torch.cat(rows)), count, tokens)
 
-    def spread(self, passes: list[TrainBatch], micro_steps: int) -> None:
-        """Deal passes out to the micro-steps of a stretch, evenly; the last one is never without."""
-        cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
-        self._waiting.extend(passes[a:b] for a, b in pairwise(cuts))
-
-    @property
-    def is_planned(self) -> bool:
-        return bool(self._waiting)
-
-    def next(self) -> list[TrainBatch]:
-        return self._waiting.popleft()
-
     def state_dict(self) -> dict[str, Any]:
-        assert not self._waiting, "a stretch ends with its optimizer step"
         return {
             "batch": None if self._own is None else self._own.batch.state(),
             "rank": None if self._own is None else self._own.rank,
@@ -314,7 +295,6 @@ class RolloutBuffer:
     def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0, ranks: int = 1) -> None:
         """Continue on the process that saved `state`; older ones hold the batch of all processes."""
         self._own, self._index = None, None
-        self._waiting.clear()
         batch = None if state["batch"] is None else TrainBatch.of_state(state["batch"])
         if batch is not None and "index" not in state:
             shares = torch.arange(len(batch)).view(ranks, -1)
@@ -332,9 +312,10 @@ def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
     return [part.flatten() for part in by_rank.split(rows, dim=1)]
 
 
-def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:
-    """From the trained tokens of this process's rollouts [B], those of each one's nominal micro-batch of `rows`."""
-    return torch.cat([part.sum().expand(len(part)) for part in tokens.split(rows)])
+def spread(passes: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]:
+    """Deal passes out to micro-steps, evenly; the last one is never without."""
+    cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
+    return [passes[a:b] for a, b in pairwise(cuts)]
 
 
 def weigh(batch: TrainBatch, weighting: Weighting, counts: BatchCounts, *, entropy_bonus: bool) -> None:

@@ -1,6 +1,7 @@
 """Gradients from a generation: an optimizer step is planned as a whole when the last of its generations is sampled."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch, join
-from covey.core.losses import BatchCounts, mean_over_update
+from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.stats import Mean, Stat
@@ -25,7 +26,7 @@ from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_i
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold
-from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, micro_batch_tokens, nominal_parts
+from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, nominal_parts, spread
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class UpdatePhase:
         self._loss_stats: dict[str, Stat] = {}
         self._step_entropy = Mean(0.0, 0.0)
         self._parts_of_step: list[PartOfStep] = []
+        self._waiting: deque[list[TrainBatch]] = deque()  # passes of the micro-steps that are planned
 
     def load(self, batch: TrainBatch) -> None:
         """Put this process's share of a generation into the buffer, with the sizes of all others. Collective."""
@@ -67,9 +69,9 @@ class UpdatePhase:
     def micro_step(self, model: Any, window: int) -> Tensor:
         """Run the micro-batches of one micro-step: several, one or none. Returns their loss."""
         self._window = window
-        if not self.buffer.is_planned:
+        if not self._waiting:
             self._plan(window - self.micro_steps)
-        return self._run(model, self.buffer.next())
+        return self._run(model, self._waiting.popleft())
 
     def end_micro_step(self, seconds: float) -> None:
         """Count a micro-step that took so long; the last of an optimizer step adds the step's metrics."""
@@ -174,7 +176,7 @@ class UpdatePhase:
         part = self.buffer.take(micro_steps)
         self._parts_of_step.append(part)
         if part.micro_batches < micro_steps:  # another generation follows, and averages are over both
-            self.buffer.spread([], part.micro_batches)
+            self._waiting += spread([], part.micro_batches)
             return
         own, index = self._whole_step(self._parts_of_step)
         self.behaviour.settle_layout(own.batch)
@@ -200,7 +202,7 @@ class UpdatePhase:
         if self.balance is not None:
             taken = sum(part.micro_batches for part in self._parts_of_step)
             self.balance.begin(taken / args.gradient_accumulation_steps, mine, self.behaviour, len(planned))
-        self.buffer.spread(planned, part.micro_batches)
+        self._waiting += spread(planned, part.micro_batches)
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
         """The rollouts of an optimizer step; those of several generations get weights from the counts of all."""
@@ -230,6 +232,7 @@ class UpdatePhase:
         return self.context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
 
     def state_dict(self) -> dict[str, Any]:
+        assert not self._waiting, "passes end with their optimizer step"
         return {
             "buffer": self.buffer.state_dict(),
             "entropy": None if self.entropy is None else self.entropy.state_dict(),
