@@ -206,10 +206,11 @@ def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:
     return {name: [getattr(one, name) for one in summaries] for name in RolloutSummary._fields}
 
 
-def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
+def as_logged(columns: dict[str, list[Any]], rewards: Tensor, functions: Sequence[str]) -> dict[str, Any]:
+    """Arguments of `CompletionLog.add`, with [N, F] rewards; a rollout without a cell or a reward has None."""
     extras = columns["extras"]
     names = dict.fromkeys(chain.from_iterable(extras))
+    by_function = zip(functions, rewards.T.tolist(), strict=True)
     entropies = {"entropy": columns["entropy"]} if set(columns["entropy"]) - {None} else {}
     return {
         "prompts": columns["prompt"],
@@ -219,6 +220,7 @@ def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
         "errors": columns["error"],
         "images": columns["images"],
         "lengths": columns["length"],
+        "rewards": {name: [None if one != one else one for one in values] for name, values in by_function},
         "extras": entropies | {name: [cells.get(name) for cells in extras] for name in names},
     }
 
@@ -252,12 +254,6 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
     return found
 
 
-def rewards_by_name(rewards: Tensor, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """[N, F] rewards as columns of a table, with None for NaN."""
-    columns = zip(names, rewards.T.tolist(), strict=True)
-    return {name: [None if value != value else value for value in values] for name, values in columns}
-
-
 class GlobalBatch:
     """The shares of all processes, joined in the order of ranks."""
 
@@ -276,10 +272,10 @@ class GlobalBatch:
 
     def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
         """The completions table over all processes, as arguments of `CompletionLog.add`."""
-        logged = as_logged(self.columns)
+        logged = as_logged(self.columns, self.scores.rewards, names)
         for function in self.scores.process_functions:  # last token and reward of each step
             logged["extras"][f"{names[function]}_steps"] = [
                 [[float(end), None if reward != reward else reward] for end, reward in pairs]
                 for pairs in self.scores.steps_of(function)
             ]
-        return {**logged, "rewards": rewards_by_name(self.scores.rewards, names), "advantages": advantages.tolist()}
+        return {**logged, "advantages": advantages.tolist()}

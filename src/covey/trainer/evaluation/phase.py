@@ -21,7 +21,7 @@ from covey.observability.metrics import EVALUATE, generation_stats
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of
 from covey.trainer.rollout_phase import RolloutPhase
-from covey.trainer.rollout_reports import as_logged, columns_of, rewards_by_name, summarize
+from covey.trainer.rollout_reports import as_logged, columns_of, summarize
 
 
 @dataclass(eq=False)
@@ -145,11 +145,11 @@ class EvaluationPhase:
     def _record(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
         if not log.enabled or not grades:
             return
-        logged = as_logged(columns)
+        logged = as_logged(columns, scores, self.rollouts.rewards.names)
         given = {name: [getattr(grade, name) for grade in grades] for name in ("right", "answer")}
         known = {name: values for name, values in given.items() if any(value is not None for value in values)}
         logged["extras"] = known | logged["extras"]
-        log.add(self.context.step, rewards=rewards_by_name(scores, self.rollouts.rewards.names), **logged)
+        log.add(self.context.step, **logged)
 
     @contextmanager
     def _recommended_weights(self) -> Iterator[None]:
