@@ -135,13 +135,13 @@ def test_scoring_survives_too(tmp_path):
     def prepare(trainer):
         score = trainer.updates.runner.score
 
-        def failing_score(batch, rows, values_of):
+        def failing_score(batch, values_of):
             def values(part):
                 if len(part) > 2:
                     raise MemoryError
                 return values_of(part)
 
-            return score(batch, rows, values)
+            return score(batch, values)
 
         trainer.updates.runner.score = failing_score
 
