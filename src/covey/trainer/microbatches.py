@@ -9,7 +9,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -253,57 +253,53 @@ class PartOfStep:
     tokens: float  # its trained tokens, as a share of the generation's: equal for every micro-batch
 
 
+@dataclass
 class RolloutBuffer:
     """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints."""
 
-    def __init__(self) -> None:
-        self._own: OwnRollouts | None = None
-        self._index: RolloutIndex | None = None
-        self._parts: list[Tensor] = []
-        self._passes = self._taken = 0
-
-    def refill(self, own: OwnRollouts, index: RolloutIndex, parts: list[Tensor], passes: int) -> None:
-        """Start over with a new generation, whose nominal micro-batches `parts` are gone through `passes` times."""
-        self._own, self._index = own, index
-        self._parts, self._passes, self._taken = parts, passes, 0
+    own: OwnRollouts | None = None  # this process's rollouts; None before the first generation
+    index: RolloutIndex | None = None  # the rollouts of all processes
+    parts: list[Tensor] = field(default_factory=list)  # rollouts of each nominal micro-batch
+    passes: int = 0  # times that the micro-batches are gone through
+    taken: int = 0  # micro-batches that were handed out
 
     def take(self, micro_steps: int) -> PartOfStep:
         """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends."""
-        left = len(self._parts) * self._passes - self._taken
-        if self._own is None or self._index is None or not left:
+        left = len(self.parts) * self.passes - self.taken
+        if self.own is None or self.index is None or not left:
             raise ValueError(
                 "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
                 " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
                 " run from the checkpoint's weights."
             )
         count = min(micro_steps, left)
-        rows = [self._parts[i % len(self._parts)] for i in range(self._taken, self._taken + count)]
-        self._taken += count
-        tokens = int(self._index.sampled_lengths.sum()) * count / len(self._parts)
-        return PartOfStep(self._own, self._index.select(torch.cat(rows)), count, tokens)
+        rows = [self.parts[i % len(self.parts)] for i in range(self.taken, self.taken + count)]
+        self.taken += count
+        tokens = int(self.index.sampled_lengths.sum()) * count / len(self.parts)
+        return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "batch": None if self._own is None else self._own.batch.state(),
-            "rank": None if self._own is None else self._own.rank,
-            "index": None if self._index is None else vars(self._index),
-            "parts": self._parts,
-            "passes": self._passes,
-            "taken": self._taken,
+            "batch": None if self.own is None else self.own.batch.state(),
+            "rank": None if self.own is None else self.own.rank,
+            "index": None if self.index is None else vars(self.index),
+            "parts": self.parts,
+            "passes": self.passes,
+            "taken": self.taken,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0, ranks: int = 1) -> None:
         """Continue on the process that saved `state`; older ones hold the batch of all processes."""
-        self._own, self._index = None, None
+        self.own, self.index = None, None
         batch = None if state["batch"] is None else TrainBatch.of_state(state["batch"])
         if batch is not None and "index" not in state:
             shares = torch.arange(len(batch)).view(ranks, -1)
-            self._index = join_indexes([RolloutIndex.of(batch.select(rows), n) for n, rows in enumerate(shares)])
-            self._own = OwnRollouts(batch.select(shares[rank]).to(device), rank)
+            self.index = join_indexes([RolloutIndex.of(batch.select(rows), n) for n, rows in enumerate(shares)])
+            self.own = OwnRollouts(batch.select(shares[rank]).to(device), rank)
         elif batch is not None and state["rank"] == rank:
-            self._index = RolloutIndex(**state["index"])
-            self._own = OwnRollouts(batch.to(device), rank)
-        self._parts, self._passes, self._taken = state["parts"], state["passes"], state["taken"]
+            self.index = RolloutIndex(**state["index"])
+            self.own = OwnRollouts(batch.to(device), rank)
+        self.parts, self.passes, self.taken = state["parts"], state["passes"], state["taken"]
 
 
 def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:

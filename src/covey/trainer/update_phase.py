@@ -64,7 +64,7 @@ class UpdatePhase:
         collectives, args = self.context.collectives, self.context.args
         own, index = pool(batch, collectives)
         parts = nominal_parts(len(index), args.per_device_train_batch_size, collectives.size)
-        self.buffer.refill(own, index, parts, args.num_iterations)
+        self.buffer = RolloutBuffer(own, index, parts, args.num_iterations)
 
     def micro_step(self, model: Any, window: int) -> Tensor:
         """Run the micro-batches of one micro-step: several, one or none. Returns their loss."""

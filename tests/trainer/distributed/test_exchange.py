@@ -192,8 +192,7 @@ def buffers(batches):
     """The buffer of each process, after its first micro-step."""
 
     def fill(rank, processes):
-        buffer = RolloutBuffer()
-        buffer.refill(*pool(batches[rank], processes), [torch.tensor([0, 4]), torch.tensor([1, 5])], 1)
+        buffer = RolloutBuffer(*pool(batches[rank], processes), [torch.tensor([0, 4]), torch.tensor([1, 5])], 1)
         buffer.take(1)
         return buffer
 
