@@ -20,6 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -253,56 +254,40 @@ def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
 
 
 def pack(value: Any) -> Tensor:
-    """A picklable object as bytes: length of the pickle, the pickle, then its tensors as they lie in memory."""
+    """A picklable object as bytes: length of the head, the head, then its tensors as they lie in memory."""
     file = io.BytesIO()
-    pickler = _TensorPickler(file)
-    pickler.dump(value)
-    data = file.getvalue()
-    head = len(data).to_bytes(8, "little") + data
-    head += bytes(-len(head) % ALIGNMENT)
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pickler.parts])
+    buffers: list[pickle.PickleBuffer] = []
+    _TensorPickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    memory = [torch.from_numpy(np.asarray(one.raw())) for one in buffers]
+    head = pickle.dumps((file.getvalue(), [len(one) for one in memory]))
+    pieces = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8), *memory]
+    return torch.cat([part for one in pieces for part in (one, one.new_zeros(-len(one) % ALIGNMENT))])
 
 
 def unpack(message: Tensor) -> Any:
     """The object that was packed; its tensors are views of the message."""
     end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
-    data = message[end + -end % ALIGNMENT :]
-    return _TensorUnpickler(io.BytesIO(message[8:end].numpy().tobytes()), data).load()
+    pickled, sizes = pickle.loads(message[8:end].numpy().tobytes())
+    memory = []
+    for size in sizes:
+        start = end + -end % ALIGNMENT
+        end = start + size
+        memory.append(message[start:end].numpy())
+    return pickle.loads(pickled, buffers=memory)
 
 
 class _TensorPickler(pickle.Pickler):
-    """Sets tensors aside, once each: the pickle holds their place among the parts, dtype and shape."""
+    """Sets the memory of tensors aside, once each."""
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=5)
-        self.parts: list[Tensor] = []
-        self._size = 0
-        self._known: dict[int, tuple[Tensor, Any]] = {}  # holds the tensors, so that no other gets the same id
-
-    def persistent_id(self, obj: Any) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
-            return None
-        if id(obj) not in self._known:
-            data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._known[id(obj)] = obj, (self._size, obj.dtype, obj.shape)
-            padding = -len(data) % ALIGNMENT
-            self.parts += [data, data.new_zeros(padding)]
-            self._size += len(data) + padding
-        return self._known[id(obj)][1]
+            return NotImplemented
+        data: Any = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor_in, (pickle.PickleBuffer(data), obj.dtype, obj.shape)
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, data: Tensor):
-        super().__init__(file)
-        self._data = data
-        self._tensors: dict[Any, Tensor] = {}
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        if pid not in self._tensors:  # one tensor stays one
-            start, dtype, shape = pid
-            data = self._data[start : start + shape.numel() * dtype.itemsize]
-            self._tensors[pid] = data.view(dtype).view(shape)
-        return self._tensors[pid]
+def _tensor_in(memory: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(memory).view(dtype).view(shape) if len(memory) else torch.empty(shape, dtype=dtype)
 
 
 def is_of_torch_distributed(error: BaseException) -> bool:
