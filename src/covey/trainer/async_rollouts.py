@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -38,7 +38,7 @@ class InFlightBatch:
     version: int  # of the weights that it was launched with
     draws: list[PromptSample]  # of this process
     work: Future[list[Rollout]]  # the rollouts, in the draws' order
-    listener: RolloutListener = field(default_factory=RolloutListener)  # hears of rollouts as they end
+    listener: RolloutListener | None = None  # hears of rollouts as they end; None once a checkpoint was resumed
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -189,7 +189,8 @@ class AsyncRollouts:
     def _give_up(self) -> None:
         for inflight in self._flights:
             inflight.work.cancel()
-            inflight.listener.__exit__()
+            if inflight.listener is not None:
+                inflight.listener.__exit__()
         self._flights.clear()
 
     def _restart(self, generation: int, version: int) -> None:

@@ -91,7 +91,7 @@ class RolloutPhase:
         """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
         context, spec, log = self.context, self.collector.spec, reports.RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
-        with self._located(key), self._listener() if in_flight is None else in_flight.listener as listener:
+        with self._located(key), self._listener(in_flight) as listener:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
                 context.metrics.add(reports.staleness_stats(rollouts, context.step), "train")
@@ -132,7 +132,9 @@ class RolloutPhase:
             error.add_note(f"This was at step {self.context.step}, in {key[0]} generation {key[1]}.")
             raise
 
-    def _listener(self) -> reports.RolloutListener:
+    def _listener(self, in_flight: InFlightBatch | None) -> reports.RolloutListener:
+        if in_flight is not None:
+            return in_flight.listener or reports.RolloutListener()
         context = self.context
         return reports.RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
 
@@ -159,7 +161,7 @@ class RolloutPhase:
             *(algebra, per_epoch, self.context.loop.state.max_steps, args.max_staleness),
             next_key=self.next_key,
             send_weights=self._send_weights,
-            watch=self._listener,
+            watch=lambda: self._listener(None),
             waiting=lambda: self.context.phases("wait"),
         )
 
