@@ -14,7 +14,7 @@ from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.losses import BatchCounts, micro_batch_tokens
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
-from covey.core.stats import Mean, Stat
+from covey.core.stats import Mean
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.policy.layouts import slowest
@@ -69,10 +69,7 @@ class BehaviourScorer:
         compared = correction is not None and reported is not None and context.training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
         if off_policy or penalised or (compared and has_dropout(policy)):
-            entropies: list[Stat] | None = None if self.entropy_known else []
-            old = self.logprobs(policy, batch, entropies)
-            for entropy in entropies or ():
-                context.metrics.add({"entropy": entropy}, context.mode)
+            old = self.logprobs(policy, batch, log_entropy=not self.entropy_known)
             self.entropy_known = True
             if correction is not None and reported is not None:
                 batch.mismatch_weights, stats = correction(old, reported, batch.sampled, batch.lengths)
@@ -106,14 +103,15 @@ class BehaviourScorer:
             self.settle_layout(batch)
             self.engine_check(batch)
 
-    def logprobs(self, model: Any, batch: TrainBatch, entropies: list[Stat] | None = None) -> Tensor:
-        """Log-probs [N] without gradient; `entropies` gets the mean of each micro-batch's trained tokens."""
+    def logprobs(self, model: Any, batch: TrainBatch, log_entropy: bool = False) -> Tensor:
+        """Log-probs [N] without gradient; with `log_entropy`, that of trained tokens is added to the metrics."""
 
         def logprobs(part: TrainBatch) -> Tensor:
-            scores = self.scorer(model, part, entropy=entropies is not None)
-            if entropies is not None:
+            scores = self.scorer(model, part, entropy=log_entropy)
+            if log_entropy:
                 assert scores.entropies is not None, "asked for"
-                entropies.append(Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item()))
+                entropy = Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item())
+                self.context.metrics.add({"entropy": entropy}, self.context.mode)
             return scores.logprobs
 
         return self.values(model, batch, logprobs)
