@@ -30,8 +30,6 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"}) 
 
 @dataclass(eq=False)
 class Checkpointer:
-    """Writes and reads the checkpoints of a run."""
-
     context: RunContext
     parts: Mapping[str, Stateful]
     before_saving: Callable[[], None]  # collective

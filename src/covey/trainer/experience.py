@@ -167,9 +167,7 @@ class CreditAssigner:
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
 
-    def assign(
-        self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None
-    ) -> TrainBatch:
+    def assign(self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None) -> None:
         """Set advantages and token weights of a batch, and log its rollouts; `kl` [B] penalises rewards. Collective."""
         context, args, algebra = self.context, self.context.args, self.context.algebra
         everyone = self.gather(rollouts, batch, kl)
@@ -200,7 +198,6 @@ class CreditAssigner:
         )
         weigh(batch, context.algorithm.weighting, counts, entropy_bonus=self.entropy_bonus)
         self._log(everyone, credit, rollouts, log)
-        return batch
 
     def describe_rewards(self) -> str:
         """Mean and range of the newest generation's total rewards, for messages."""

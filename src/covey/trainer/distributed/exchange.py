@@ -125,8 +125,7 @@ class OwnRollouts:
     """Rollouts that this process sampled, and those that it received from others."""
 
     def __init__(self, batch: TrainBatch, rank: int):
-        self.batch = batch
-        self.rank = rank
+        self.batch, self.rank = batch, rank
         self._fetched: dict[Moves, tuple[TrainBatch, dict[tuple[int, int], int]]] = {}
         self._sent: dict[int, set[int]] = {}  # images that each process received, by id
         self._received: dict[int, dict[int, Media]] = {}  # images of each process

@@ -93,7 +93,11 @@ def model_card(
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        **{"name": name, "base": base, "method": args.method, "adapter": adapter, "sees_images": sees_images},
+        name=name,
+        base=base,
+        method=args.method,
+        adapter=adapter,
+        sees_images=sees_images,
         rewards=trainer.rewards.names,
         processes=args.world_size,
         task=task,
