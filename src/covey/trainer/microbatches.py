@@ -68,15 +68,11 @@ class MicroBatchRunner:
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Run one planned pass, in smaller ones where memory runs out; the sum of the losses."""
-        losses, todo = [], [part]
-        while todo:
-            part = todo.pop()
-            cut = self._cut(part)  # the limit may have sunk since it was planned
-            if len(cut) > 1:
-                todo += reversed(_with_skipped(part, [part.select(rows) for rows in cut]))
-            else:
-                losses.append(self._attempt(part, backward))
-        return torch.stack(losses).sum()
+        cut = self._cut(part)  # the limit may have sunk since it was planned
+        if len(cut) == 1:
+            return self._attempt(part, backward)
+        pieces = _with_skipped(part, [part.select(rows) for rows in cut])
+        return torch.stack([self.run(piece, backward) for piece in pieces]).sum()
 
     def score(self, batch: TrainBatch, score: Callable[[TrainBatch], Tensor]) -> Tensor:
         """A value for every token [N], float32, computed without gradient in passes that fit."""

@@ -163,13 +163,10 @@ def staleness(rollout: Rollout, version: int) -> list[int]:
 
 
 def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
-    ages = [age for rollout in rollouts for age in staleness(rollout, version)]
+    ages = [float(age) for rollout in rollouts for age in staleness(rollout, version)]
     if not ages:
         return {}
-    return {
-        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
-        "sampling/staleness/max": Max(float(max(ages))),
-    }
+    return {"sampling/staleness/mean": Mean.of(ages), "sampling/staleness/max": Max(max(ages))}
 
 
 def token_ages(rollouts: Sequence[Rollout], version: int) -> list[int]:

@@ -146,8 +146,7 @@ class OwnRollouts:
     def _collect(self, plan: Moves, collectives: Collectives) -> tuple[TrainBatch, dict[tuple[int, int], int]]:
         """The rollouts that a plan assigns to this process, in any order, and the number of each."""
         rank = self.rank
-        others = [receiver for receiver, rows in enumerate(plan[rank]) if receiver != rank and rows]
-        outgoing = [self._message(plan[rank][to], to) if to in others else None for to in range(len(plan))]
+        outgoing = [self._message(rows, to) if rows and to != rank else None for to, rows in enumerate(plan[rank])]
         incoming = collectives.exchange(outgoing, "exchange rollouts")
         senders = [sender for sender in range(len(plan)) if plan[sender][rank]]
         parts = [
