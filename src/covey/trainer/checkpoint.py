@@ -93,7 +93,7 @@ class Checkpointer:
         own = self.context.collectives.gather(named, "list the checkpoints")[0]
         if wanted == AUTO and not own:
             return None
-        first = own[-1] if wanted == AUTO else find_checkpoint(wanted, output_dir)
+        first = own[-1] if wanted == AUTO else find_checkpoint(wanted, own, output_dir)
         if (problem := self._damage(first)) is None:
             return first
         good = next((folder for folder in reversed(own) if folder != first and self._damage(folder) is None), None)
@@ -124,12 +124,10 @@ class Checkpointer:
 
     def _state(self, checkpoint: str) -> dict[str, Any] | None:
         """This process's state in a checkpoint; None if it holds weights alone."""
-        own = os.path.join(checkpoint, STATE_FILE.format(rank=self.context.args.process_index))
-        any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
-        if not os.path.isfile(any_rank):
-            return None
-        path = own if os.path.isfile(own) else any_rank
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        for rank in (self.context.args.process_index, 0):
+            if (path := Path(checkpoint, STATE_FILE.format(rank=rank))).is_file():
+                return dict(torch.load(path, map_location="cpu", weights_only=True))
+        return None
 
     def _compare(self, checkpoint: str) -> None:
         """Refuse (ValueError) another run's checkpoint by all but frozen weights, before anything is loaded."""
@@ -323,18 +321,17 @@ def resume_from(setting: str | bool | None) -> str | bool | None:
     return text
 
 
-def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
-    own = [path for path in numbered_checkpoints(output_dir) if is_checkpoint(path)]
+def find_checkpoint(wanted: str | bool, own: list[str], output_dir: str) -> str:
     if wanted is True:
         if own:
-            return str(own[-1])
+            return own[-1]
         raise ValueError(
             f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no checkpoint. Give the folder of one,"
             " or leave it out to start from the beginning; 'auto' does either."
         )
     folder = str(wanted)
     if not is_checkpoint(Path(folder)):
-        known = f"output_dir holds {', '.join(map(str, own))}" if own else "output_dir holds none either"
+        known = f"output_dir holds {', '.join(own)}" if own else "output_dir holds none either"
         raise ValueError(
             f"resume_from_checkpoint={folder!r} is not a checkpoint: there is no trainer_state.json in it; {known}."
             " Give the folder of a checkpoint, or True for the last one."
