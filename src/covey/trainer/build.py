@@ -328,7 +328,6 @@ def build_recorder(
     context: RunContext, collector: Collector, rewards: RewardSuite, described: Callable[[], Any]
 ) -> Recorder | None:
     args, collectives = context.args, context.collectives
-
     if args.record == "off":
         return None
     tokenizer = collector.codec.tokenizer
@@ -345,8 +344,8 @@ def build_recorder(
         }
 
     folder, limit = Path(args.output_dir or ".", FOLDER), args.record_max_gb * GIGABYTE
-    place = collectives.rank, collectives.size
-    return Recorder(folder, rewards.names, describe, *place, limit, args.record == "tokens", tokenizer)
+    rank, size, keeps_tokens = collectives.rank, collectives.size, args.record == "tokens"
+    return Recorder(folder, rewards.names, describe, rank, size, limit, keeps_tokens, tokenizer)
 
 
 def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
