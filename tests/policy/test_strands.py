@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from covey.algorithms import grpo
 from covey.core.batch import collate, join
 from covey.core.engine import SamplingParams
-from covey.core.losses import BatchCounts, micro_batch_tokens
+from covey.core.losses import BatchCounts, micro_batch_tokens, token_weights
 from covey.core.objective import policy_loss
 from covey.core.packing import pass_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
@@ -27,7 +27,6 @@ from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.trainer.distributed.exchange import RolloutIndex, join_indexes
-from covey.trainer.microbatches import weigh
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 from tests.support.playing import TOKENIZER
@@ -113,7 +112,7 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, nor
     algorithm = grpo.algorithm(config)
     tokens = batch.sampled_lengths.float()
     counts = BatchCounts(tokens, micro_batch_tokens(tokens, 4), 4, int(batch.sampled.sum()), 1, 6)
-    weigh(batch, algorithm.weighting, counts, entropy_bonus=False)
+    batch.weights = token_weights(algorithm.weighting, counts, batch.sampled, batch.lengths)
     parameters = list(policy.parameters())
     if normalize_over != "rollout":
         batch.weights = batch.weights * even_shares(batch, turns=normalize_over == "turn")

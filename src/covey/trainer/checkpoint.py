@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,8 @@ class Checkpointer:
     before_saving: Callable[[], None]  # collective
     described: Callable[[], resuming.Described]
     reference: Reference | None = None  # of the KL penalty
-
-    def __post_init__(self) -> None:
-        self.staging = False  # a checkpoint is being written, into a folder that is moved when it is complete
-        self.delayed_pushes: list[str] = []  # folders that were to be uploaded meanwhile
+    staging: bool = field(default=False, init=False)  # one is being written, into a folder that is moved when complete
+    delayed_pushes: list[str] = field(default_factory=list, init=False)  # folders that were to be uploaded meanwhile
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective.

@@ -11,7 +11,7 @@ from torch import Tensor
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
-from covey.core.losses import BatchCounts, micro_batch_tokens
+from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens, token_weights
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
 from covey.core.stats import Mean
@@ -24,7 +24,7 @@ from covey.policy.scoring import TokenScorer, fused_layers
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import MicroBatchRunner, weigh
+from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
 
@@ -196,7 +196,9 @@ class CreditAssigner:
             micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
         )
-        weigh(batch, context.algorithm.weighting, counts, entropy_bonus=self.entropy_bonus)
+        batch.weights = token_weights(context.algorithm.weighting, counts, batch.sampled, batch.lengths)
+        if self.entropy_bonus:
+            batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
         self._log(everyone, credit, rollouts, log)
 
     def describe_rewards(self) -> str:

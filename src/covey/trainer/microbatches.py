@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, token_index
-from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
@@ -308,10 +307,3 @@ def spread(passes: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]
     """Deal passes out to micro-steps, evenly; the last one is never without."""
     cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
     return [passes[a:b] for a, b in pairwise(cuts)]
-
-
-def weigh(batch: TrainBatch, weighting: Weighting, counts: BatchCounts, *, entropy_bonus: bool) -> None:
-    """Set the batch's token weights, and those of the entropy bonus."""
-    batch.weights = token_weights(weighting, counts, batch.sampled, batch.lengths)
-    if entropy_bonus:
-        batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)

@@ -43,7 +43,7 @@ from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
-from covey.trainer.integrations.attributes import absent
+from covey.trainer.integrations.attributes import ABSENT
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
@@ -368,7 +368,8 @@ class OnlineTrainer(Trainer):
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        raise absent(self, name)
+        advice = f": {ABSENT[name]}." if name in ABSENT else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     @property
     def policy(self) -> Any:

@@ -16,14 +16,13 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
-from covey.core.losses import BatchCounts, micro_batch_tokens
+from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens, token_weights
 from covey.core.objective import policy_loss
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
 from covey.trainer.engine_check.parity import corrected
-from covey.trainer.microbatches import weigh
 from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
@@ -117,7 +116,9 @@ class Step:
         batch.advantages = credit.of_tokens(slice(None)).double()
         tokens = batch.sampled_lengths.float()
         counts = BatchCounts(tokens, micro_batch_tokens(tokens, 4), len(batch), int(batch.sampled.sum()), 2, 6)
-        weigh(batch, self.algorithm.weighting, counts, entropy_bonus=bool(self.config.entropy_coef))
+        batch.weights = token_weights(self.algorithm.weighting, counts, batch.sampled, batch.lengths)
+        if self.config.entropy_coef:
+            batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
         return batch
 
     def scores(self, batch: TrainBatch) -> Any:

@@ -46,11 +46,6 @@ ABSENT = {
 FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__)
 
 
-def absent(trainer: Any, name: str) -> AttributeError:
-    advice = f": {ABSENT[name]}." if name in ABSENT else ""
-    return AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
-
-
 class OpenWindow(dict[str, list[float]]):
     """Values by name since the last log; a script may append to those of names of its own."""
 
