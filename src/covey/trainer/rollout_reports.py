@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -185,12 +186,6 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
     return {"entropy": Mean(trained.sum().item(), len(trained))}
 
 
-def mean_entropy(rollout: Rollout) -> float | None:
-    """Mean entropy of a rollout's sampled tokens, or None if none was measured."""
-    values = list(compress(rollout.entropies or (), rollout.sampled))
-    return sum(values) / len(values) if values else None
-
-
 def entropy_stats(entropies: Sequence[float | None]) -> dict[str, Stat]:
     """`entropy/mean`, `entropy/max` and `entropy/min` over completions."""
     known = [entropy for entropy in entropies if entropy is not None]
@@ -232,6 +227,7 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
         extras = {"solution": sample.row["solution"]} if "solution" in sample.row else {}
         if scored.columns:
             extras |= {name: values[index] for name, values in scored.columns.items()}
+        entropies = list(compress(rollout.entropies or (), rollout.sampled)) if args.log_entropy else []
         failed = executed - rollout.calls.get("ok", 0) if executed else shown.failed_calls
         found.append(
             RolloutSummary(
@@ -245,7 +241,7 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
                 error=rollout.error,
                 images=thumbnails(rollout.images, known) if args.log_multimodal and rollout.media else [],
                 extras=extras,
-                entropy=mean_entropy(rollout) if args.log_entropy else None,
+                entropy=fmean(entropies) if entropies else None,
             )
         )
     return found

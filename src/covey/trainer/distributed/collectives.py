@@ -90,8 +90,7 @@ class Collectives:
         received = torch.empty(sum(incoming), dtype=torch.uint8)
         if any(map(any, sizes)):
             with self._waiting(what) as finish:
-                own = [len(message) for message in messages]
-                sent = torch.cat(messages)
+                sent, own = torch.cat(messages), sizes[self.rank]
                 finish(dist.all_to_all_single(received, sent, incoming, own, group=self._group, async_op=True))
         return [unpack(part) if len(part) else None for part in received.split(incoming)]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun
 
+from covey.observability.metric_docs import evaluation_sets, prefix
 from covey.runtime.user_code import format_error
 from covey.trainer.distributed.collectives import CollectiveError
 
@@ -205,8 +206,6 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def mean_reward(metrics: dict[str, float]) -> float:
-    from covey.observability.metric_docs import evaluation_sets, prefix
-
     names = (f"{prefix(name)}reward" for name in evaluation_sets(metrics))
     rewards = [metrics[name] for name in names if name in metrics]
     if not rewards:
