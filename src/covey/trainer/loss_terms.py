@@ -119,10 +119,6 @@ class ExpertBalance:
         self._survey: Callable[[], RouterLoads] | None = None
         self._whole: RouterLoads | None = None
 
-    @property
-    def enabled(self) -> bool:
-        return self.coef != 0.0
-
     def begin(self, share: float, batch: TrainBatch, behaviour: BehaviourScorer, passes: int) -> None:
         """Begin a `share` of an optimizer step, or an evaluation batch, that this process runs in `passes`."""
         self._share, self._rows = share, len(batch)

@@ -190,7 +190,7 @@ class OnlineTrainer(Trainer):
             self.behaviour,
             runner,
             entropy,
-            self.balance if self.balance.enabled else None,
+            self.balance if self.balance.coef else None,
             self.finite,
             backward=super().training_step,
             compute_loss=lambda model, batch: self.compute_loss(model, batch),

@@ -142,7 +142,7 @@ def test_models_bring_their_own_weight(name, coef, adapter):
 
 
 def test_a_dense_model_has_no_such_loss():
-    assert not ExpertBalance(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).enabled
+    assert ExpertBalance(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).coef == 0
 
 
 @pytest.mark.slow

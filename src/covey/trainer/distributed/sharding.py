@@ -25,8 +25,6 @@ BUCKET_BYTES = 64 * 2**20  # size of the gradients in one collective
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharded parts of the training state."""
-
     name: str = ""  # of the library, for messages; "" without sharding
     weights: bool = False  # each process holds a shard of each weight, so a forward pass needs all processes
     gradients: bool = False  # the wrapper averages them in each backward pass, which so needs all processes

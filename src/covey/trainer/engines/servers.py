@@ -41,7 +41,7 @@ def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: An
     )
     return RemoteEngine(
         [ServerClient(url, api_key) for url in args.vllm_urls],
-        VllmApi(**api_settings(args, model)),
+        VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
         sender,
         timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_server_request_timeout,
@@ -71,7 +71,7 @@ def sglang_servers(
             urls = [url]
         engine = RemoteEngine(
             [ServerClient(url, api_key) for url in urls],
-            SglangApi(**api_settings(args, model)),
+            SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
             sender,
             timeout=args.sglang_server_timeout,
             request_timeout=args.sglang_request_timeout,
@@ -112,10 +112,6 @@ def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str)
         name="the SGLang server",
     )
     return f"http://127.0.0.1:{port}", process.start()
-
-
-def api_settings(args: OnlineConfig, model: Any) -> dict[str, Any]:
-    return {"temperature": args.temperature, "extra": generation_extras(args), "vocab_size": vocabulary_of(model)}
 
 
 def engine_settings(

@@ -21,7 +21,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "tools": lambda trainer: listed(trainer.made_of.get("tools")),
     "environment_factory": lambda trainer: trainer.made_of.get("environment_factory"),
     "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
-    "aux_loss_enabled": lambda trainer: trainer.balance.enabled,
+    "aux_loss_enabled": lambda trainer: trainer.balance.coef != 0,
     "aux_loss_coef": lambda trainer: trainer.balance.coef,
     "use_liger_kernel": lambda trainer: trainer.args.use_liger_kernel,
     "chat_template": lambda trainer: trainer.collector.codec.tokenizer.chat_template,
