@@ -166,8 +166,7 @@ class Checkpointer:
         resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))
         resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
-        changed = resuming.adapter_changes(checkpoint, policy)
-        described = self.described()
+        changed, described = resuming.adapter_changes(checkpoint, policy), self.described()
         if self.context.args.replay_from is not None:  # data and rewards are the recorded ones
             settings = {name: text for name, text in described["settings"].items() if name != "replay_from"}
             described = {**state.get("run", {}), "settings": settings}

@@ -213,7 +213,6 @@ class RolloutPhase:
         self._saved_async = state["async_rollouts"]
         if self._saved_async is not None and self.context.args.max_staleness == 0:  # these are sampled again
             self.generations["train"] -= len(self._saved_async["flights"])
-        if self.chooser is not None and state["prompts"] is not None:
-            self.chooser.load_state_dict(state["prompts"])
-        if self.speculation is not None and state["speculation"] is not None:
-            self.speculation.load_state_dict(state["speculation"])
+        for name, part in (("prompts", self.chooser), ("speculation", self.speculation)):
+            if part is not None and state[name] is not None:
+                part.load_state_dict(state[name])

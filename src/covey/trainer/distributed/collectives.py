@@ -171,11 +171,10 @@ class Collectives:
 
     def _store_is_gone(self) -> bool:
         """True once the process that holds the store has ended, which may be too soon to read why."""
-        try:
+        with suppress(Exception):  # the connection broke
             self._store.check([f"doing/{self.rank}"])
-        except Exception:  # the connection broke
-            return True
-        return False
+            return False
+        return True
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
         reason = str(error).split("\n")[0][:300]

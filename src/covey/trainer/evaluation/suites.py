@@ -91,9 +91,8 @@ class EvalSuite:
                 object.__setattr__(self, name, tuple(sorted(set(values))))
         for name, (allowed, allows) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, numbers.Real) or not allows(value)
-            ):
+            usable = isinstance(value, numbers.Real) and not isinstance(value, bool) and allows(value)
+            if value is not None and not usable:
                 raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
