@@ -50,9 +50,8 @@ class MicroBatchRunner:
         context, wanted = self._context, self._context.args.max_tokens_per_micro_batch
         if wanted is None:  # a nominal micro-batch padded to the longest: what the user's batch size stands for
             sequences = batch.prompt_lengths[batch.groups] + batch.lengths
-            whole = sequences
-            if self._padded_until_proven() == "shared_prefix":
-                whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths)
+            shared = self._padded_until_proven() == "shared_prefix"
+            whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths) if shared else sequences
             longest, largest = (int(sequences.max()), int(whole.max())) if len(sequences) else (1, 1)
             wanted = derived_budget(context.micro_batch_rows, longest, largest, context.device.type, self._room)
         return wanted if self.limit is None else min(wanted, self.limit)

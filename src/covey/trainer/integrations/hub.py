@@ -94,7 +94,6 @@ class PushCompletions(TrainerCallback):
             self._pushed = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start an upload, unless one is running or was started less than `PUSH_EVERY` ago."""
         done = self._under_way is None or self._under_way.done()
         if done and time.monotonic() - self._last >= PUSH_EVERY:
             self._push(state.global_step)
