@@ -128,11 +128,10 @@ class ExpertBalance:
 
     def loss(self, loads: RouterLoads, rows: int) -> Tensor:
         """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
-        whole = self._whole
-        if whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
+        if self._whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
             assert self._survey is not None, "a window has begun"
-            whole = self._whole = self._survey()
-        return self._share * load_balancing_loss(whole or loads, loads)
+            self._whole = self._survey()
+        return self._share * load_balancing_loss(self._whole or loads, loads)
 
     @contextmanager
     def config_as_loaded(self, policy: Any) -> Any:

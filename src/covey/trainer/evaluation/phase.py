@@ -83,9 +83,8 @@ class EvaluationPhase:
             if not context.loop.is_in_train:
                 self.rollouts.close()
         log.publish(context.step)
-        start = f"{prefix}_"
-        metrics = context.metrics.drain("eval", prefix=start)
-        metrics |= {start + name: value for name, value in found.items()}
+        metrics = context.metrics.drain("eval", prefix=f"{prefix}_")
+        metrics |= {f"{prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
 
     def _evaluate_with_loss(self, dataloader: Any, on_batch: Callable[[], None]) -> tuple[int, dict[str, float]]:
