@@ -58,11 +58,10 @@ class EvaluationPhase:
         self.completions = None
 
     def run(self, dataloader: Any, prefix: str, on_batch: Callable[[], None]) -> EvalLoopOutput:
-        context, model = self.context, self.context.loop.model
+        context, args, model = self.context, self.context.args, self.context.loop.model
         was_training = model.training
         model.eval()
         self.rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
-        args = context.args
         self.completions = log = CompletionLog(
             args.output_dir or ".",
             total_limit=args.log_completions_total_limit,
