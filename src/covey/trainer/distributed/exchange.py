@@ -207,5 +207,4 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
     }
     if batch.media is None and "media" in reported:
         filled["media"] = [()] * len(batch)
-    own = OwnRollouts(replace(batch, **filled), collectives.rank)
-    return own, join_indexes([index for index, _ in everyone])
+    return OwnRollouts(replace(batch, **filled), collectives.rank), join_indexes([index for index, _ in everyone])
