@@ -105,13 +105,14 @@ class BehaviourScorer:
 
     def logprobs(self, model: Any, batch: TrainBatch, log_entropy: bool = False) -> Tensor:
         """Log-probs [N] without gradient; with `log_entropy`, that of trained tokens is added to the metrics."""
+        mode = self.context.mode  # while it scores, the model is in evaluation mode
 
         def logprobs(part: TrainBatch) -> Tensor:
             scores = self.scorer(model, part, entropy=log_entropy)
             if log_entropy:
                 assert scores.entropies is not None, "asked for"
                 entropy = Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item())
-                self.context.metrics.add({"entropy": entropy}, self.context.mode)
+                self.context.metrics.add({"entropy": entropy}, mode)
             return scores.logprobs
 
         return self.values(model, batch, logprobs)
