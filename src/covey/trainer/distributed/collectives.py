@@ -252,26 +252,27 @@ def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
 
 
 def pack(value: Any) -> Tensor:
-    """A picklable object as bytes: length of the head, the head, then its tensors as they lie in memory."""
+    """A picklable object as bytes: number and sizes of parts, its pickle, then its tensors as they lie in memory."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     _TensorPickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    memory = [torch.from_numpy(np.asarray(one.raw())) for one in buffers]
-    head = pickle.dumps((file.getvalue(), [len(one) for one in memory]))
-    pieces = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8), *memory]
-    return torch.cat([part for one in pieces for part in (one, one.new_zeros(-len(one) % ALIGNMENT))])
+    parts = [np.asarray(memory) for memory in (file.getbuffer(), *(one.raw() for one in buffers))]
+    head = np.array([len(parts), *map(len, parts)]).view(np.uint8)
+    pieces = [piece for part in (head, *parts) for piece in (part, np.zeros(-len(part) % ALIGNMENT, np.uint8))]
+    return torch.from_numpy(np.concatenate(pieces))
 
 
 def unpack(message: Tensor) -> Any:
     """The object that was packed; its tensors are views of the message."""
-    end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
-    pickled, sizes = pickle.loads(message[8:end].numpy().tobytes())
-    memory = []
-    for size in sizes:
+    data = message.numpy()
+    count = int(data[:8].view(np.int64)[0])
+    end = 8 + 8 * count
+    parts = []
+    for size in data[8:end].view(np.int64).tolist():
         start = end + -end % ALIGNMENT
         end = start + size
-        memory.append(message[start:end].numpy())
-    return pickle.loads(pickled, buffers=memory)
+        parts.append(data[start:end])
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 class _TensorPickler(pickle.Pickler):
