@@ -52,8 +52,8 @@ def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     with torch.no_grad():
         entropies = behaviour.entropies(batch)[batch.sampled]
     everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile")).double().numpy()
-    # torch.quantile stops at 2^24 values.
-    threshold = float(np.quantile(everyone, 1 - context.args.top_entropy_quantile)) if len(everyone) else 0.0
+    # Not torch.quantile, which stops at 2^24 values; without NaN, as one would drop every token.
+    threshold = float(np.nanquantile(everyone, 1 - context.args.top_entropy_quantile)) if len(everyone) else 0.0
     context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
     return threshold
 
