@@ -29,7 +29,8 @@ class TrainingLoop(Protocol):
 
 class RunContext:
     def __init__(self, loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm):
-        self.args, self.algebra = args, args.algebra(args.world_size)  # the config, and its batch sizes
+        self.args = args
+        self.algebra = args.algebra(args.world_size)  # batch sizes
         self.algorithm = algorithm  # advantages, objective and weighting
         self.loop, self.accelerator, self.sharding = loop, accelerator, sharding_of(accelerator)
         rank, size = accelerator.process_index, accelerator.num_processes

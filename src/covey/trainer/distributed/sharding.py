@@ -155,7 +155,8 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
     grads = []
     for parameter, used in zip(parameters, present.tolist(), strict=True):
         if used:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             grads.append(parameter.grad)
     for bucket in _take_tensors(grads, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)

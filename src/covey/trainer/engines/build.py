@@ -83,8 +83,12 @@ def freeze_seats(
 ) -> None:
     """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
-    # An engine is that of an earlier trainer of the same agent.
-    names = [(each, n) for each in seats for n, seat in each.items() if seat == "frozen" or type(seat) is FrozenEngine]
+    names = [
+        (each, name)
+        for each in seats
+        for name, seat in each.items()
+        if seat == "frozen" or isinstance(seat, FrozenEngine)  # of an earlier trainer of the same agent
+    ]
     if not names:
         return
     if run.sharding.weights:

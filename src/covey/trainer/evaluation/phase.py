@@ -43,8 +43,8 @@ class EvaluationPhase:
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
         check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required)
-        suite, algebra = chosen if isinstance(chosen, EvalSuite) else None, self.context.algebra
-        algebra = algebra if suite is None else suite.batches(algebra)
+        suite = chosen if isinstance(chosen, EvalSuite) else None
+        algebra = self.context.algebra if suite is None else suite.batches(self.context.algebra)
         algebra.check_eval()
         loader = eval_loader(rows_of(chosen), algebra, self.context.collectives.rank)
         loader.suite = suite

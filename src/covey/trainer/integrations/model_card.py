@@ -103,7 +103,7 @@ def model_card(
         task=task,
         data_sets=datasets,
         papers=[dict(zip(("key", "title", "number"), (key, *PAPERS[key]), strict=True)) for key in keys],
-        settings={name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings},
+        settings={key: str(value).replace("|", "\\|").replace("\n", " ") for key, value in settings},
         results=_results(trainer.state.log_history),
         versions={"covey": __version__, "python": platform.python_version(), **versions(PACKAGES)},
     )
