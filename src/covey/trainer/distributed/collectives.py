@@ -267,7 +267,7 @@ def unpack(message: Tensor) -> Any:
     data = message.numpy()
     count = int(data[:8].view(np.int64)[0])
     end = 8 + 8 * count
-    parts = []
+    parts: list[Any] = []
     for size in data[8:end].view(np.int64).tolist():
         start = end + -end % ALIGNMENT
         end = start + size
