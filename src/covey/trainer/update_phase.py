@@ -96,6 +96,7 @@ class UpdatePhase:
         self._begin_step()
 
     def loss(self, model: Any, batch: TrainBatch) -> Tensor:
+        """The loss of a micro-batch, scaled so that the sum over a step, averaged over ranks, is the step's loss."""
         context, training = self.context, self.context.training
         filters = batch.entropy_threshold is not None or context.algorithm.objective.needs_entropies
         wants_entropy = self.entropy is not None or filters or not self.behaviour.entropy_known
