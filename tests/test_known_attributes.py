@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from covey.core import losses
-from covey.trainer.loss_terms import EntropyController
 from covey.trainer.microbatches import RolloutBuffer
+from covey.trainer.rollout_reports import RewardLog
 from tests.support import known_attributes
 
 TESTS = Path(__file__).parent
 
 
 def test_an_unknown_attribute_of_an_object_is_refused():
-    for made in (RolloutBuffer(), EntropyController(0.1)):
+    for made in (RolloutBuffer(), RewardLog()):
         with pytest.raises(AttributeError, match=r"assigns \w+\.with_signal, which does not exist"):
             made.with_signal = None
 
@@ -26,8 +26,8 @@ def test_an_unknown_attribute_of_a_module_is_refused():
 
 def test_known_attributes_can_be_replaced():
     made = RolloutBuffer()
-    made.next = list
-    assert made.next() == []
+    made.take = list
+    assert made.take() == []
 
 
 def test_a_subclass_of_a_test_has_attributes_of_its_own():

@@ -14,7 +14,7 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, signal
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptStream, ScoredRollouts, SignalFilter, kept_groups
+from covey.data.dynamic_sampling import PromptChooser, PromptStream, ScoredRollouts, groups_with_signal, kept_groups
 from covey.data.sampler import MicroStep, rank_share, train_loader
 from covey.rollout.collector import PromptSample
 from tests.support import runs, tiny
@@ -42,11 +42,20 @@ def scripted(signals, log, draws, number):
 
 def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: [mine], exchange=lambda sent: sent):
     algorithm = grpo.algorithm(runs.config("unused"))
-    judge = SignalFilter(partial(signal, algorithm, torch.ones(1)), torch.ones(1), False)
     stream = PromptStream(rows, 0, "refills", shuffle=False)
     dataset = [{"prompt": str(i)} for i in range(rows)]
     return PromptChooser(
-        dataset, algebra, rank, stream, judge, history=None, max_rounds=max_rounds, gather=gather, exchange=exchange
+        dataset,
+        algebra,
+        rank,
+        stream,
+        partial(signal, algorithm, torch.ones(1)),
+        torch.ones(1),
+        mask_truncated=False,
+        history=None,
+        max_rounds=max_rounds,
+        gather=gather,
+        exchange=exchange,
     )
 
 
@@ -184,13 +193,13 @@ def test_processes_get_equal_shares_of_what_one_would_select(processes):
 NAN = float("nan")
 
 
-def judged(config, groups, weights=(1.0,), mask_truncated=False, truncated=None, algorithm=grpo, steps=None):
+def judged(config, groups, weights=(1.0,), cut=None, algorithm=grpo, steps=None):
     made = algorithm.algorithm(config)
     rewards = torch.tensor(groups)
-    judge = SignalFilter(partial(signal, made, torch.tensor(weights)), torch.tensor(weights), mask_truncated)
     count = rewards.shape[0] * rewards.shape[1]
     scores = Scores(rewards.flatten(0, 1), steps or [{}] * count, [3] * count)
-    return judge.has_signal(scores, rewards.shape[1], [3] * count, truncated or [False] * count)
+    signals = signal(made, torch.tensor(weights), scores, rewards.shape[1])
+    return groups_with_signal(signals, rewards.shape[1], [3] * count, cut or [False] * count)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -220,7 +229,7 @@ def test_a_reward_of_weight_0_is_no_signal():
 def test_an_advantage_that_nothing_learns_from_is_no_signal():
     groups = [[[1.0], [0.0], [0.0]]] * 2
     cut = [True, True, True, False, False, True]
-    assert judged(runs.config("unused"), groups, mask_truncated=True, truncated=cut) == [False, True]
+    assert judged(runs.config("unused"), groups, cut=cut) == [False, True]
 
 
 # ---- in a trainer ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from covey.algorithms import grpo
 from covey.core.batch import collate, join
 from covey.core.engine import SamplingParams
+from covey.core.losses import BatchCounts, micro_batch_tokens, token_weights
 from covey.core.objective import policy_loss
 from covey.core.packing import pass_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
@@ -26,7 +27,6 @@ from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.trainer.distributed.exchange import RolloutIndex, join_indexes
-from covey.trainer.microbatches import batch_counts, weigh
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 from tests.support.playing import TOKENIZER
@@ -110,16 +110,9 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, nor
     batch.advantages = torch.repeat_interleave(advantages, batch.lengths)
     config = runs.config("unused", "grpo", loss_type=loss_type, num_generations=4, per_device_train_batch_size=4)
     algorithm = grpo.algorithm(config)
-    counts = batch_counts(
-        batch.sampled_lengths,
-        rows_per_part=4,
-        total_rows=4,
-        total_tokens=int(batch.sampled.sum()),
-        total_parts=1,
-        updates=1.0,
-        max_completion_length=6,
-    )
-    weigh(batch, algorithm.weighting, counts, entropy_bonus=False)
+    tokens = batch.sampled_lengths.float()
+    counts = BatchCounts(tokens, micro_batch_tokens(tokens, 4), 4, int(batch.sampled.sum()), 1, 6)
+    batch.weights = token_weights(algorithm.weighting, counts, batch.sampled, batch.lengths)
     parameters = list(policy.parameters())
     if normalize_over != "rollout":
         batch.weights = batch.weights * even_shares(batch, turns=normalize_over == "turn")
@@ -155,7 +148,7 @@ def test_passes_are_normalised_as_the_config_says(tmp_path):
         batch = collate([joined(BRANCHING)])
         batch.weights = torch.where(batch.sampled, 1 / 7, 0.0)
         runner = runs.trainer(tmp_path, normalize_over=normalize_over).updates.runner
-        (planned,) = runner.plan(batch, 4)
+        (planned,) = runner.plan(batch)
         found[normalize_over] = planned.weights[planned.sampled].tolist()
     assert found["rollout"] == pytest.approx([1 / 7] * 7)
     assert found["strand"] == pytest.approx([1 / 8] * 6 + [1 / 4])

@@ -7,7 +7,7 @@ import torch
 
 from covey.core.engine import EngineTraits
 from covey.engines.native.engine import NativeEngine
-from covey.trainer.engine_check.correction import build_engine_check, corrected
+from covey.trainer.engine_check.parity import EngineCheck, corrected
 
 
 class ForeignEngine(NativeEngine):
@@ -40,7 +40,7 @@ def sample_from(trainer, **engine):
     context, params = trainer.context, trainer.rollouts.params
     fresh = trainer.make_algorithm(trainer.args)
     context.algorithm = corrected(fresh, trainer.args, trainer.collector.engine.traits, params)
-    trainer.behaviour.engine_check = build_engine_check(
+    trainer.behaviour.engine_check = EngineCheck(
         context, trainer.collector, params, trainer.collector.engine.traits, trainer.behaviour.rescore
     )
     return trainer

@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 from covey.core.batch import collate
 from covey.core.packing import derived_budget
 from covey.core.records import FinishReason, Rollout
-from covey.trainer.microbatches import MicroBatchRunner, RolloutBuffer, nominal_parts
+from covey.trainer.distributed.sharding import Sharding
+from covey.trainer.microbatches import MicroBatchRunner, nominal_parts, spread
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 
@@ -134,13 +135,13 @@ def test_scoring_survives_too(tmp_path):
     def prepare(trainer):
         score = trainer.updates.runner.score
 
-        def failing_score(batch, rows, values_of):
+        def failing_score(batch, values_of):
             def values(part):
                 if len(part) > 2:
                     raise MemoryError
                 return values_of(part)
 
-            return score(batch, rows, values)
+            return score(batch, values)
 
         trainer.updates.runner.score = failing_score
 
@@ -161,7 +162,11 @@ def batch_of(rollouts, tokens):
 
 
 def passes_over(policy=NO_MODEL, max_tokens=1000):
-    return MicroBatchRunner(SimpleNamespace(layout="packed"), lambda: policy, "cpu", max_tokens)
+    config = runs.config("unused", max_tokens_per_micro_batch=max_tokens, gradient_checkpointing=False)
+    context = SimpleNamespace(
+        args=config, sharding=Sharding(), device=torch.device("cpu"), loop=SimpleNamespace(policy=policy)
+    )
+    return MicroBatchRunner(context, SimpleNamespace(layout="packed"))
 
 
 def size(part):
@@ -181,9 +186,9 @@ def test_what_memory_holds_is_learned_once_for_all_parts(how):
         return part.token_ids.float()
 
     if how == "score":
-        assert torch.equal(passes.score(batch, 4, values), batch.token_ids.float())
+        assert torch.equal(passes.score(batch, values), batch.token_ids.float())
     else:
-        parts = passes.plan(batch, 4)
+        parts = passes.plan(batch)
         assert [size(part) for part in parts] == [128] * 4
         assert sum(passes.run(part, lambda p: values(p).sum()) for part in parts) == batch.token_ids.sum()
     assert failed == [128, 64, 32] and passes.limit == 16
@@ -292,9 +297,7 @@ def test_the_limit_is_kept_in_checkpoints(tmp_path):
 
 
 def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():
-    experience = RolloutBuffer()
-    experience.spread(["a", "b"], 5)  # type: ignore[list-item]
-    assert [experience.next() for _ in range(5)] == [[], [], ["a"], [], ["b"]]
+    assert spread(["a", "b"], 5) == [[], [], ["a"], [], ["b"]]  # type: ignore[list-item]
 
 
 def test_nominal_micro_batches_take_their_rows_from_every_rank():

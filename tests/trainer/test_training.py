@@ -198,11 +198,14 @@ def test_entropies_are_of_all_completions_where_they_are_scored(tmp_path, monkey
     add, counted, trained_on = trained.metrics.add, [], []
     gather = trained.gather_experience
     monkeypatch.setattr(trained, "gather_experience", lambda draws: trained_on.append(gather(draws)) or trained_on[-1])
-    monkeypatch.setattr(
-        trained.metrics,
-        "add",
-        lambda stats, mode: counted.append(stats["entropy"].count if "entropy" in stats else 0) or add(stats, mode),
-    )
+
+    def counting(stats, mode):
+        if "entropy" in stats:
+            assert mode == "train"
+            counted.append(stats["entropy"].count)
+        add(stats, mode)
+
+    monkeypatch.setattr(trained.metrics, "add", counting)
     trained.train()
     tokens = trained_on[0].sampled.sum().item()
     assert sum(counted) == tokens if all_of_them else 0 < sum(counted) < tokens

@@ -190,22 +190,10 @@ class Selection:
     stats: dict[str, Stat]
 
 
-@dataclass(frozen=True)
-class SignalFilter:
-    """Finds groups with a signal."""
-
-    # (scores, completions of a group) -> [N] bool, True where some token of a completion has an advantage other than 0.
-    # Without the KL penalty, which would make all groups differ.
-    signal: Callable[[Scores, int], Tensor]
-    weights: Tensor  # [F] of the reward functions
-    mask_truncated: bool  # truncated completions are not learned from, so they carry no signal
-
-    def has_signal(self, scores: Scores, group: int, lengths: Sequence[int], truncated: Sequence[bool]) -> list[bool]:
-        """[P]: True where a completion that is learned from has an advantage other than 0."""
-        learned = torch.tensor(lengths) > 0
-        if self.mask_truncated:
-            learned &= ~torch.tensor(truncated)
-        return (self.signal(scores, group) & learned).view(-1, group).any(1).tolist()
+def groups_with_signal(signal_N: Tensor, group: int, lengths: Sequence[int], cut: Sequence[bool]) -> list[bool]:
+    """[P]: True where a completion that is learned from, so neither empty nor `cut`, has an advantage other than 0."""
+    learned = (torch.tensor(lengths) > 0) & ~torch.tensor(cut)
+    return (signal_N & learned).view(-1, group).any(1).tolist()
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
@@ -223,8 +211,12 @@ class PromptChooser:
     algebra: BatchAlgebra
     rank: int  # of this process
     stream: PromptStream  # source of refills; with `history`, of every prompt
-    signal_filter: SignalFilter
+    # (scores, completions of a group) -> [N] bool, True where some token of a completion has an advantage other than 0.
+    # Without the KL penalty, which would make all groups differ.
+    signal: Callable[[Scores, int], Tensor]
+    weights: Tensor  # [F] of the reward functions
     _: KW_ONLY
+    mask_truncated: bool  # truncated completions are not learned from, so they carry no signal
     history: PromptHistory | None  # difficulty by which the stream selects prompts; None leaves them to the dataloader
     max_rounds: int | None  # maximum rounds of refilling; None: no dynamic sampling
     gather: Callable[[Any], list[Any]]  # collective: one object to those of all ranks
@@ -272,14 +264,15 @@ class PromptChooser:
         scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
         if self.history is not None:
-            self.history.update(prompts[::group], *spread_of_rewards(scores, self.signal_filter.weights, group))
+            self.history.update(prompts[::group], *spread_of_rewards(scores, self.weights, group))
+        cut = truncated if self.mask_truncated else [False] * len(truncated)
         return SamplingRound(
             prompts=list(prompts[::group]),
             scores=scores,
             lengths=lengths,
             truncated=truncated,
             prompt_lengths=prompt_lengths,
-            has_signal=self.signal_filter.has_signal(scores, group, lengths, truncated),
+            has_signal=groups_with_signal(self.signal(scores, group), group, lengths, cut),
         )
 
     def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:

@@ -25,9 +25,6 @@ class RouterLoads(NamedTuple):
     def of_all(cls, parts: "Sequence[RouterLoads]") -> "RouterLoads":
         return cls(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
 
-    def without_gradient(self) -> "RouterLoads":
-        return RouterLoads(*(value.detach() for value in self))
-
 
 def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> RouterLoads:
     """Sum the decisions of all layers, [T, E] or [rows, width, E], weighed by the readers of each position [T]."""

@@ -238,7 +238,8 @@ class CommonEvaluation:
         return totals.view(len(self.rows), count).nanmean(dim=1).tolist()
 
     def _phase(self, trainer: Any) -> RolloutPhase:
-        context, collector = replace(trainer.context, args=self.args), trainer.collector
+        context, collector = copy.copy(trainer.context), trainer.collector
+        context.args = self.args
         tokenizer, rewards = collector.codec.tokenizer, trainer.rewards
         if any(getattr(self.args, name) != getattr(trainer.args, name) for name in SHAPES):
             tools, function, factory, agent = map(trainer.made_of.get, PARTS)

@@ -29,21 +29,6 @@ from covey.runtime.user_code import unsaveable_part
 SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
 
 
-@dataclass(frozen=True)
-class LaunchSchedule:
-    """When the training of every generation begins."""
-
-    algebra: BatchAlgebra  # the run's batch sizes
-    per_epoch: int | None  # generations of an epoch; None for a dataset without length: one endless epoch
-    max_steps: int  # optimizer steps of the run
-
-    def begins(self, generation: int) -> int:
-        micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
-        epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
-        steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
-        return epoch * steps_per_epoch + place * micro_batches // accumulation
-
-
 @dataclass
 class InFlightBatch:
     """A generation that is being sampled, or has been."""
@@ -92,7 +77,9 @@ class AsyncRollouts:
     collector: Collector  # until `close`, all that it samples runs in the background thread
     params: SamplingParams
     prompts: PromptSource
-    schedule: LaunchSchedule
+    algebra: BatchAlgebra  # the run's batch sizes
+    per_epoch: int | None  # generations of an epoch; None for a dataset without length: one endless epoch
+    max_steps: int  # optimizer steps of the run
     max_staleness: int  # optimizer steps between weights and training, 1 or more
     _: KW_ONLY
     next_key: Callable[[], tuple[str, int]]  # names the samples of one more generation
@@ -174,9 +161,16 @@ class AsyncRollouts:
         self._give_up()
         self._thread.close(seconds)
 
+    def begins(self, generation: int) -> int:
+        """The optimizer step after which the training of a generation begins by the schedule."""
+        micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
+        epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
+        steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
+        return epoch * steps_per_epoch + place * micro_batches // accumulation
+
     def _may_begin(self, generation: int, version: int) -> bool:
-        begins = self.schedule.begins(generation) + self._late
-        return begins < self.schedule.max_steps and begins - version <= self.max_staleness
+        begins = self.begins(generation) + self._late
+        return begins < self.max_steps and begins - version <= self.max_staleness
 
     def _fly_next(self, version: int) -> None:
         assert self._next is not None, "the dataloader has said where it is"
@@ -202,7 +196,7 @@ class AsyncRollouts:
         """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
         self._give_up()
         self._next = generation
-        self._late = version - self.schedule.begins(generation)
+        self._late = version - self.begins(generation)
         self._fly_next(version)
 
 

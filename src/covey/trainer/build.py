@@ -23,12 +23,11 @@ from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream, SignalFilter
+from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream
 from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
-from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
@@ -40,12 +39,10 @@ from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
-from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import check_model
-from covey.trainer.context import RunContext, TrainingLoop
-from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
@@ -53,7 +50,6 @@ from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, named_parts
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
-from covey.trainer.loss_terms import EntropyController
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -99,26 +95,6 @@ def _can_be_made(folder: str) -> bool:
         return os.path.isdir(folder) and os.access(folder, os.W_OK)
     except (OSError, ValueError):  # a null byte
         return False
-
-
-def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
-    if accelerator.device.type == "cpu":
-        reuse_freed_memory()
-    rank, size = accelerator.process_index, accelerator.num_processes
-    collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
-    timeline = Timeline()
-    return RunContext(
-        args=args,
-        algebra=args.algebra(args.world_size),
-        algorithm=algorithm,
-        loop=loop,
-        accelerator=accelerator,
-        sharding=sharding_of(accelerator),
-        collectives=collectives,
-        metrics=MetricLog(collectives.named("put the metrics together")),
-        phases=PhaseTimer(notice=collectives.note, span=timeline.phase),
-        timeline=timeline,
-    )
 
 
 @without_bars()
@@ -335,19 +311,6 @@ def unread_settings(args: OnlineConfig) -> UnreadSettings:
     return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
 
 
-def entropy_controller(args: OnlineConfig) -> EntropyController | None:
-    if args.entropy_coef == 0.0 and not args.use_adaptive_entropy:
-        return None
-    return EntropyController(
-        coef=args.entropy_coef,
-        adaptive=args.use_adaptive_entropy,
-        low=args.entropy_coef_min,
-        high=args.entropy_coef_max,
-        delta=args.entropy_coef_delta,
-        target=args.entropy_target,
-    )
-
-
 def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
     return CompletionLog(
         args.output_dir or ".",
@@ -365,7 +328,6 @@ def build_recorder(
     context: RunContext, collector: Collector, rewards: RewardSuite, described: Callable[[], Any]
 ) -> Recorder | None:
     args, collectives = context.args, context.collectives
-
     if args.record == "off":
         return None
     tokenizer = collector.codec.tokenizer
@@ -382,8 +344,8 @@ def build_recorder(
         }
 
     folder, limit = Path(args.output_dir or ".", FOLDER), args.record_max_gb * GIGABYTE
-    place = collectives.rank, collectives.size
-    return Recorder(folder, rewards.names, describe, *place, limit, args.record == "tokens", tokenizer)
+    rank, size, keeps_tokens = collectives.rank, collectives.size, args.record == "tokens"
+    return Recorder(folder, rewards.names, describe, rank, size, limit, keeps_tokens, tokenizer)
 
 
 def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
@@ -426,7 +388,9 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
         context.algebra,
         context.collectives.rank,
         stream,
-        SignalFilter(partial(signal, context.algorithm, weights), weights, args.mask_truncated_completions),
+        partial(signal, context.algorithm, weights),
+        weights,
+        mask_truncated=args.mask_truncated_completions,
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
         gather=context.collectives.named("choose the groups to train on"),

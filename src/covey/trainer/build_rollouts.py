@@ -45,8 +45,10 @@ def build_rollout_spec(
     limits = RolloutValidator(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
     if environment_factory is not None:
-        play = build_environments(args, environment_factory, tools, limits, partial(_parser, args, templates))
-        codec.tools = () if isinstance(play, agent.NamedEnvironments) else codec.tools  # each environment shows its own
+        build = partial(build_environment, args, tools=tools, limits=limits, parser=partial(_parser, args, templates))
+        named = isinstance(environment_factory, dict)
+        play = build_environments(environment_factory, build) if named else build(environment_factory)
+        codec.tools = () if named else codec.tools  # each environment shows its own
     elif rollout_func is None:
         toolbox = Toolbox(tools, timeout=args.tool_timeout)
         play = ToolAgent(toolbox, _parser(args, templates, toolbox.schemas), args.max_tool_calling_iterations)
@@ -135,18 +137,13 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
             )
 
 
-def build_environments(
-    args: OnlineConfig, factory: Any, tools: Sequence[Any], limits: RolloutValidator, parser: Callable[..., ToolParser]
-) -> agent.EnvironmentAgent | agent.PlayedEnvironment | agent.NamedEnvironments:
-    if not isinstance(factory, dict):
-        return build_environment(args, factory, tools, limits, parser)
-    if not factory or not all(isinstance(name, str) for name in factory):
+def build_environments(factories: dict[str, Any], build: Callable[[Any], Any]) -> agent.NamedEnvironments:
+    if not factories or not all(isinstance(name, str) for name in factories):
         raise ValueError(
-            f"`environment_factory` has the keys {list(factory)!r}; a dictionary gives each factory a name, as in"
+            f"`environment_factory` has the keys {list(factories)!r}; a dictionary gives each factory a name, as in"
             ' {"shop": Shop}, that rows have in their column `environment`.'
         )
-    agents = {name: build_environment(args, one, tools, limits, parser) for name, one in factory.items()}
-    return agent.NamedEnvironments(agents)
+    return agent.NamedEnvironments({name: build(factory) for name, factory in factories.items()})
 
 
 def build_environment(

@@ -5,12 +5,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import Trainer
 
 from covey.policy.adapters import has_adapter
@@ -27,27 +28,15 @@ AUTO = "auto"
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 
 
-class Stateful(Protocol):
-    """A part of a trainer whose state checkpoints hold."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass(eq=False)
 class Checkpointer:
-    """Writes and reads the checkpoints of a run."""
-
     context: RunContext
     parts: Mapping[str, Stateful]
     before_saving: Callable[[], None]  # collective
     described: Callable[[], resuming.Described]
     reference: Reference | None = None  # of the KL penalty
-
-    def __post_init__(self) -> None:
-        self.staging = False  # a checkpoint is being written, into a folder that is moved when it is complete
-        self.delayed_pushes: list[str] = []  # folders that were to be uploaded meanwhile
+    staging: bool = field(default=False, init=False)  # one is being written, into a folder that is moved when complete
+    delayed_pushes: list[str] = field(default_factory=list, init=False)  # folders that were to be uploaded meanwhile
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective.
@@ -102,7 +91,7 @@ class Checkpointer:
         own = self.context.collectives.gather(named, "list the checkpoints")[0]
         if wanted == AUTO and not own:
             return None
-        first = own[-1] if wanted == AUTO else find_checkpoint(wanted, output_dir)
+        first = own[-1] if wanted == AUTO else find_checkpoint(wanted, own, output_dir)
         if (problem := self._damage(first)) is None:
             return first
         good = next((folder for folder in reversed(own) if folder != first and self._damage(folder) is None), None)
@@ -133,12 +122,10 @@ class Checkpointer:
 
     def _state(self, checkpoint: str) -> dict[str, Any] | None:
         """This process's state in a checkpoint; None if it holds weights alone."""
-        own = os.path.join(checkpoint, STATE_FILE.format(rank=self.context.args.process_index))
-        any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
-        if not os.path.isfile(any_rank):
-            return None
-        path = own if os.path.isfile(own) else any_rank
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        for rank in (self.context.args.process_index, 0):
+            if (path := Path(checkpoint, STATE_FILE.format(rank=rank))).is_file():
+                return dict(torch.load(path, map_location="cpu", weights_only=True))
+        return None
 
     def _compare(self, checkpoint: str) -> None:
         """Refuse (ValueError) another run's checkpoint by all but frozen weights, before anything is loaded."""
@@ -179,8 +166,7 @@ class Checkpointer:
         resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))
         resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
-        changed = resuming.adapter_changes(checkpoint, policy)
-        described = self.described()
+        changed, described = resuming.adapter_changes(checkpoint, policy), self.described()
         if self.context.args.replay_from is not None:  # data and rewards are the recorded ones
             settings = {name: text for name, text in described["settings"].items() if name != "replay_from"}
             described = {**state.get("run", {}), "settings": settings}
@@ -332,18 +318,17 @@ def resume_from(setting: str | bool | None) -> str | bool | None:
     return text
 
 
-def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
-    own = [path for path in numbered_checkpoints(output_dir) if is_checkpoint(path)]
+def find_checkpoint(wanted: str | bool, own: list[str], output_dir: str) -> str:
     if wanted is True:
         if own:
-            return str(own[-1])
+            return own[-1]
         raise ValueError(
             f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no checkpoint. Give the folder of one,"
             " or leave it out to start from the beginning; 'auto' does either."
         )
     folder = str(wanted)
     if not is_checkpoint(Path(folder)):
-        known = f"output_dir holds {', '.join(map(str, own))}" if own else "output_dir holds none either"
+        known = f"output_dir holds {', '.join(own)}" if own else "output_dir holds none either"
         raise ValueError(
             f"resume_from_checkpoint={folder!r} is not a checkpoint: there is no trainer_state.json in it; {known}."
             " Give the folder of a checkpoint, or True for the last one."

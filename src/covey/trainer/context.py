@@ -1,6 +1,5 @@
 """`RunContext`: settings, services and state of a run that every phase of a training step reads."""
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -8,11 +7,10 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from covey.algorithms.algorithm import Algorithm
-from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.distributed.sharding import Sharding
+from covey.trainer.distributed.sharding import sharding_of
 
 
 class TrainingLoop(Protocol):
@@ -29,19 +27,18 @@ class TrainingLoop(Protocol):
     def policy(self) -> Any: ...  # the transformers (or PEFT) model without its wrappers
 
 
-@dataclass
 class RunContext:
-    args: OnlineConfig  # the config
-    algebra: BatchAlgebra  # its batch sizes
-    algorithm: Algorithm  # advantages, objective and weighting
-    loop: TrainingLoop  # Hugging Face's trainer
-    accelerator: Accelerator  # placement of the model
-    sharding: Sharding
-    collectives: Collectives  # exchanges between processes
-    metrics: MetricLog  # measurements
-    phases: PhaseTimer
-    timeline: Timeline
-    earlier: set[str] = field(default_factory=set)  # names of checkpoints in output_dir that another run left there
+    def __init__(self, loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm):
+        self.args = args
+        self.algebra = args.algebra(args.world_size)  # batch sizes
+        self.algorithm = algorithm  # advantages, objective and weighting
+        self.loop, self.accelerator, self.sharding = loop, accelerator, sharding_of(accelerator)
+        rank, size = accelerator.process_index, accelerator.num_processes
+        self.collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
+        self.metrics = MetricLog(self.collectives.named("put the metrics together"))
+        self.timeline = Timeline()
+        self.phases = PhaseTimer(notice=self.collectives.note, span=self.timeline.phase)
+        self.earlier: set[str] = set()  # names of checkpoints in output_dir that another run left there
 
     @property
     def training(self) -> bool:

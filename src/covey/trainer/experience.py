@@ -12,9 +12,10 @@ from covey.algorithms.credit import UnreadSettings, assign_credit, signal_stats,
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.credit import Credit
+from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens, token_weights
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
-from covey.core.stats import Mean, Stat
+from covey.core.stats import Mean
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.policy.layouts import slowest
@@ -24,7 +25,7 @@ from covey.policy.scoring import TokenScorer, fused_layers
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import MicroBatchRunner, batch_counts, weigh
+from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
 
@@ -69,10 +70,7 @@ class BehaviourScorer:
         compared = correction is not None and reported is not None and context.training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
         if off_policy or penalised or (compared and has_dropout(policy)):
-            entropies: list[Stat] | None = None if self.entropy_known else []
-            old = self.logprobs(policy, batch, entropies)
-            for entropy in entropies or ():
-                context.metrics.add({"entropy": entropy}, context.mode)
+            old = self.logprobs(policy, batch, log_entropy=not self.entropy_known)
             self.entropy_known = True
             if correction is not None and reported is not None:
                 batch.mismatch_weights, stats = correction(old, reported, batch.sampled, batch.lengths)
@@ -106,14 +104,16 @@ class BehaviourScorer:
             self.settle_layout(batch)
             self.engine_check(batch)
 
-    def logprobs(self, model: Any, batch: TrainBatch, entropies: list[Stat] | None = None) -> Tensor:
-        """Log-probs [N] without gradient; `entropies` gets the mean of each micro-batch's trained tokens."""
+    def logprobs(self, model: Any, batch: TrainBatch, log_entropy: bool = False) -> Tensor:
+        """Log-probs [N] without gradient; with `log_entropy`, that of trained tokens is added to the metrics."""
+        mode = self.context.mode  # while it scores, the model is in evaluation mode
 
         def logprobs(part: TrainBatch) -> Tensor:
-            scores = self.scorer(model, part, entropy=entropies is not None)
-            if entropies is not None:
+            scores = self.scorer(model, part, entropy=log_entropy)
+            if log_entropy:
                 assert scores.entropies is not None, "asked for"
-                entropies.append(Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item()))
+                entropy = Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item())
+                self.context.metrics.add({"entropy": entropy}, mode)
             return scores.logprobs
 
         return self.values(model, batch, logprobs)
@@ -130,7 +130,7 @@ class BehaviourScorer:
         """A value for every token [N], computed without gradient in micro-batches."""
         fused = fused_layers(self.runner.fused(model))
         with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
-            return self.runner.score(batch, self.context.micro_batch_rows, values_of)
+            return self.runner.score(batch, values_of)
 
     def settle_layout(self, batch: TrainBatch) -> None:
         """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""
@@ -169,9 +169,7 @@ class CreditAssigner:
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
 
-    def assign(
-        self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None
-    ) -> TrainBatch:
+    def assign(self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None) -> None:
         """Set advantages and token weights of a batch, and log its rollouts; `kl` [B] penalises rewards. Collective."""
         context, args, algebra = self.context, self.context.args, self.context.algebra
         everyone = self.gather(rollouts, batch, kl)
@@ -190,18 +188,20 @@ class CreditAssigner:
             context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl, energies
         )
         batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
-        counts = batch_counts(
-            batch.sampled_lengths,
-            rows_per_part=context.micro_batch_rows,
-            total_rows=len(everyone.lengths),
-            total_tokens=everyone.trained_tokens,
-            total_parts=everyone.micro_batches,
-            updates=algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0,
+        tokens = batch.sampled_lengths.float()
+        updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0
+        counts = BatchCounts(
+            tokens,
+            micro_batch_tokens(tokens, context.micro_batch_rows),
+            rows_per_update=len(everyone.lengths) / updates,
+            tokens_per_update=everyone.trained_tokens / updates,
+            micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
         )
-        weigh(batch, context.algorithm.weighting, counts, entropy_bonus=self.entropy_bonus)
+        batch.weights = token_weights(context.algorithm.weighting, counts, batch.sampled, batch.lengths)
+        if self.entropy_bonus:
+            batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
         self._log(everyone, credit, rollouts, log)
-        return batch
 
     def describe_rewards(self) -> str:
         """Mean and range of the newest generation's total rewards, for messages."""

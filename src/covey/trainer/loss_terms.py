@@ -2,48 +2,42 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.stats import Mean, Stat
+from covey.core.stats import Mean
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 from covey.trainer.experience import BehaviourScorer
 
-Survey = Callable[[TrainBatch], RouterLoads]  # this process's rollouts -> the loads of all processes. Collective.
 
-
-@dataclass
 class EntropyController:
     """Coefficient of the entropy bonus in the next step.
 
-    Adaptive (Skywork-OR1, arXiv 2505.22312 §4): the coefficient grows by `delta` after a step whose entropy was at or
-    below the target and shrinks by as much after any other; it acts only while the entropy is at or below the target.
+    Adaptive (Skywork-OR1, arXiv 2505.22312 §4): the coefficient grows by `entropy_coef_delta` after a step whose
+    entropy was at or below the target and shrinks by as much after any other; it acts only while the entropy is at or
+    below the target.
     """
 
-    coef: float
-    adaptive: bool = False
-    low: float = 0.0  # bounds of the coefficient
-    high: float = 1.0
-    delta: float = 0.005  # change per step
-    target: float = 0.2  # nats per token
-    last_entropy: float | None = None  # mean entropy of the last optimizer step, or None before the first
+    def __init__(self, args: OnlineConfig):
+        self.args, self.coef = args, args.entropy_coef
+        self.last_entropy: float | None = None  # mean entropy of the last optimizer step, or None before the first
 
     @property
     def effective(self) -> float:
-        if self.adaptive and (self.last_entropy is None or self.last_entropy > self.target):
-            return 0.0
-        return self.coef
+        above = self.last_entropy is None or self.last_entropy > self.args.entropy_target
+        return 0.0 if self.args.use_adaptive_entropy and above else self.coef
 
     def observe(self, entropy: float) -> None:
-        self.last_entropy = entropy
-        if self.adaptive:
-            step = self.delta if entropy <= self.target else -self.delta
-            self.coef = min(max(self.coef + step, self.low), self.high)
+        args, self.last_entropy = self.args, entropy
+        if args.use_adaptive_entropy:
+            step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+            self.coef = min(max(self.coef + step, args.entropy_coef_min), args.entropy_coef_max)
 
     def state_dict(self) -> dict[str, Any]:
         return {"coef": self.coef, "last_entropy": self.last_entropy}
@@ -52,24 +46,14 @@ class EntropyController:
         self.coef, self.last_entropy = state["coef"], state["last_entropy"]
 
 
-def exact_quantile(values: Tensor, q: float) -> float:
-    """The q-quantile with linear interpolation, of any number of values (torch.quantile stops at 2^24)."""
-    if not len(values):
-        return 0.0
-    ordered = values.sort().values
-    place = q * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return torch.lerp(ordered[low], ordered[high], place - low).item()
-
-
 def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
     context = behaviour.context
     with torch.no_grad():
         entropies = behaviour.entropies(batch)[batch.sampled]
-    everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile"))
-    threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
+    everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile")).double().numpy()
+    # Not torch.quantile, which stops at 2^24 values; without NaN, as one would drop every token.
+    threshold = float(np.nanquantile(everyone, 1 - context.args.top_entropy_quantile)) if len(everyone) else 0.0
     context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
     return threshold
 
@@ -114,21 +98,10 @@ class ExpertBalance:
     forward once more without its head, before its first pass. The formula is in `covey.policy.moe`.
     """
 
-    def __init__(self, coef: float, top_k: int, kept: bool = False):
-        self.coef = coef  # 0 where there is no such loss
-        self.top_k = top_k  # experts of a token
-        self.kept = kept  # the model's config asked for its loss when it was loaded
-        self._share = 1.0
-        self._rows = 0
-        self._survey: Callable[[], RouterLoads] | None = None
-        self._whole: RouterLoads | None = None
-
-    @classmethod
-    def of(cls, args: OnlineConfig, policy: Any) -> "ExpertBalance":
+    def __init__(self, args: OnlineConfig, policy: Any):
         """With the config's weight, else the model's own; its own computation, which knows no packed rows, is off."""
         config = policy.config.get_text_config()
-        own, asks = getattr(config, "router_aux_loss_coef", None), bool(getattr(config, "output_router_logits", False))
-        wanted = args.router_aux_loss_coef
+        own, wanted = getattr(config, "router_aux_loss_coef", None), args.router_aux_loss_coef
         top_k = experts_per_token(policy)
         if wanted and (own is None or top_k is None):
             raise ValueError(
@@ -136,43 +109,40 @@ class ExpertBalance:
                 " names no router_aux_loss_coef. Leave the field unset; it is for mixtures of experts that"
                 " transformers has such a loss for (Mixtral, Qwen3-MoE, OLMoE, gpt-oss, ...)."
             )
-        if asks:
+        self._asks = bool(getattr(config, "output_router_logits", False))
+        if self._asks:
             config.output_router_logits = False
-        coef = (own if asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
-        return cls(float(coef or 0.0), top_k or 1, asks)
+        coef = (own if self._asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
+        self.coef = float(coef or 0.0)  # 0 where there is no such loss
+        self.top_k = top_k or 1  # experts of a token
+        self._share, self._rows = 1.0, 0
+        self._survey: Callable[[], RouterLoads] | None = None
+        self._whole: RouterLoads | None = None
 
-    @property
-    def enabled(self) -> bool:
-        return self.coef != 0.0
-
-    def begin(self, share: float, batch: TrainBatch, survey: Survey, *, whole: bool) -> None:
-        """Begin a `share` of an optimizer step, or an evaluation batch; `whole`: one pass of one process runs all."""
+    def begin(self, share: float, batch: TrainBatch, behaviour: BehaviourScorer, passes: int) -> None:
+        """Begin a `share` of an optimizer step, or an evaluation batch, that this process runs in `passes`."""
         self._share, self._rows = share, len(batch)
-        self._survey = lambda: survey(batch)
-        self._whole = None if whole else self._survey()
+        self._survey = partial(load_survey, behaviour, self.top_k, batch)
+        in_one = behaviour.context.collectives.size == 1 and passes <= 1
+        self._whole = None if in_one else self._survey()
 
     def loss(self, loads: RouterLoads, rows: int) -> Tensor:
         """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
-        whole = self._whole
-        if whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
+        if self._whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
             assert self._survey is not None, "a window has begun"
-            whole = self._whole = self._survey()
-        return self._share * load_balancing_loss(whole or loads.without_gradient(), loads)
-
-    def count(self, steps: float) -> dict[str, Stat]:
-        """The count that makes the metric a mean over optimizer steps: micro-batches report sums."""
-        return {"aux_loss": Mean(0.0, steps)} if self.enabled else {}
+            self._whole = self._survey()
+        return self._share * load_balancing_loss(self._whole or loads, loads)
 
     @contextmanager
     def config_as_loaded(self, policy: Any) -> Any:
         """Within, the model's config asks for its loss as it did when it was loaded: for saving it."""
         config = policy.config.get_text_config()
-        if self.kept:
+        if self._asks:
             config.output_router_logits = True
         try:
             yield
         finally:
-            if self.kept:
+            if self._asks:
                 config.output_router_logits = False
 
 

@@ -7,7 +7,6 @@ undone: the gradient is the same.
 
 import gc
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, token_index
-from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
@@ -30,80 +28,54 @@ from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
 
-@dataclass(eq=False)
 class MicroBatchRunner:
     """Runs batches in passes that fit into memory."""
 
-    scorer: TokenScorer  # its `layout` decides how tokens are counted
-    policy: Callable[[], nn.Module]  # looks up the model that is trained
-    device_type: str
-    max_tokens: int | None = None  # of a pass; None derives it from the padded size of a nominal micro-batch
-    # collective: passes of this process -> most of any, where a forward pass takes all; others run idle ones
-    most: Callable[[int], int] | None = None
-    repeats: bool = True  # a pass that ran out of memory may be run again in parts: no other process takes part
-    normalize_over: str = "rollout"  # or the parts of one that weigh the same: "strand" or "turn"
-    room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
-    activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
-    fused: Callable[[nn.Module], Iterable[FusedLayer]] = lambda model: ()  # a model's layers to compute fused
-    # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
-    limit: int | None = field(default=None, init=False)
-    most_kept: int | None = field(default=None, init=False)
+    def __init__(self, context: RunContext, scorer: TokenScorer):
+        self._context, self._scorer = context, scorer  # the scorer's `layout` decides how tokens are counted
+        self._sharded, args = context.sharding.gradients, context.args
+        plan = None if self._sharded else _memory_plan(context)
+        self._room = plan.room if plan else 0  # tokens for which the device's memory suffices; 0: unknown
+        # Of layers that recompute for want of memory alone.
+        self.activations: ActivationRoom | None = plan.activation_room if plan else None
+        plain = context.device.type == "cpu" and not self._sharded and not args.torch_compile
+        find: Callable[[nn.Module], Iterable[FusedLayer]] = find_fused_layers if plain else lambda model: ()
+        self.fused = cache(find)  # a model's layers to compute fused
+        # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
+        self.limit: int | None = None
+        self._most_kept: int | None = None
 
-    @classmethod
-    def of(cls, context: RunContext, scorer: TokenScorer) -> "MicroBatchRunner":
-        collectives, sharding = context.collectives, context.sharding
-        plan = None if sharding.gradients else _memory_plan(context)
-        sharded = sharding.gradients or sharding.weights
-        plain = context.device.type == "cpu" and not sharded and not context.args.torch_compile
-        return cls(
-            scorer,
-            lambda: context.loop.policy,
-            context.device.type,
-            context.args.max_tokens_per_micro_batch,
-            most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
-            repeats=not sharding.gradients,
-            normalize_over=context.args.normalize_over,
-            room=plan.room if plan else 0,
-            activations=plan.activation_room if plan else None,
-            **({"fused": cache(find_fused_layers)} if plain else {}),
-        )
-
-    def budget(self, batch: RolloutSizes, rows: int) -> int:
-        """Most tokens of a pass over the rollouts of an optimizer step, in micro-batches of nominally `rows`."""
-        wanted = self.max_tokens
-        if wanted is None:  # as many as `rows` rollouts padded to the longest: what the user's batch size stands for
+    def budget(self, batch: RolloutSizes) -> int:
+        """Most tokens of a pass over the rollouts of an optimizer step."""
+        context, wanted = self._context, self._context.args.max_tokens_per_micro_batch
+        if wanted is None:  # a nominal micro-batch padded to the longest: what the user's batch size stands for
             sequences = batch.prompt_lengths[batch.groups] + batch.lengths
-            whole = sequences
-            if self._padded_until_proven() == "shared_prefix":
-                whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths)
+            shared = self._padded_until_proven() == "shared_prefix"
+            whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths) if shared else sequences
             longest, largest = (int(sequences.max()), int(whole.max())) if len(sequences) else (1, 1)
-            wanted = derived_budget(rows, longest, largest, self.device_type, self.room)
+            wanted = derived_budget(context.micro_batch_rows, longest, largest, context.device.type, self._room)
         return wanted if self.limit is None else min(wanted, self.limit)
 
-    def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
+    def plan(self, batch: TrainBatch, at_least: int = 1) -> list[TrainBatch]:
         """Cut a batch into passes, the largest first; skipped rollouts are counted with the first."""
-        if self.normalize_over != "rollout":
+        if (unit := self._context.args.normalize_over) != "rollout":
             assert batch.weights is not None, "weights come before passes"
-            shares = even_shares(batch, turns=self.normalize_over == "turn")
+            shares = even_shares(batch, turns=unit == "turn")
             batch = replace(batch, weights=batch.weights * shares)
-        return _with_skipped(batch, [batch.select(part) for part in self.planned(batch, rows, at_least)])
+        return _with_skipped(batch, [batch.select(part) for part in self.planned(batch, at_least)])
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Run one planned pass, in smaller ones where memory runs out; the sum of the losses."""
-        losses, todo = [], [part]
-        while todo:
-            part = todo.pop()
-            cut = self._cut(part)  # the limit may have sunk since it was planned
-            if len(cut) > 1:
-                todo += reversed(_with_skipped(part, [part.select(rows) for rows in cut]))
-            else:
-                losses.append(self._attempt(part, backward))
-        return torch.stack(losses).sum()
+        cut = self._cut(part)  # the limit may have sunk since it was planned
+        if len(cut) == 1:
+            return self._attempt(part, backward)
+        pieces = _with_skipped(part, [part.select(rows) for rows in cut])
+        return torch.stack([self.run(piece, backward) for piece in pieces]).sum()
 
-    def score(self, batch: TrainBatch, rows: int, score: Callable[[TrainBatch], Tensor]) -> Tensor:
+    def score(self, batch: TrainBatch, score: Callable[[TrainBatch], Tensor]) -> Tensor:
         """A value for every token [N], float32, computed without gradient in passes that fit."""
         values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
-        todo = self.planned(batch, rows)[::-1]
+        todo = self.planned(batch)[::-1]
         for idle in self.idle(batch, len(todo)):
             score(idle)
         while todo:
@@ -124,12 +96,14 @@ class MicroBatchRunner:
 
     def idle(self, batch: TrainBatch, passes: int) -> list[TrainBatch]:
         """Idle micro-batches, with which a process takes part in the forward passes of others. Collective."""
-        missing = 0 if self.most is None else self.most(passes) - passes
-        return [batch.idle() for _ in range(missing)]
+        if not self._context.sharding.weights:
+            return []
+        most = max(self._context.collectives.gather(passes, "count forward passes"))
+        return [batch.idle() for _ in range(most - passes)]
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        policy = self.policy()
+        policy = self._context.loop.policy
         before = [(parameter, _grad_state(parameter)) for parameter in policy.parameters() if parameter.requires_grad]
         keeping = self._keeping(part)
         for layer in keeping:
@@ -156,10 +130,10 @@ class MicroBatchRunner:
         """Layers that keep their activations in a pass, though they may recompute them: the last ones."""
         if self.activations is None or self._padded_until_proven() == "padded" or not torch.is_grad_enabled():
             return []
-        kept = self.activations.kept(pass_tokens(part, range(len(part)), self.scorer.layout))
-        every = getattr(decoder_of(self.policy()), "layers", ())
+        kept = self.activations.kept(pass_tokens(part, range(len(part)), self._scorer.layout))
+        every = getattr(decoder_of(self._context.loop.policy), "layers", ())
         layers = [layer for layer in every if getattr(layer, "gradient_checkpointing", False)]
-        most = len(layers) if self.most_kept is None else self.most_kept
+        most = len(layers) if self._most_kept is None else self._most_kept
         return layers[max(0, len(layers) - min(kept, most)) :]
 
     def _cut(self, part: TrainBatch) -> list[Tensor]:
@@ -174,7 +148,7 @@ class MicroBatchRunner:
         if not is_out_of_memory(error):
             raise error
         tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
-        if not self.repeats:
+        if self._sharded:
             raise torch.OutOfMemoryError(
                 f"memory does not suffice for a pass over {len(part)} rollouts of {tokens} tokens, and under FSDP or"
                 " DeepSpeed a pass cannot be repeated in parts, as all processes take part in it. Set"
@@ -190,7 +164,7 @@ class MicroBatchRunner:
         """Let half of the `kept` layers keep their activations, or else halve the limit; warn the first time."""
         tokens = pass_tokens(part, range(len(part)), self._padded_until_proven())
         if kept:
-            first, self.most_kept = self.most_kept is None, kept // 2
+            first, self._most_kept = self._most_kept is None, kept // 2
             tried, now = f", in which {kept} layers kept their activations; it is repeated with", kept // 2
             advice = "let all layers recompute with gradient_checkpointing_kwargs={'use_reentrant': False}"
         else:
@@ -207,11 +181,11 @@ class MicroBatchRunner:
                 stacklevel=3,
             )
 
-    def planned(self, batch: RolloutSizes, rows: int, at_least: int = 1) -> list[Tensor]:
-        return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
+    def planned(self, batch: RolloutSizes, at_least: int = 1) -> list[Tensor]:
+        return pack_micro_batches(batch, self.budget(batch), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
-        layout = self.scorer.layout
+        layout = self._scorer.layout
         return "padded" if layout == "auto" else layout
 
 
@@ -273,76 +247,53 @@ class PartOfStep:
     tokens: float  # its trained tokens, as a share of the generation's: equal for every micro-batch
 
 
+@dataclass
 class RolloutBuffer:
-    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints.
+    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints."""
 
-    `take` hands out the rollouts of micro-steps, `spread` takes back the passes they were planned into, `next` serves.
-    """
-
-    def __init__(self) -> None:
-        self._own: OwnRollouts | None = None
-        self._index: RolloutIndex | None = None
-        self._parts: list[Tensor] = []
-        self._passes = self._taken = 0
-        self._waiting: deque[list[TrainBatch]] = deque()
-
-    def refill(self, own: OwnRollouts, index: RolloutIndex, parts: list[Tensor], passes: int) -> None:
-        """Start over with a new generation, whose nominal micro-batches `parts` are gone through `passes` times."""
-        self._own, self._index = own, index
-        self._parts, self._passes, self._taken = parts, passes, 0
-        self._waiting.clear()
+    own: OwnRollouts | None = None  # this process's rollouts; None before the first generation
+    index: RolloutIndex | None = None  # the rollouts of all processes
+    parts: list[Tensor] = field(default_factory=list)  # rollouts of each nominal micro-batch
+    passes: int = 0  # times that the micro-batches are gone through
+    taken: int = 0  # micro-batches that were handed out
 
     def take(self, micro_steps: int) -> PartOfStep:
         """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends."""
-        left = len(self._parts) * self._passes - self._taken
-        if self._own is None or self._index is None or not left:
+        left = len(self.parts) * self.passes - self.taken
+        if self.own is None or self.index is None or not left:
             raise ValueError(
                 "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
                 " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
                 " run from the checkpoint's weights."
             )
         count = min(micro_steps, left)
-        rows = [self._parts[i % len(self._parts)] for i in range(self._taken, self._taken + count)]
-        self._taken += count
-        tokens = int(self._index.sampled_lengths.sum()) * count / len(self._parts)
-        return PartOfStep(self._own, self._index.select(torch.cat(rows)), count, tokens)
-
-    def spread(self, passes: list[TrainBatch], micro_steps: int) -> None:
-        """Deal passes out to the micro-steps of a stretch, evenly; the last one is never without."""
-        cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
-        self._waiting.extend(passes[a:b] for a, b in pairwise(cuts))
-
-    @property
-    def is_planned(self) -> bool:
-        return bool(self._waiting)
-
-    def next(self) -> list[TrainBatch]:
-        return self._waiting.popleft()
+        rows = [self.parts[i % len(self.parts)] for i in range(self.taken, self.taken + count)]
+        self.taken += count
+        tokens = int(self.index.sampled_lengths.sum()) * count / len(self.parts)
+        return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._waiting, "a stretch ends with its optimizer step"
         return {
-            "batch": None if self._own is None else self._own.batch.state(),
-            "rank": None if self._own is None else self._own.rank,
-            "index": None if self._index is None else vars(self._index),
-            "parts": self._parts,
-            "passes": self._passes,
-            "taken": self._taken,
+            "batch": None if self.own is None else self.own.batch.state(),
+            "rank": None if self.own is None else self.own.rank,
+            "index": None if self.index is None else vars(self.index),
+            "parts": self.parts,
+            "passes": self.passes,
+            "taken": self.taken,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0, ranks: int = 1) -> None:
         """Continue on the process that saved `state`; older ones hold the batch of all processes."""
-        self._own, self._index = None, None
-        self._waiting.clear()
+        self.own, self.index = None, None
         batch = None if state["batch"] is None else TrainBatch.of_state(state["batch"])
         if batch is not None and "index" not in state:
             shares = torch.arange(len(batch)).view(ranks, -1)
-            self._index = join_indexes([RolloutIndex.of(batch.select(rows), n) for n, rows in enumerate(shares)])
-            self._own = OwnRollouts(batch.select(shares[rank]).to(device), rank)
+            self.index = join_indexes([RolloutIndex.of(batch.select(rows), n) for n, rows in enumerate(shares)])
+            self.own = OwnRollouts(batch.select(shares[rank]).to(device), rank)
         elif batch is not None and state["rank"] == rank:
-            self._index = RolloutIndex(**state["index"])
-            self._own = OwnRollouts(batch.to(device), rank)
-        self._parts, self._passes, self._taken = state["parts"], state["passes"], state["taken"]
+            self.index = RolloutIndex(**state["index"])
+            self.own = OwnRollouts(batch.to(device), rank)
+        self.parts, self.passes, self.taken = state["parts"], state["passes"], state["taken"]
 
 
 def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
@@ -351,34 +302,7 @@ def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
     return [part.flatten() for part in by_rank.split(rows, dim=1)]
 
 
-def batch_counts(
-    sampled_lengths: Tensor,
-    *,
-    rows_per_part: int,
-    total_rows: int,
-    total_tokens: float,
-    total_parts: int,
-    updates: float,
-    max_completion_length: int | None,
-) -> BatchCounts:
-    """Counts for token weights, from this process's trained tokens [B]; totals are of all, and last `updates` steps.
-
-    Parts are nominal micro-batches of `rows_per_part` rollouts.
-    """
-    tokens = sampled_lengths.float()
-    sums = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []
-    return BatchCounts(
-        tokens=tokens,
-        micro_tokens=torch.cat(sums) if sums else tokens,
-        rows_per_update=total_rows / updates,
-        tokens_per_update=total_tokens / updates,
-        micro_batches_per_update=total_parts / updates,
-        max_completion_length=max_completion_length,
-    )
-
-
-def weigh(batch: TrainBatch, weighting: Weighting, counts: BatchCounts, *, entropy_bonus: bool) -> None:
-    """Set the batch's token weights, and those of the entropy bonus."""
-    batch.weights = token_weights(weighting, counts, batch.sampled, batch.lengths)
-    if entropy_bonus:
-        batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
+def spread(passes: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]:
+    """Deal passes out to micro-steps, evenly; the last one is never without."""
+    cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
+    return [passes[a:b] for a, b in pairwise(cuts)]

@@ -1,6 +1,5 @@
 """Comparisons of a run with the checkpoint that it resumes from: what must be the same, and what has changed."""
 
-import functools
 import hashlib
 import inspect
 import json
@@ -17,6 +16,7 @@ from covey.policy.adapters import adapter_config, base_model, has_adapter, unwra
 from covey.policy.quantization import quantization_method
 from covey.policy.replicas import QUANTISED, Sample
 from covey.rewards import RewardSuite
+from covey.runtime.user_code import unwrap_partial
 
 # Settings that a checkpoint's optimizer holds: loading it puts the old ones back.
 OF_THE_OPTIMIZER = frozenset(
@@ -92,8 +92,7 @@ def changes_since(saved: Described, current: Described, adapter: Changed) -> lis
 
 def _code(function: Any) -> str:
     """The source of a function, of the class of a callable object, or the name of a model."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrap_partial(function)
     try:
         return inspect.getsource(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from covey.core.engine import SamplingParams, traits_of
+from covey.core.engine import SamplingParams
 from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
 from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
 from covey.observability.record import Replay
@@ -18,7 +18,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer import rollout_reports as reports
-from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.context import RunContext
 from covey.trainer.engines.weight_sync import WeightSync
 
@@ -157,7 +157,9 @@ class RolloutPhase:
             self.collector,
             self.params,
             prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
-            LaunchSchedule(algebra, per_epoch, self.context.loop.state.max_steps),
+            algebra,
+            per_epoch,
+            self.context.loop.state.max_steps,
             args.max_staleness,
             next_key=self.next_key,
             send_weights=self._send_weights,
@@ -197,10 +199,8 @@ class RolloutPhase:
         self.async_rollouts.bring_weights(self.context.step)
 
     def _send_weights(self, version: int) -> None:
-        context = self.context
-        with context.phases("sync"):
-            if not traits_of(self.collector.engine).shares_policy:
-                context.metrics.add(self.weight_sync.ensure_current(version), context.mode)
+        with self.context.phases("sync"):
+            self.context.metrics.add(self.weight_sync.ensure_current(version), self.context.mode)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -215,7 +215,6 @@ class RolloutPhase:
         self._saved_async = state["async_rollouts"]
         if self._saved_async is not None and self.context.args.max_staleness == 0:  # these are sampled again
             self.generations["train"] -= len(self._saved_async["flights"])
-        if self.chooser is not None and state["prompts"] is not None:
-            self.chooser.load_state_dict(state["prompts"])
-        if self.speculation is not None and state["speculation"] is not None:
-            self.speculation.load_state_dict(state["speculation"])
+        for name, part in (("prompts", self.chooser), ("speculation", self.speculation)):
+            if part is not None and state[name] is not None:
+                part.load_state_dict(state[name])

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -129,18 +130,15 @@ def staleness(rollout: Rollout, version: int) -> list[int]:
 
 
 def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
-    ages = [age for rollout in rollouts for age in staleness(rollout, version)]
+    ages = [float(age) for rollout in rollouts for age in staleness(rollout, version)]
     if not ages:
         return {}
-    return {
-        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
-        "sampling/staleness/max": Max(float(max(ages))),
-    }
+    return {"sampling/staleness/mean": Mean.of(ages), "sampling/staleness/max": Max(max(ages))}
 
 
 def token_ages(rollouts: Sequence[Rollout], version: int) -> list[int]:
     """Largest staleness of a token of each rollout, in optimizer steps; 0 if unknown."""
-    return [max(staleness(rollout, version), default=0) if rollout.versions else 0 for rollout in rollouts]
+    return [max(staleness(rollout, version), default=0) for rollout in rollouts]
 
 
 def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str, Stat]:
@@ -154,12 +152,6 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
     return {"entropy": Mean(trained.sum().item(), len(trained))}
 
 
-def mean_entropy(rollout: Rollout) -> float | None:
-    """Mean entropy of a rollout's sampled tokens, or None if none was measured."""
-    values = list(compress(rollout.entropies or (), rollout.sampled))
-    return sum(values) / len(values) if values else None
-
-
 def entropy_stats(entropies: Sequence[float | None]) -> dict[str, Stat]:
     """`entropy/mean`, `entropy/max` and `entropy/min` over completions."""
     known = [entropy for entropy in entropies if entropy is not None]
@@ -169,14 +161,14 @@ def entropy_stats(entropies: Sequence[float | None]) -> dict[str, Stat]:
 
 
 def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:
-    columns = map(list, zip(*summaries, strict=True)) if summaries else ([] for _ in RolloutSummary._fields)
-    return dict(zip(RolloutSummary._fields, columns, strict=True))
+    return {name: [getattr(one, name) for one in summaries] for name in RolloutSummary._fields}
 
 
-def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
+def as_logged(columns: dict[str, list[Any]], rewards: Tensor, functions: Sequence[str]) -> dict[str, Any]:
+    """Arguments of `CompletionLog.add`, with [N, F] rewards; a rollout without a cell or a reward has None."""
     extras = columns["extras"]
     names = dict.fromkeys(chain.from_iterable(extras))
+    by_function = zip(functions, rewards.T.tolist(), strict=True)
     entropies = {"entropy": columns["entropy"]} if set(columns["entropy"]) - {None} else {}
     return {
         "prompts": columns["prompt"],
@@ -186,6 +178,7 @@ def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
         "errors": columns["error"],
         "images": columns["images"],
         "lengths": columns["length"],
+        "rewards": {name: [None if one != one else one for one in values] for name, values in by_function},
         "extras": entropies | {name: [cells.get(name) for cells in extras] for name in names},
     }
 
@@ -200,6 +193,7 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
         extras = {"solution": sample.row["solution"]} if "solution" in sample.row else {}
         if scored.columns:
             extras |= {name: values[index] for name, values in scored.columns.items()}
+        entropies = list(compress(rollout.entropies or (), rollout.sampled)) if args.log_entropy else []
         failed = executed - rollout.calls.get("ok", 0) if executed else shown.failed_calls
         found.append(
             RolloutSummary(
@@ -213,45 +207,34 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
                 error=rollout.error,
                 images=thumbnails(rollout.images, known) if args.log_multimodal and rollout.media else [],
                 extras=extras,
-                entropy=mean_entropy(rollout) if args.log_entropy else None,
+                entropy=fmean(entropies) if entropies else None,
             )
         )
     return found
-
-
-def rewards_by_name(rewards: Tensor, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """[N, F] rewards as columns of a table, with None for NaN."""
-    columns = zip(names, rewards.T.tolist(), strict=True)
-    return {name: [None if value != value else value for value in values] for name, values in columns}
 
 
 class GlobalBatch:
     """The shares of all processes, joined in the order of ranks."""
 
     def __init__(self, shards: list[RankShard], rank: int):
-        summaries, sizes, kl = [], [], []
-        self.trained_tokens = self.micro_batches = self.staleness = 0
-        for shard in shards:
-            summaries += shard.summaries
-            sizes.append(len(shard.summaries))
-            kl += [] if shard.kl is None else [shard.kl]
-            self.trained_tokens += shard.trained_tokens
-            self.micro_batches += shard.micro_batches
-            self.staleness = max(self.staleness, shard.staleness)
-        self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
+        kl = [shard.kl for shard in shards if shard.kl is not None]
         self.kl = torch.cat(kl) if kl else None
-        self.columns = columns_of(summaries)
+        self.trained_tokens = sum(shard.trained_tokens for shard in shards)
+        self.micro_batches = sum(shard.micro_batches for shard in shards)
+        self.staleness = max(shard.staleness for shard in shards)
+        self.scores = Scores.joined([shard.scores for shard in shards])
+        self.columns = columns_of([summary for shard in shards for summary in shard.summaries])
         self.lengths, self.truncated = self.columns["length"], self.columns["truncated"]
         self.processed_tokens = sum(self.lengths) + sum(self.columns["prompt_length"])
-        start = sum(sizes[:rank])
-        self.mine = slice(start, start + sizes[rank])  # this process's rollouts
+        start = sum(len(shard.summaries) for shard in shards[:rank])
+        self.mine = slice(start, start + len(shards[rank].summaries))  # this process's rollouts
 
     def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
         """The completions table over all processes, as arguments of `CompletionLog.add`."""
-        logged = as_logged(self.columns)
+        logged = as_logged(self.columns, self.scores.rewards, names)
         for function in self.scores.process_functions:  # last token and reward of each step
             logged["extras"][f"{names[function]}_steps"] = [
                 [[float(end), None if reward != reward else reward] for end, reward in pairs]
                 for pairs in self.scores.steps_of(function)
             ]
-        return {**logged, "rewards": rewards_by_name(self.scores.rewards, names), "advantages": advantages.tolist()}
+        return {**logged, "advantages": advantages.tolist()}

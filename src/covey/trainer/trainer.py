@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -28,20 +29,22 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.data_files import refusing_objects
 from covey.runtime.files import locked
+from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, Stateful, prepare_for_training, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
+from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import StopAtStep
-from covey.trainer.engine_check.correction import build_engine_check, corrected
+from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
-from covey.trainer.integrations.attributes import attribute
-from covey.trainer.loss_terms import ExpertBalance, token_energies
+from covey.trainer.integrations.attributes import ABSENT
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
@@ -145,11 +148,13 @@ class OnlineTrainer(Trainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.context = context = build.build_context(self, self.accelerator, args, self.make_algorithm(args))
+        if self.accelerator.device.type == "cpu":
+            reuse_freed_memory()
+        self.context = context = RunContext(self, self.accelerator, args, self.make_algorithm(args))
         self.sharding, self.collectives = context.sharding, context.collectives
         self.metrics, self.timeline = context.metrics, context.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
-        self.balance = ExpertBalance.of(args, model)
+        self.balance = ExpertBalance(args, model)
         self.reference = build.build_reference(args, context.algorithm, model, self.accelerator, peft_config)
         self.collector = build.build_collector(
             context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
@@ -165,11 +170,11 @@ class OnlineTrainer(Trainer):
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
         args, context, engine, rows = self.args, self.context, self.collector.engine, self.train_dataset
         replay, traits = build.build_replay(context, self.collector, self.rewards)
-        entropy = build.entropy_controller(args)
+        entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
         context.algorithm = corrected(context.algorithm, args, traits, sampling)
-        runner = MicroBatchRunner.of(context, self.scorer)
+        runner = MicroBatchRunner(context, self.scorer)
         behaviour = self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
-        behaviour.engine_check = build_engine_check(context, self.collector, sampling, traits, behaviour.rescore)
+        behaviour.engine_check = EngineCheck(context, self.collector, sampling, traits, behaviour.rescore)
         energies = functools.partial(token_energies, self.behaviour) if context.algorithm.token_baseline else None
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
@@ -185,7 +190,7 @@ class OnlineTrainer(Trainer):
             self.behaviour,
             runner,
             entropy,
-            self.balance if self.balance.enabled else None,
+            self.balance if self.balance.coef else None,
             self.finite,
             backward=super().training_step,
             compute_loss=lambda model, batch: self.compute_loss(model, batch),
@@ -363,7 +368,8 @@ class OnlineTrainer(Trainer):
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        return attribute(self, name)  # of TRL's trainers
+        advice = f": {ABSENT[name]}." if name in ABSENT else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     @property
     def policy(self) -> Any:

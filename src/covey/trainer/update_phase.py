@@ -1,6 +1,7 @@
 """Gradients from a generation: an optimizer step is planned as a whole when the last of its generations is sampled."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch, join
-from covey.core.losses import mean_over_update
+from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.stats import Mean, Stat
@@ -24,8 +25,8 @@ from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
-from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold, load_survey
-from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold
+from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, nominal_parts, spread
 
 
 @dataclass(eq=False)
@@ -56,20 +57,21 @@ class UpdatePhase:
         self._loss_stats: dict[str, Stat] = {}
         self._step_entropy = Mean(0.0, 0.0)
         self._parts_of_step: list[PartOfStep] = []
+        self._waiting: deque[list[TrainBatch]] = deque()  # passes of the micro-steps that are planned
 
     def load(self, batch: TrainBatch) -> None:
         """Put this process's share of a generation into the buffer, with the sizes of all others. Collective."""
         collectives, args = self.context.collectives, self.context.args
         own, index = pool(batch, collectives)
         parts = nominal_parts(len(index), args.per_device_train_batch_size, collectives.size)
-        self.buffer.refill(own, index, parts, args.num_iterations)
+        self.buffer = RolloutBuffer(own, index, parts, args.num_iterations)
 
     def micro_step(self, model: Any, window: int) -> Tensor:
         """Run the micro-batches of one micro-step: several, one or none. Returns their loss."""
         self._window = window
-        if not self.buffer.is_planned:
+        if not self._waiting:
             self._plan(window - self.micro_steps)
-        return self._run(model, self.buffer.next())
+        return self._run(model, self._waiting.popleft())
 
     def end_micro_step(self, seconds: float) -> None:
         """Count a micro-step that took so long; the last of an optimizer step adds the step's metrics."""
@@ -80,8 +82,9 @@ class UpdatePhase:
         stats: dict[str, Stat] = {
             "step_time": Mean(self._seconds, 1.0),
             "passes/count": Mean(float(self._planned_passes), 1.0),
-            **(self.balance.count(1.0) if self.balance is not None else {}),
         }
+        if self.balance is not None:
+            stats["aux_loss"] = Mean(0.0, 1.0)
         if self.entropy is not None:
             totals = self.context.collectives.gather(self._step_entropy, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
@@ -126,39 +129,26 @@ class UpdatePhase:
 
     def loss_of(self, batch: TrainBatch) -> float:
         """The loss of a whole batch without training on it; 0 for an empty share. Collective."""
-        model = self.context.loop.model
-
-        def forward(part: TrainBatch) -> Tensor:
-            loss = self.compute_loss(model, part)
-            self._add_loss_stats()
-            return loss
-
         self.behaviour.settle_layout(batch)
         kept = batch
         if len(batch) and not self._needs_every_rollout:
             index = RolloutIndex.of(batch).without_signal_dropped()
             kept = batch.select(index.rows.to(batch.lengths.device))
             kept.skipped_tokens, kept.skipped_rows = index.skipped_tokens, index.skipped_rows
-        parts = self.runner.plan(kept, self.context.micro_batch_rows)
+        parts = self.runner.plan(kept)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
-            survey = partial(load_survey, self.behaviour, self.balance.top_k)
-            self.balance.begin(1.0, kept, survey, whole=self.context.collectives.size == 1 and len(parts) <= 1)
-            self.context.metrics.add(self.balance.count(1.0 / self.context.collectives.size), self.context.mode)
+            self.balance.begin(1.0, kept, self.behaviour, len(parts))
+            self.context.metrics.add({"aux_loss": Mean(0.0, 1.0 / self.context.collectives.size)}, self.context.mode)
+        forward = partial(self._counted, self.compute_loss, self.context.loop.model)
         return sum(self.runner.run(part, forward).item() for part in parts)
 
     def _run(self, model: Any, micro_batches: list[TrainBatch]) -> Tensor:
         """Forward and backward; the optimizer step's last micro-step adds the processes' gradients up."""
         context, sharding = self.context, self.context.sharding
-
-        def backward(batch: TrainBatch) -> Tensor:
-            loss = self.backward(model, batch)
-            self._add_loss_stats()
-            return loss
-
         if isinstance(model, DistributedDataParallel):
             model = model.module  # no collective in a backward pass: processes need not run equally many
-        loss = torch.zeros((), device=context.device)
+        loss, backward = torch.zeros((), device=context.device), partial(self._counted, self.backward, model)
         for number, batch in enumerate(micro_batches, 1):
             self._passes += 1
             last = number == len(micro_batches)
@@ -169,14 +159,16 @@ class UpdatePhase:
                 average_gradients([weight for weight in context.loop.policy.parameters() if weight.requires_grad])
         return loss
 
-    def _add_loss_stats(self) -> None:
-        """Add a micro-batch's metrics; entropies that are known of all completions are not counted twice."""
+    def _counted(self, compute: Callable[[Any, TrainBatch], Tensor], model: Any, batch: TrainBatch) -> Tensor:
+        """The loss of a micro-batch, whose metrics are added; entropies known of all completions count once."""
+        loss = compute(model, batch)
         stats, training = self._loss_stats, self.context.training
         if training and isinstance(entropy := stats.get("entropy"), Mean):
             self._step_entropy = self._step_entropy.merge(entropy)
         if self.behaviour.entropy_known:
             stats.pop("entropy", None)
         self.context.metrics.add(stats, self.context.mode)
+        return loss
 
     def _plan(self, micro_steps: int) -> None:
         """Assign rollouts to ranks and micro-batches, once the optimizer step's last generation is there."""
@@ -184,15 +176,14 @@ class UpdatePhase:
         part = self.buffer.take(micro_steps)
         self._parts_of_step.append(part)
         if part.micro_batches < micro_steps:  # another generation follows, and averages are over both
-            self.buffer.spread([], part.micro_batches)
+            self._waiting += spread([], part.micro_batches)
             return
         own, index = self._whole_step(self._parts_of_step)
         self.behaviour.settle_layout(own.batch)
         if not self._needs_every_rollout:
             index = index.without_signal_dropped()
         shares = balance_ranks(index, context.collectives.size, self.scorer.layout)
-        rows = args.per_device_train_batch_size
-        most = max(len(self.runner.planned(index.select(share), rows)) for share in shares) if len(shares) > 1 else 1
+        most = max(len(self.runner.planned(index.select(share))) for share in shares) if len(shares) > 1 else 1
         mine = own.fetch(index, shares, context.collectives)
         if args.top_entropy_quantile < 1.0:
             mine.entropy_threshold = entropy_threshold(self.behaviour, mine)
@@ -200,7 +191,7 @@ class UpdatePhase:
             mine.chosen = choose_tokens(self.behaviour, mine, choice)
         if context.accelerator.is_main_process:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
-        planned = self.runner.plan(mine, rows, at_least=most)
+        planned = self.runner.plan(mine, at_least=most)
         self._planned_passes += len(planned)
         tokens = sum(pass_tokens(one, range(len(one)), self.scorer.layout) for one in planned)
         run, skipped = sum(map(len, planned)), mine.skipped_rows
@@ -210,10 +201,8 @@ class UpdatePhase:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance is not None:
             taken = sum(part.micro_batches for part in self._parts_of_step)
-            survey = partial(load_survey, self.behaviour, self.balance.top_k)
-            whole = context.collectives.size == 1 and len(planned) <= 1
-            self.balance.begin(taken / args.gradient_accumulation_steps, mine, survey, whole=whole)
-        self.buffer.spread(planned, part.micro_batches)
+            self.balance.begin(taken / args.gradient_accumulation_steps, mine, self.behaviour, len(planned))
+        self._waiting += spread(planned, part.micro_batches)
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
         """The rollouts of an optimizer step; those of several generations get weights from the counts of all."""
@@ -223,14 +212,14 @@ class UpdatePhase:
         batches = [part.own.batch for part in parts]
         own = OwnRollouts(join(batches), parts[0].own.rank)
         index = join_indexes([part.index for part in parts], [0, *accumulate(map(len, batches))][:-1])
-        rows, taken = args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
-        counts = batch_counts(
-            index.sampled_lengths,
-            rows_per_part=rows,
-            total_rows=len(index),
-            total_tokens=sum(part.tokens for part in parts),
-            total_parts=len(index) // rows,
-            updates=taken / args.gradient_accumulation_steps,
+        rows, tokens = args.per_device_train_batch_size, index.sampled_lengths.float()
+        updates = sum(part.micro_batches for part in parts) / args.gradient_accumulation_steps
+        counts = BatchCounts(
+            tokens,
+            micro_batch_tokens(tokens, rows),
+            rows_per_update=len(index) / updates,
+            tokens_per_update=sum(part.tokens for part in parts) / updates,
+            micro_batches_per_update=len(index) // rows / updates,
             max_completion_length=args.max_completion_length,
         )
         entropy_weights = mean_over_update(counts) if self.entropy is not None else None
@@ -243,6 +232,7 @@ class UpdatePhase:
         return self.context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
 
     def state_dict(self) -> dict[str, Any]:
+        assert not self._waiting, "passes end with their optimizer step"
         return {
             "buffer": self.buffer.state_dict(),
             "entropy": None if self.entropy is None else self.entropy.state_dict(),

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from covey.engines.vllm_colocate.process import start_vllm
-from covey.sizing import vllm_memory
+from covey.sizing import memory, vllm_memory
 from covey.sizing.vllm_memory import GIB, EngineMemory
 from covey.trainer.engines import colocated
 from tests.support import tiny
@@ -28,7 +28,7 @@ def _colocated(bench: Bench, **settings: Any) -> Any:
 
 def _too_small(bench: Bench) -> None:
     args = _colocated(bench)
-    estimate, _ = colocated.plan(args, tiny.model())
+    estimate = memory.estimate_of(args, tiny.model())
     vllm_memory.utilization(estimate, EngineMemory(GIB, GIB, GIB, GIB), args, 3 * GIB)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, NoServerLeft, ServerRefused
 from covey.policy.weights import weight_update
-from tests.support import tiny
+from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
@@ -79,12 +79,11 @@ def another_run(bench: Bench) -> Any:
 def sleeping_for_several(bench: Bench) -> Any:
     from types import SimpleNamespace
 
-    from covey.trainer.engines.servers import remote_engine
+    from covey.trainer.engines.servers import vllm_servers
 
-    model: Any = tiny.model()
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}
     several: Any = SimpleNamespace(num_processes=2)
-    nothing: Any = None
-    return remote_engine([], nothing, nothing, model, tiny.tokenizer(), several, 256, sleeps=True)
+    return vllm_servers(runs.config("unused", **settings), tiny.model(), tiny.tokenizer(), several, 256)
 
 
 REMOTE = [

@@ -16,13 +16,13 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
+from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens, token_weights
 from covey.core.objective import policy_loss
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
-from covey.trainer.engine_check.correction import corrected
-from covey.trainer.microbatches import batch_counts, weigh
+from covey.trainer.engine_check.parity import corrected
 from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
@@ -113,16 +113,11 @@ class Step:
             self.algorithm, torch.ones(1), scores, 4, kl.float() if self.algorithm.kl_in_reward else None
         )
         batch.advantages = credit.of_tokens(slice(None)).double()
-        counts = batch_counts(
-            batch.sampled_lengths,
-            rows_per_part=4,
-            total_rows=len(batch),
-            total_tokens=int(batch.sampled.sum()),
-            total_parts=2,
-            updates=1.0,
-            max_completion_length=6,
-        )
-        weigh(batch, self.algorithm.weighting, counts, entropy_bonus=bool(self.config.entropy_coef))
+        tokens = batch.sampled_lengths.float()
+        counts = BatchCounts(tokens, micro_batch_tokens(tokens, 4), len(batch), int(batch.sampled.sum()), 2, 6)
+        batch.weights = token_weights(self.algorithm.weighting, counts, batch.sampled, batch.lengths)
+        if self.config.entropy_coef:
+            batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
         return batch
 
     def scores(self, batch: TrainBatch) -> Any:

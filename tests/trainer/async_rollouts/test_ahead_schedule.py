@@ -13,7 +13,7 @@ from covey.engines.scripted import ScriptedEngine
 from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector, run_async
 from covey.rollout.prompts import PromptCodec
-from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
+from covey.trainer.async_rollouts import AsyncRollouts
 from tests.support import tiny
 
 EIGHT = tiny.rows(8)
@@ -55,8 +55,7 @@ class Run:
             collector,
             SamplingParams(max_tokens=4),
             prompt_source(rows, None, self.a, 0, shuffle=True, seed=1),
-            LaunchSchedule(self.a, per_epoch, max_steps),
-            max_staleness,
+            *(self.a, per_epoch, max_steps, max_staleness),
             next_key=lambda: ("train", next(self.keys)),
             send_weights=self._send,
             stream=RewardStream,
@@ -127,7 +126,7 @@ def test_weights_are_as_old_as_they_may_be_and_never_older(cut, staleness):
 def test_the_schedule_knows_the_first_step_of_every_generation(cut):
     run = Run(1, CUTS[cut], max_steps=9)
     taken = run.go()
-    assert [step for step, _ in taken] == [run.ahead.schedule.begins(flight.generation) for _, flight in taken]
+    assert [step for step, _ in taken] == [run.ahead.begins(flight.generation) for _, flight in taken]
     launched = next(run.keys)
     assert launched == len(taken) == len({flight.generation for _, flight in taken})  # nothing that is not trained on
 

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -170,6 +171,7 @@ def test_rollouts_without_signal_are_dropped():
     assert nothing.lengths.tolist() == [1]  # the shortest stays
 
 
+@pytest.mark.filterwarnings("error")
 def test_tensors_in_messages_arrive_bit_by_bit_and_once():
     shared = torch.tensor([[1.0, float("nan")], [-0.0, 3.0]], dtype=torch.bfloat16)
     sent = {
@@ -177,12 +179,14 @@ def test_tensors_in_messages_arrive_bit_by_bit_and_once():
         "turned": torch.arange(6).view(2, 3).t(),
         "flag": torch.tensor(True),
         "none": (),
+        "array": np.frombuffer(b"read-only", np.uint8),  # as a row of a dataset may have it
     }
     message = pack(sent)
     got = unpack(torch.cat([message, torch.zeros(5, dtype=torch.uint8)]))  # padded, as `gather` sends it
     assert got["shared"][0] is got["shared"][1]
     assert torch.equal(got["shared"][0].view(torch.int16), shared.view(torch.int16))
     assert torch.equal(got["turned"], sent["turned"]) and got["flag"].item() is True and got["none"] == ()
+    assert got["array"].tobytes() == b"read-only"
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -192,8 +196,7 @@ def buffers(batches):
     """The buffer of each process, after its first micro-step."""
 
     def fill(rank, processes):
-        buffer = RolloutBuffer()
-        buffer.refill(*pool(batches[rank], processes), [torch.tensor([0, 4]), torch.tensor([1, 5])], 1)
+        buffer = RolloutBuffer(*pool(batches[rank], processes), [torch.tensor([0, 4]), torch.tensor([1, 5])], 1)
         buffer.take(1)
         return buffer
 

@@ -4,13 +4,15 @@ import math
 import re
 import warnings
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from covey.core.batch import TrainBatch
-from covey.core.engine import EngineTraits
+from covey.core.engine import EngineTraits, SamplingParams
 from covey.policy.scoring import TokenScorer
+from covey.trainer.distributed.sharding import Sharding
 from covey.trainer.engine_check.parity import Comparison, EngineCheck, likely_cause, tolerance
 from tests.support import runs, tiny
 from tests.support.foreign import perturbed, sample_from
@@ -131,18 +133,20 @@ def test_the_narrowest_number_and_temperature_explain_rounding(temperature, dtyp
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 
-def check(action="raise", gather=lambda mine: [mine], traits=None, rescore=score, **more):
-    return EngineCheck(
-        action=action,
-        traits=traits or EngineTraits(),
-        rescore=rescore,
-        gather=gather,
-        model_name="LlamaForCausalLM",
-        temperature=1.0,
-        tolerance=0.01,
-        bos_token_id=BOS,
-        **more,
+def check(action="raise", gather=lambda mine: [mine], traits=None, rescore=score, spec=None, top_k=0):
+    context = SimpleNamespace(
+        args=runs.config("unused", engine_parity=action),
+        accelerator=SimpleNamespace(mixed_precision="no", unwrap_model=lambda model, keep_torch_compile: model),
+        loop=SimpleNamespace(model=MODEL),
+        collectives=SimpleNamespace(named=lambda what: gather),
+        sharding=Sharding(),
+        algorithm=SimpleNamespace(objective=SimpleNamespace(correction=None)),
     )
+    codec = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=BOS))
+    params = SamplingParams(max_tokens=16, top_k=top_k)
+    made = EngineCheck(context, SimpleNamespace(codec=codec, spec=spec), params, traits or EngineTraits(), rescore)
+    made.versions = None  # the first comparisons alone
+    return made
 
 
 def reporting(engine):
@@ -169,7 +173,11 @@ def test_two_generations_are_looked_at_and_no_more():
     assert calls == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("settings", [{"action": "off"}, {"comparable": False}], ids=["off", "not-comparable"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"action": "off"}, {"traits": EngineTraits(reports_after_cut=True), "top_k": 4}],
+    ids=["off", "not-comparable"],
+)
 def test_nothing_is_scored_where_nothing_is_asked(settings):
     calls, rescore = counting()
     check(rescore=rescore, **settings)(reporting(score(batch()) - 1))
@@ -280,7 +288,7 @@ def test_a_rollout_function_at_another_temperature_is_named():
 def test_rollouts_that_were_rewritten_are_told_from_attention():
     changed = score(batch()) + torch.where(torch.arange(sum(LENGTHS)) < 20, alternating(0.01), alternating(1.5))
     with pytest.raises(ValueError, match=r"not as they were sampled.*lower-cases.*return the ids") as error:
-        check(traits=EngineTraits(shares_policy=True), plays=True)(reporting(changed))
+        check(traits=EngineTraits(shares_policy=True), spec=object())(reporting(changed))
     assert "attention" not in str(error.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 from covey import EvalSuite
 from covey.core.estimates import interval_of_share
 from covey.rewards import answers, numeric_match_reward
-from covey.trainer.evaluation.suites import Graded, Scoreboard, suite_of
+from covey.trainer.evaluation.suites import Graded, estimates, suite_of
 from tests.support import runs, tiny
 
 SETTINGS = {"per_device_eval_batch_size": 4, "num_generations_eval": 2}
@@ -32,11 +32,10 @@ def verdicts(prompt, *pairs):
 
 
 def test_estimates_by_eye():
-    tally = Scoreboard(EvalSuite([], num_generations=2, pass_at=(1, 2), maj_at=2), 2)
-    tally.add(verdicts(0, (True, "4"), (False, "5")))  # pass@1 .5, pass@2 1, a tie: maj@2 .5
-    tally.add(verdicts(1, (False, "4"), (False, "4")))  # all 0
-    tally.add(verdicts(2, (True, "4"), (None, None)))  # one could not be judged: pass@1 1, nothing for pairs
-    found = tally.metrics()
+    graded = verdicts(0, (True, "4"), (False, "5"))  # pass@1 .5, pass@2 1, a tie: maj@2 .5
+    graded += verdicts(1, (False, "4"), (False, "4"))  # all 0
+    graded += verdicts(2, (True, "4"), (None, None))  # one could not be judged: pass@1 1, nothing for pairs
+    found = estimates(EvalSuite([], num_generations=2, pass_at=(1, 2), maj_at=2), 2, graded)
     assert found["pass@1"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert found["pass@2"] == pytest.approx((1 + 0) / 2)
     assert found["maj@2"] == pytest.approx((0.5 + 0) / 2)
@@ -46,10 +45,10 @@ def test_estimates_by_eye():
 
 
 def test_overlapping_subsets_of_samples_count_as_fewer_trials():
-    tally = Scoreboard(EvalSuite([], num_generations=4, pass_at=2), 4)
+    graded = []
     for prompt in range(3):  # one of four right: half of the pairs hold it, and two pairs have no sample in common
-        tally.add(verdicts(prompt, (True, "4"), (False, "5"), (False, "6"), (False, "7")))
-    found = tally.metrics()
+        graded += verdicts(prompt, (True, "4"), (False, "5"), (False, "6"), (False, "7"))
+    found = estimates(EvalSuite([], num_generations=4, pass_at=2), 4, graded)
     assert (found["pass@2_low"], found["pass@2_high"]) == pytest.approx(interval_of_share([1.0, 0.0] * 3))
 
 

@@ -2,6 +2,8 @@
 
 import io
 import pickle
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +12,7 @@ import yaml
 from covey import EvalSuite
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.runtime.files import LOCK
-from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card, shown_settings
+from covey.trainer.integrations.model_card import hub_id, model_card, shown_settings
 from tests.support import runs, tiny
 from tests.support.fake_hub import FakeHub
 
@@ -183,28 +185,44 @@ def test_the_name_that_is_given_is_that_of_the_card(tmp_path):
         assert metadata((tmp_path / "README.md").read_text())["model_name"] == told
 
 
-def facts(**changes):
-    usual = {"name": "me/it", "base": None, "method": "rloo", "adapter": False, "datasets": [], "rewards": ["r"]}
-    return CardFacts(**{**usual, "config": {"loss_type": "rloo"}, "defaults": {}, "history": [], **changes})
+@dataclass
+class Config:
+    method: str
+    config: dict
+    world_size: int = 1
+
+    def to_dict(self):
+        return self.config
+
+
+def card_of(config, method="rloo", **policy):
+    trainer = SimpleNamespace(
+        args=Config(method, config),
+        policy=SimpleNamespace(**policy),
+        rewards=SimpleNamespace(names=["r"]),
+        state=SimpleNamespace(log_history=[]),
+        collector=SimpleNamespace(codec=SimpleNamespace(vision=None)),
+    )
+    return model_card(trainer, "me/it", None, [])
 
 
 def test_cards_without_results_or_a_base():
-    card = model_card(facts(adapter=True))
+    card = card_of({"loss_type": "rloo"}, peft_config={})
     assert "## Results" not in card and "base_model" not in card and metadata(card)["library_name"] == "peft"
     assert "2402.14740" in card and "2402.03300" not in card
 
 
 def test_a_loss_of_ones_own_has_no_citation():
-    assert model_card(facts(config={"loss_type": "mine"})).count("@misc") == 1
+    assert card_of({"loss_type": "mine"}).count("@misc") == 1
 
 
 @pytest.mark.parametrize("name", sorted({*LOSS_TYPES, *ADVANTAGES} - {"grpo", "bnpo"}))  # bnpo is not its paper's
 def test_a_published_method_is_cited(name):
-    assert model_card(facts(method="grpo", config={"loss_type": name, "advantages": name})).count("@misc") == 2
+    assert card_of({"loss_type": name, "advantages": name}, "grpo").count("@misc") == 2
 
 
 def test_ratios_of_sequences_are_gspos():
-    assert "2507.18071" in model_card(facts(method="grpo", config={"importance_sampling_level": "sequence"}))
+    assert "2507.18071" in card_of({"importance_sampling_level": "sequence"}, "grpo")
 
 
 def test_places_and_secrets_are_not_told():
@@ -215,12 +233,12 @@ def test_places_and_secrets_are_not_told():
         "vllm_server_host": "10.0.0.1",
         "logging_dir": "/x",
     }
-    assert shown_settings(facts(config=told, defaults=dict.fromkeys(told))) == {"beta": 0.1}
+    assert shown_settings(told, dict.fromkeys(told)) == {"beta": 0.1}
 
 
 def test_functions_of_files_are_told_without_their_folder():
     config = {"loss_type": "/home/me/mine.py:loss", "advantages": "mine.py:mean"}
-    shown = shown_settings(facts(config=config, defaults={"advantages": None}))
+    shown = shown_settings(config, {"advantages": None})
     assert shown == {"loss_type": "mine.py:loss", "advantages": "mine.py:mean"}
 
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from covey.core.batch import TrainBatch
 from covey.policy.moe import load_balancing_loss
-from covey.trainer.loss_terms import ExpertBalance
+from covey.trainer.loss_terms import ExpertBalance, load_survey
 from tests.support import mixtures, runs, tiny
 from tests.trainer.test_passes import gradients_of_one_step
 
@@ -39,10 +39,10 @@ def reference(tmp_path_factory):
     def watch(trainer):
         begin = trainer.balance.begin
 
-        def beginning(share, batch, survey, *, whole):
-            assert whole and share == 1
+        def beginning(share, batch, behaviour, passes):
+            assert share == passes == 1
             seen.append(batch)
-            begin(share, batch, survey, whole=whole)
+            begin(share, batch, behaviour, passes)
 
         trainer.balance.begin = beginning
 
@@ -55,7 +55,7 @@ def test_the_step_has_the_loss_of_all_its_tokens(reference):
     assert isinstance(batch, TrainBatch) and len(batch) == 8  # rollouts without advantage are not left out
     model = mixture()
     _, loads = trainer.scorer.with_loads(model, batch, 2)
-    loss = load_balancing_loss(loads.without_gradient(), loads)
+    loss = load_balancing_loss(loads, loads)
     (COEF * loss).backward()
     logged = runs.history(trainer, "aux_loss")
     assert logged == pytest.approx([loss.item()], rel=1e-5)
@@ -106,11 +106,11 @@ def test_the_loss_is_over_all_generations_of_a_step(tmp_path):
     def watch(trainer):
         begin = trainer.balance.begin
 
-        def beginning(share, batch, survey, *, whole):
+        def beginning(share, batch, behaviour, passes):
             assert (share, len(batch)) == (1.0, 8)  # two generations of 4
-            loads = survey(batch)
+            loads = load_survey(behaviour, trainer.balance.top_k, batch)
             losses.append(load_balancing_loss(loads, loads).item())
-            begin(share, batch, survey, whole=whole)
+            begin(share, batch, behaviour, passes)
 
         trainer.balance.begin = beginning
 
@@ -138,11 +138,11 @@ def test_models_bring_their_own_weight(name, coef, adapter):
     model = mixtures.model(name)
     policy = get_peft_model(model, LoraConfig(target_modules=["o_proj"])) if adapter else model
     assert model.config.to_dict().get("output_router_logits", False) is False
-    assert ExpertBalance.of(SimpleNamespace(router_aux_loss_coef=None), policy).coef == coef
+    assert ExpertBalance(SimpleNamespace(router_aux_loss_coef=None), policy).coef == coef
 
 
 def test_a_dense_model_has_no_such_loss():
-    assert not ExpertBalance.of(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).enabled
+    assert ExpertBalance(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).coef == 0
 
 
 @pytest.mark.slow

@@ -14,16 +14,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
+
+from covey.runtime.deadlines import WorkerThread
 
 T = TypeVar("T")
 
@@ -87,8 +90,7 @@ class Collectives:
         received = torch.empty(sum(incoming), dtype=torch.uint8)
         if any(map(any, sizes)):
             with self._waiting(what) as finish:
-                own = [len(message) for message in messages]
-                sent = torch.cat(messages)
+                sent, own = torch.cat(messages), sizes[self.rank]
                 finish(dist.all_to_all_single(received, sent, incoming, own, group=self._group, async_op=True))
         return [unpack(part) if len(part) else None for part in received.split(incoming)]
 
@@ -129,7 +131,7 @@ class Collectives:
                 error.add_note(self._report(self._failure()))
             failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
             key, self._failures = self._failures[-1], []
-            _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
+            _in_time(lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
             raise
         finally:
             self._watched = False
@@ -137,7 +139,7 @@ class Collectives:
     def note(self, doing: str) -> None:
         if self.size > 1:
             note = json.dumps({"step": self._step(), "doing": doing, "since": time.time()})
-            _within(STORE_SECONDS, lambda: self._store.set(f"doing/{self.rank}", note), None)
+            _in_time(lambda: self._store.set(f"doing/{self.rank}", note), None)
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[Callable[[Any], None]]:
@@ -162,18 +164,17 @@ class Collectives:
 
     def _others_failure(self) -> str | None:
         """Message for this process when another fails while it is busy; None while none has failed."""
-        if (failure := self._failure()) is None and not _within(STORE_SECONDS, self._store_is_gone, False):
+        if (failure := self._failure()) is None and not _in_time(self._store_is_gone, False):
             return None
         here = f"step {self._step()}: rank {self.rank} of {self.size} was at work when another process failed."
         return f"{here}\n{self._report(failure)}"
 
     def _store_is_gone(self) -> bool:
         """True once the process that holds the store has ended, which may be too soon to read why."""
-        try:
+        with suppress(Exception):  # the connection broke
             self._store.check([f"doing/{self.rank}"])
-        except Exception:  # the connection broke
-            return True
-        return False
+            return False
+        return True
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
         reason = str(error).split("\n")[0][:300]
@@ -206,7 +207,7 @@ class Collectives:
         def read() -> list[dict[str, Any] | None]:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
-        return _within(STORE_SECONDS, read, [None] * len(keys))
+        return _in_time(read, [None] * len(keys))
 
 
 class PeerFailure(KeyboardInterrupt):
@@ -251,56 +252,41 @@ def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
 
 
 def pack(value: Any) -> Tensor:
-    """A picklable object as bytes: length of the pickle, the pickle, then its tensors as they lie in memory."""
+    """A picklable object as bytes: number and sizes of parts, its pickle, then its tensors as they lie in memory."""
     file = io.BytesIO()
-    pickler = _TensorPickler(file)
-    pickler.dump(value)
-    data = file.getvalue()
-    head = len(data).to_bytes(8, "little") + data
-    head += bytes(-len(head) % ALIGNMENT)
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pickler.parts])
+    buffers: list[pickle.PickleBuffer] = []
+    _TensorPickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    parts = [np.asarray(memory) for memory in (file.getbuffer(), *(one.raw() for one in buffers))]
+    head = np.array([len(parts), *map(len, parts)]).view(np.uint8)
+    pieces = [piece for part in (head, *parts) for piece in (part, np.zeros(-len(part) % ALIGNMENT, np.uint8))]
+    return torch.from_numpy(np.concatenate(pieces))
 
 
 def unpack(message: Tensor) -> Any:
     """The object that was packed; its tensors are views of the message."""
-    end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
-    data = message[end + -end % ALIGNMENT :]
-    return _TensorUnpickler(io.BytesIO(message[8:end].numpy().tobytes()), data).load()
+    data = message.numpy()
+    count = int(data[:8].view(np.int64)[0])
+    end = 8 + 8 * count
+    parts: list[Any] = []
+    for size in data[8:end].view(np.int64).tolist():
+        start = end + -end % ALIGNMENT
+        end = start + size
+        parts.append(data[start:end])
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 class _TensorPickler(pickle.Pickler):
-    """Sets tensors aside, once each: the pickle holds their place among the parts, dtype and shape."""
+    """Sets the memory of tensors aside, once each."""
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=5)
-        self.parts: list[Tensor] = []
-        self._size = 0
-        self._known: dict[int, tuple[Tensor, Any]] = {}  # holds the tensors, so that no other gets the same id
-
-    def persistent_id(self, obj: Any) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
-            return None
-        if id(obj) not in self._known:
-            data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._known[id(obj)] = obj, (self._size, obj.dtype, obj.shape)
-            padding = -len(data) % ALIGNMENT
-            self.parts += [data, data.new_zeros(padding)]
-            self._size += len(data) + padding
-        return self._known[id(obj)][1]
+            return NotImplemented
+        data: Any = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor_in, (pickle.PickleBuffer(data), obj.dtype, obj.shape)
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, data: Tensor):
-        super().__init__(file)
-        self._data = data
-        self._tensors: dict[Any, Tensor] = {}
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        if pid not in self._tensors:  # one tensor stays one
-            start, dtype, shape = pid
-            data = self._data[start : start + shape.numel() * dtype.itemsize]
-            self._tensors[pid] = data.view(dtype).view(shape)
-        return self._tensors[pid]
+def _tensor_in(memory: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(memory).view(dtype).view(shape) if len(memory) else torch.empty(shape, dtype=dtype)
 
 
 def is_of_torch_distributed(error: BaseException) -> bool:
@@ -321,17 +307,8 @@ def _done(work: Any, seconds: float) -> bool:
     return True
 
 
-def _within(seconds: float, function: Callable[[], T], otherwise: T) -> T:
-    """`function()`, or `otherwise` if it raises or takes longer, as when the process that holds the store is gone."""
-    outcome = [otherwise]
-
-    def run() -> None:
-        try:
-            outcome[0] = function()
-        except Exception:  # the store is gone
-            return
-
-    thread = threading.Thread(target=run, name="covey-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return outcome[0]
+def _in_time(function: Callable[[], T], otherwise: T) -> T:
+    """`function()`, or `otherwise` if it raises or is late, as when the process that holds the store is gone."""
+    with closing(WorkerThread("covey-store")) as worker, suppress(Exception):
+        return worker.call(function, STORE_SECONDS)
+    return otherwise

@@ -125,8 +125,7 @@ class OwnRollouts:
     """Rollouts that this process sampled, and those that it received from others."""
 
     def __init__(self, batch: TrainBatch, rank: int):
-        self.batch = batch
-        self.rank = rank
+        self.batch, self.rank = batch, rank
         self._fetched: dict[Moves, tuple[TrainBatch, dict[tuple[int, int], int]]] = {}
         self._sent: dict[int, set[int]] = {}  # images that each process received, by id
         self._received: dict[int, dict[int, Media]] = {}  # images of each process
@@ -147,8 +146,7 @@ class OwnRollouts:
     def _collect(self, plan: Moves, collectives: Collectives) -> tuple[TrainBatch, dict[tuple[int, int], int]]:
         """The rollouts that a plan assigns to this process, in any order, and the number of each."""
         rank = self.rank
-        others = [receiver for receiver, rows in enumerate(plan[rank]) if receiver != rank and rows]
-        outgoing = [self._message(plan[rank][to], to) if to in others else None for to in range(len(plan))]
+        outgoing = [self._message(rows, to) if rows and to != rank else None for to, rows in enumerate(plan[rank])]
         incoming = collectives.exchange(outgoing, "exchange rollouts")
         senders = [sender for sender in range(len(plan)) if plan[sender][rank]]
         parts = [
@@ -209,5 +207,4 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
     }
     if batch.media is None and "media" in reported:
         filled["media"] = [()] * len(batch)
-    own = OwnRollouts(replace(batch, **filled), collectives.rank)
-    return own, join_indexes([index for index, _ in everyone])
+    return OwnRollouts(replace(batch, **filled), collectives.rank), join_indexes([index for index, _ in everyone])

@@ -1,7 +1,6 @@
 """Sharding of weights, gradients and optimizer state by accelerate (FSDP2, DeepSpeed's ZeRO); else mean gradients."""
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from accelerate.utils import patch_environment
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from covey.config.base import OnlineConfig
@@ -24,8 +25,6 @@ BUCKET_BYTES = 64 * 2**20  # size of the gradients in one collective
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharded parts of the training state."""
-
     name: str = ""  # of the library, for messages; "" without sharding
     weights: bool = False  # each process holds a shard of each weight, so a forward pass needs all processes
     gradients: bool = False  # the wrapper averages them in each backward pass, which so needs all processes
@@ -139,42 +138,29 @@ def whole_models() -> Iterator[None]:
     """Let `from_pretrained` load whole models on every process, also where the policy is sharded."""
     from transformers.integrations import deepspeed
 
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # asks all processes but the first to leave weights out
-    kept, of_deepspeed = os.environ.pop(name, None), deepspeed._hf_deepspeed_config_weak_ref
+    of_deepspeed = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()  # which tells it of ZeRO-3
     try:
-        yield
+        # The variable asks all processes but the first to leave weights out.
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = of_deepspeed
-        if kept is not None:
-            os.environ[name] = kept
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:
     """Replace each gradient by its mean over all processes; a missing one counts as zero. Collective."""
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
-    used = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+    grads = []
+    for parameter, used in zip(parameters, present.tolist(), strict=True):
+        if used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad)
+    for bucket in _take_tensors(grads, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
         flat /= dist.get_world_size()  # before they are added: the sum may be more than float16 holds
         dist.all_reduce(flat)
-        for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(mean.view_as(grad))
-
-
-def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive gradients of one dtype, at most `BUCKET_BYTES` together unless a single one is larger."""
-    bucket: list[Tensor] = []
-    size = 0
-    for grad in grads:
-        if bucket and (grad.dtype != bucket[0].dtype or size + grad.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(grad)
-        size += grad.nbytes
-    if bucket:
-        yield bucket
+        for grad, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            grad.copy_(mean)

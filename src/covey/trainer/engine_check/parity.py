@@ -1,19 +1,27 @@
 """Check that an engine samples from the policy: its log-probs against the scorer's, on the first samples of a run.
 
+Where the two may differ, the loss is corrected. Log-probs that are scored anyway are compared for it; an on-policy run
+compares those of its training passes.
+
 To add a cause of a difference, write a function of a `Comparison` and put it into `CAUSES`.
 """
 
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from covey.algorithms.algorithm import Algorithm
+from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, segment_sum
-from covey.core.engine import EngineTraits
+from covey.core.engine import EngineTraits, SamplingParams
+from covey.core.mismatch import mismatch_weights
 from covey.policy.scoring import first_and_last
+from covey.rollout.collector import Collector
+from covey.trainer.context import RunContext
 from covey.trainer.engine_check.staleness import VersionTest
 
 CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
@@ -23,6 +31,11 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e
 TEMPERATURES = [twentieth / 20 for twentieth in range(1, 41)]  # those that people and generation configs name
 ADVICE = "To train all the same, set engine_parity='warn'."
 FIRST = 4  # tokens that count as the beginning of a completion
+
+RESHAPING = frozenset(
+    {"allowed_token_ids", "bad_words", "frequency_penalty", "guided_decoding", "json_schema", "logit_bias", "regex"}
+    | {"logits_processors", "min_tokens", "presence_penalty", "structured_outputs", "typical_p"}
+)  # engine settings beyond `SamplingParams`' own that change which tokens may come and how often
 
 Rescore = Callable[[TrainBatch, float], Tensor]  # (rollouts, temperature) -> the policy's log-probs [N]
 
@@ -208,27 +221,66 @@ def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES, oth
     return next(filter(None, (cause(comparison) for cause in causes)), otherwise)
 
 
-@dataclass
+def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> Algorithm:
+    """The algorithm with weights of tokens by trainer over engine probability, where these may differ."""
+    if not args.vllm_importance_sampling_correction or (traits.shares_policy and not args.correct_built_in_engine):
+        return algorithm
+    reshaping = reshapes(args, params)
+    if traits.reports_after_cut and reshaping:
+        warnings.warn(
+            f"the engine's mismatch is not corrected: it reports log-probs after {', '.join(reshaping)} had their"
+            " effect, and the trainer scores the distribution before. Leave these settings at their defaults, or set"
+            " vllm_importance_sampling_correction=False to silence this.",
+            stacklevel=2,
+        )
+        return algorithm
+    correction = partial(
+        mismatch_weights,
+        mode=args.resolved_mismatch_mode,
+        clip_min=args.vllm_importance_sampling_clip_min,
+        clip_max=args.vllm_importance_sampling_clip_max,
+    )
+    return replace(algorithm, objective=replace(algorithm.objective, correction=correction))
+
+
+def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
+    """The settings, by name, that make the sampling distribution another than the one that the trainer scores."""
+    if args.keep_sampling_mask:
+        return []
+    settings = {
+        "top_k": params.top_k > 0,
+        "top_p": params.top_p < 1.0,
+        "min_p": bool(params.min_p),
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None,
+    }
+    return [name for name, acts in settings.items() if acts] + sorted(RESHAPING & set(params.extra))
+
+
 class EngineCheck:
     """Compares an engine's first samples with the trainer's view of them; all processes go on, or none does."""
 
-    _: KW_ONLY
-    action: str  # "raise", "warn" or "off"
-    traits: EngineTraits
-    rescore: Rescore
-    gather: Callable[[Any], list[Any]]  # collective: this process's finding to those of all
-    model_name: str
-    temperature: float  # of sampling
-    tolerance: float  # largest mean difference in nats
-    bos_token_id: int | None = None
-    corrected: bool = False  # the loss uses the log-probs, so an engine that reports none is worth a warning
-    together: bool = False  # scoring takes all processes, each in step with the others
-    versions: VersionTest | None = None  # looks for stale weights throughout the run
-    comparable: bool = True  # False if the engine reports a distribution that sampling has cut: no score equals it
-    plays: bool = False  # rollouts are more than the engine's completions
-
-    def __post_init__(self) -> None:
-        self._left, self._asked = CHECKS if self.action != "off" and self.comparable else 0, 0
+    def __init__(
+        self, context: RunContext, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore
+    ):
+        args = context.args
+        model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
+        autocast = AUTOCAST.get(context.accelerator.mixed_precision)
+        self._traits, self.rescore, self.temperature = traits, rescore, args.temperature
+        self._tolerance = tolerance(args.temperature, model.dtype, autocast, traits.dtype)
+        self._model_name, self._bos_token_id = type(model).__name__, collector.codec.tokenizer.bos_token_id
+        self._gather = context.collectives.named("compare engine and trainer")
+        self._action = "off" if args.replay_from else args.engine_parity  # a replay's engine is not there to be asked
+        # False if the engine reports a distribution that sampling has cut: no score equals it.
+        self.comparable = not (traits.reports_after_cut and reshapes(args, params))
+        self._corrected = context.algorithm.objective.correction is not None  # the loss uses the log-probs
+        self._together = context.sharding.weights  # scoring takes all processes, each in step with the others
+        self._plays = collector.spec is not None  # rollouts are more than the engine's completions
+        looks = self.comparable and self._action != "off"
+        self._left, self._asked = CHECKS if looks else 0, 0
+        # Looks for stale weights throughout the run.
+        versions = VersionTest(lambda: context.loop.policy, lambda: context.step)
+        self.versions = versions if looks and not traits.shares_policy else None
         self._agreed = self._warned = False
 
     def wants_samples(self) -> bool:
@@ -247,7 +299,7 @@ class EngineCheck:
             self._look_for_stale_weights(comparable)
         if not self._left:
             return
-        findings = [finding for finding in self.gather(self._compare(comparable)) if finding is not None]
+        findings = [finding for finding in self._gather(self._compare(comparable)) if finding is not None]
         problem = next(filter(None, findings), None)
         if problem is not None:
             self._complain(problem)
@@ -257,7 +309,7 @@ class EngineCheck:
             self._agreed = True
 
     def _complain(self, problem: str) -> None:
-        if self.action == "raise":
+        if self._action == "raise":
             raise ValueError(problem)
         warnings.warn(f"{problem} The run goes on, as engine_parity='warn' has it.", stacklevel=3)
 
@@ -268,9 +320,9 @@ class EngineCheck:
         few, usable = self._few(batch)
 
         def of_all(measure: Callable[..., list[float] | None], *settings: bool) -> list[list[float]]:
-            asked = usable or self.together
+            asked = usable or self._together
             mine = measure(few, lambda rollouts: self.rescore(rollouts, self.temperature), *settings) if asked else None
-            return [share for share in self.gather(mine) if share is not None]
+            return [share for share in self._gather(mine) if share is not None]
 
         problem = test.finding(of_all(test.votes)) if test.due() else None
         if problem is None and test.moved() and test.jumped(of_all(test.difference)):
@@ -291,34 +343,34 @@ class EngineCheck:
     def _compare(self, batch: TrainBatch) -> str | None:
         """The error text, "" if there is no error, None if there is nothing to compare."""
         few, usable = self._few(batch)
-        scored = self.rescore(few, self.temperature) if usable or self.together else None
+        scored = self.rescore(few, self.temperature) if usable or self._together else None
         if not usable or scored is None:
             return None
-        settings = self.rescore, self.temperature, self.tolerance, self.bos_token_id
-        comparison = Comparison(few, scored, *settings, self._agreed, alone=not self.together)
+        settings = self.rescore, self.temperature, self._tolerance, self._bos_token_id
+        comparison = Comparison(few, scored, *settings, self._agreed, alone=not self._together)
         broken = no_numbers(comparison)
-        if scored.isnan().any() or (comparison.gap <= self.tolerance and broken is None):
+        if scored.isnan().any() or (comparison.gap <= self._tolerance and broken is None):
             return ""  # NaN of the trainer's own are not the engine's fault
-        if self.traits.shares_policy:
-            otherwise = REWRITTEN if self.plays else OTHER_ATTENTION
+        if self._traits.shares_policy:
+            otherwise = REWRITTEN if self._plays else OTHER_ATTENTION
             cause = likely_cause(comparison, (*OF_REQUESTS, other_prompt), otherwise)
             return (
                 f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
-                f" {self.model_name} is not sampled from as it is: {cause} If nothing of yours changes what is sampled,"
-                " please report the model."
+                f" {self._model_name} is not sampled from as it is: {cause} If nothing of yours changes what is"
+                " sampled, please report the model."
             )
         if broken:
             return f"the engine's log-probs are not usable: {broken} {ADVICE}"
         differences = comparison.differences.abs()
         return (
             f"the engine's log-probs differ from the trainer's by {comparison.gap:.2g} nats on average (at most"
-            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self.tolerance:g}:"
+            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self._tolerance:g}:"
             f" {likely_cause(comparison)} {ADVICE}"
         )
 
     def _check_reported(self, batch: TrainBatch) -> None:
         """Refuse infinite log-probs; say once that there is nothing to correct the loss with."""
-        if not self.corrected or not batch.sampled.any():
+        if not self._corrected or not batch.sampled.any():
             return
         reported = batch.engine_logprobs
         if reported is not None and (wrong := int((batch.sampled & (reported.isinf() | (reported > 1))).sum())):

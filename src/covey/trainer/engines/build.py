@@ -4,7 +4,6 @@ import asyncio
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -84,22 +83,23 @@ def freeze_seats(
 ) -> None:
     """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
-    names = [(each, name) for each in seats for name, seat in each.items() if _is_frozen(seat)]
+    names = [
+        (each, name)
+        for each in seats
+        for name, seat in each.items()
+        if seat == "frozen" or isinstance(seat, FrozenEngine)  # of an earlier trainer of the same agent
+    ]
     if not names:
         return
     if run.sharding.weights:
         raise ValueError('a seat "frozen" needs a copy of the model, and its weights are sharded: give Seat(url=...).')
-    args = copy.copy(run.args)
+    run = copy.copy(run)
+    run.args = args = copy.copy(run.args)
     args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
     frozen = copy.deepcopy(model).requires_grad_(False)
-    run = replace(run, args=args)
     engine = FrozenEngine(build_engine(run, frozen, tokenizer, lambda: frozen, context, vision))
     for each, name in names:
         each[name] = engine
-
-
-def _is_frozen(seat: Any) -> bool:
-    return seat == "frozen" or isinstance(seat, FrozenEngine)  # of an earlier trainer of the same agent
 
 
 @contextmanager

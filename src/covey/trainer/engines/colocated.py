@@ -115,23 +115,17 @@ def adapter_arguments(args: OnlineConfig, model: Any) -> dict[str, Any]:
 
 def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> dict[str, Any]:
     """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU."""
-    if device.type == "cpu":
-        if os.environ.get(CPU_CACHE):
-            return {}
-        _, engine = plan(args, model)
+    on_cpu, share = device.type == "cpu", args.vllm_gpu_memory_utilization
+    if on_cpu and os.environ.get(CPU_CACHE):
+        return {}
+    if not on_cpu and share != "auto":
+        return {"gpu_memory_utilization": share}
+    estimate = memory.estimate_of(args, model)  # as `covey explain` does, with the parameters of the loaded model
+    engine = vllm_memory.engine_memory(estimate, base_model(model).config, args)
+    if on_cpu:
         return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, psutil.virtual_memory().available)}
-    share = args.vllm_gpu_memory_utilization
-    if share == "auto":
-        estimate, engine = plan(args, model)
-        gpu = torch.cuda.get_device_properties(device).total_memory
-        share = vllm_memory.utilization(estimate, engine, args, gpu).share
-    return {"gpu_memory_utilization": share}
-
-
-def plan(args: OnlineConfig, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.EngineMemory]:
-    """Memory of the run as `covey explain` estimates it, with the parameters of the loaded model."""
-    estimate = memory.estimate_of(args, model)
-    return estimate, vllm_memory.engine_memory(estimate, base_model(model).config, args)
+    gpu = torch.cuda.get_device_properties(device).total_memory
+    return {"gpu_memory_utilization": vllm_memory.utilization(estimate, engine, args, gpu).share}
 
 
 def sleeps(args: OnlineConfig, device: torch.device) -> bool:

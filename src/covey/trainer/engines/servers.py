@@ -14,7 +14,6 @@ from typing import Any
 from covey.config.base import OnlineConfig
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.protocols import ServerApi
 from covey.engines.servers.server_process import ServerProcess, free_port
 from covey.engines.servers.sglang import launch
 from covey.engines.servers.sglang.api import SglangApi
@@ -28,6 +27,11 @@ from covey.policy.loading import end_token_ids
 
 def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
     """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early."""
+    if args.vllm_enable_sleep_mode and accelerator.num_processes > 1:
+        raise ValueError(
+            "vllm_enable_sleep_mode=True with vllm_mode='server' and several processes: one of them would put a server"
+            " to sleep while others still sample from it. Leave it False, or train on one process."
+        )
     api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
     sender = WeightSender(
         VllmWeightApi(port=args.vllm_group_port),
@@ -35,17 +39,16 @@ def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: An
         folder=args.vllm_weight_folder,
         bucket_bytes=args.vllm_weight_bucket << 20,
     )
-    return remote_engine(
+    return RemoteEngine(
         [ServerClient(url, api_key) for url in args.vllm_urls],
         VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
         sender,
-        *(model, tokenizer, accelerator, context),
         timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_server_request_timeout,
         sync_timeout=args.vllm_server_sync_timeout,
         concurrency=args.vllm_server_concurrency,
         sleeps=args.vllm_enable_sleep_mode,
-        resend=accelerator.num_processes == 1 and args.max_staleness == 0,
+        **engine_settings(args, model, tokenizer, accelerator, context),
     )
 
 
@@ -53,7 +56,6 @@ def sglang_servers(
     args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, context: int | None
 ) -> RemoteEngine:
     """Engine that samples from SGLang servers: those that are named, or one that is started here."""
-    api = SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
     sender = WeightSender(
         SglangWeightApi(device=accelerator.device, port=args.sglang_group_port),
         method=args.sglang_weight_transfer,
@@ -67,16 +69,15 @@ def sglang_servers(
             url, process = start_sglang(args, model, accelerator, api_key)
             started.callback(process.stop)
             urls = [url]
-        engine = remote_engine(
+        engine = RemoteEngine(
             [ServerClient(url, api_key) for url in urls],
-            api,
+            SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
             sender,
-            *(model, tokenizer, accelerator, context),
             timeout=args.sglang_server_timeout,
             request_timeout=args.sglang_request_timeout,
             sync_timeout=args.sglang_sync_timeout,
             concurrency=args.sglang_concurrency,
-            resend=accelerator.num_processes == 1 and args.max_staleness == 0,
+            **engine_settings(args, model, tokenizer, accelerator, context),
         )
         weakref.finalize(engine, started.pop_all().close)  # which also keeps the process until then
     return engine
@@ -113,31 +114,17 @@ def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str)
     return f"http://127.0.0.1:{port}", process.start()
 
 
-def remote_engine(
-    servers: list[ServerClient],
-    api: ServerApi,
-    sender: WeightSender,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    context: int | None,
-    **settings: Any,
-) -> RemoteEngine:
-    if settings.get("sleeps") and accelerator.num_processes > 1:
-        raise ValueError(
-            "vllm_enable_sleep_mode=True with vllm_mode='server' and several processes: one of them would put a server"
-            " to sleep while others still sample from it. Leave it False, or train on one process."
-        )
-    return RemoteEngine(
-        servers,
-        api,
-        sender,
-        ends=frozenset(end_token_ids(model, tokenizer)),
-        vocab_size=vocabulary_of(model),
-        max_context=context,
-        model_name=getattr(model.config, "_name_or_path", None) or None,
-        **settings,
-    )
+def engine_settings(
+    args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, context: int | None
+) -> dict[str, Any]:
+    """Settings of `RemoteEngine` that do not depend on the backend."""
+    return {
+        "ends": frozenset(end_token_ids(model, tokenizer)),
+        "vocab_size": vocabulary_of(model),
+        "max_context": context,
+        "model_name": getattr(model.config, "_name_or_path", None) or None,
+        "resend": accelerator.num_processes == 1 and args.max_staleness == 0,
+    }
 
 
 def generation_extras(args: OnlineConfig) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, generation_stats
 from covey.trainer.context import RunContext
-from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
+from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of
 from covey.trainer.rollout_phase import RolloutPhase
-from covey.trainer.rollout_reports import as_logged, columns_of, rewards_by_name, summarize
+from covey.trainer.rollout_reports import as_logged, columns_of, summarize
 
 
 @dataclass(eq=False)
@@ -42,13 +42,12 @@ class EvaluationPhase:
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        rows, algebra = rows_of(chosen), self.context.algebra
-        check_dataset(rows, "eval_dataset", self.prompts_required)
-        if isinstance(chosen, EvalSuite):
-            algebra = chosen.batches(algebra)
+        check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required)
+        suite = chosen if isinstance(chosen, EvalSuite) else None
+        algebra = self.context.algebra if suite is None else suite.batches(self.context.algebra)
         algebra.check_eval()
-        loader = eval_loader(rows, algebra, self.context.collectives.rank)
-        loader.suite = chosen if isinstance(chosen, EvalSuite) else None
+        loader = eval_loader(rows_of(chosen), algebra, self.context.collectives.rank)
+        loader.suite = suite
         return loader
 
     def send_completions(self) -> None:
@@ -59,11 +58,10 @@ class EvaluationPhase:
         self.completions = None
 
     def run(self, dataloader: Any, prefix: str, on_batch: Callable[[], None]) -> EvalLoopOutput:
-        context, model = self.context, self.context.loop.model
+        context, args, model = self.context, self.context.args, self.context.loop.model
         was_training = model.training
         model.eval()
         self.rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
-        args = context.args
         self.completions = log = CompletionLog(
             args.output_dir or ".",
             total_limit=args.log_completions_total_limit,
@@ -84,9 +82,8 @@ class EvaluationPhase:
             if not context.loop.is_in_train:
                 self.rollouts.close()
         log.publish(context.step)
-        start = f"{prefix}_"
-        metrics = context.metrics.drain("eval", prefix=start)
-        metrics |= {start + name: value for name, value in found.items()}
+        metrics = context.metrics.drain("eval", prefix=f"{prefix}_")
+        metrics |= {f"{prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
 
     def _evaluate_with_loss(self, dataloader: Any, on_batch: Callable[[], None]) -> tuple[int, dict[str, float]]:
@@ -110,7 +107,7 @@ class EvaluationPhase:
         """The number of completions of a suite, and its estimates."""
         context, functions = self.context, self.rollouts.rewards
         completions, judge = suite.completions(context.algebra), suite.judge(functions)
-        tally = Scoreboard(suite, completions)
+        graded: list[Graded] = []
         rewards: list[Tensor] = []
         lengths: list[int] = []
         truncated: list[bool] = []
@@ -124,7 +121,7 @@ class EvaluationPhase:
             shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
             for grades, scores, rows in shards:
                 columns = columns_of(rows)
-                tally.add(grades)
+                graded += grades
                 rewards.append(scores)
                 lengths += columns["length"]
                 truncated += columns["truncated"]
@@ -141,16 +138,16 @@ class EvaluationPhase:
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each
         context.metrics.add(stats, "eval")
-        return len(lengths), tally.metrics()
+        return len(lengths), estimates(suite, completions, graded)
 
     def _record(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
         if not log.enabled or not grades:
             return
-        logged = as_logged(columns)
+        logged = as_logged(columns, scores, self.rollouts.rewards.names)
         given = {name: [getattr(grade, name) for grade in grades] for name in ("right", "answer")}
         known = {name: values for name, values in given.items() if any(value is not None for value in values)}
         logged["extras"] = known | logged["extras"]
-        log.add(self.context.step, rewards=rewards_by_name(scores, self.rollouts.rewards.names), **logged)
+        log.add(self.context.step, **logged)
 
     @contextmanager
     def _recommended_weights(self) -> Iterator[None]:

@@ -2,8 +2,7 @@
 
     eval_dataset={"gsm": EvalSuite(rows, temperature=0.0), "aime": EvalSuite(others, num_generations=16, pass_at=8)}
 
-To add an estimate, add a field to `EvalSuite` and a line to `Scoreboard.metrics`; formulas are in
-`covey.core.estimates`.
+To add an estimate, add a field to `EvalSuite` and a line to `estimates`; formulas are in `covey.core.estimates`.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import numbers
 import statistics
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,9 +91,8 @@ class EvalSuite:
                 object.__setattr__(self, name, tuple(sorted(set(values))))
         for name, (allowed, allows) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, numbers.Real) or not allows(value)
-            ):
+            usable = isinstance(value, numbers.Real) and not isinstance(value, bool) and allows(value)
+            if value is not None and not usable:
                 raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
@@ -202,39 +200,31 @@ class Grader:
             return None
 
 
-@dataclass(frozen=True)
-class Scoreboard:
-    """Estimates of a suite from the grades of all processes."""
+def estimates(suite: EvalSuite, completions: int, graded: Sequence[Graded]) -> dict[str, float]:
+    """Estimates of a suite from the grades of all processes, with that many completions of each prompt."""
+    prompts: dict[int, list[Graded]] = {}
+    for one in graded:
+        prompts.setdefault(one.prompt, []).append(one)
+    rewards = [[one.reward for one in group if not math.isnan(one.reward)] for group in prompts.values()]
+    means = [statistics.fmean(values) for values in rewards if values]
+    found: dict[str, float] = {"prompts": len(prompts)}
+    if len(means) > 1:
+        found["reward_low"], found["reward_high"] = interval_of_mean(means)
+    judged = [[one for one in group if one.right is not None] for group in prompts.values()]
+    votes = [([one.answer for one in group], [bool(one.right) for one in group]) for group in judged]
+    counts = [(len(right), sum(right)) for _, right in votes]
+    for k in suite.pass_at:
+        found |= _share(f"pass@{k}", [pass_at_k(*count, k) for count in counts if count[0] >= k], completions // k)
+    for k in suite.maj_at:
+        found |= _share(f"maj@{k}", [maj_at_k(*vote, k) for vote in votes if len(vote[0]) >= k], completions // k)
+    return found
 
-    _suite: EvalSuite
-    _completions: int
-    _prompts: dict[int, list[Graded]] = field(default_factory=dict, init=False)
 
-    def add(self, graded: Sequence[Graded]) -> None:
-        for completion in graded:
-            self._prompts.setdefault(completion.prompt, []).append(completion)
-
-    def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {"prompts": len(self._prompts)}
-        groups = self._prompts.values()
-        rewards = [[one.reward for one in group if not math.isnan(one.reward)] for group in groups]
-        means = [statistics.fmean(values) for values in rewards if values]
-        if len(means) > 1:
-            found["reward_low"], found["reward_high"] = interval_of_mean(means)
-        graded = [[one for one in group if one.right is not None] for group in groups]
-        counts = [(len(group), sum(bool(one.right) for one in group)) for group in graded]
-        votes = [([one.answer for one in group], [bool(one.right) for one in group]) for group in graded]
-        for k in self._suite.pass_at:
-            found |= self._share(f"pass@{k}", k, [pass_at_k(*count, k) for count in counts if count[0] >= k])
-        for k in self._suite.maj_at:
-            found |= self._share(f"maj@{k}", k, [maj_at_k(*vote, k) for vote in votes if len(vote[0]) >= k])
-        return found
-
-    def _share(self, name: str, k: int, values: list[float]) -> dict[str, float]:
-        if not values:
-            return {}
-        low, high = interval_of_share(values, self._completions // k)
-        return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
+def _share(name: str, values: list[float], trials: int) -> dict[str, float]:
+    if not values:
+        return {}
+    low, high = interval_of_share(values, trials)
+    return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
 
 
 def rows_of(dataset: Any) -> Any:

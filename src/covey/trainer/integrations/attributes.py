@@ -21,7 +21,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "tools": lambda trainer: listed(trainer.made_of.get("tools")),
     "environment_factory": lambda trainer: trainer.made_of.get("environment_factory"),
     "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
-    "aux_loss_enabled": lambda trainer: trainer.balance.enabled,
+    "aux_loss_enabled": lambda trainer: trainer.balance.coef != 0,
     "aux_loss_coef": lambda trainer: trainer.balance.coef,
     "use_liger_kernel": lambda trainer: trainer.args.use_liger_kernel,
     "chat_template": lambda trainer: trainer.collector.codec.tokenizer.chat_template,
@@ -44,17 +44,6 @@ ABSENT = {
 """Attributes of TRL's trainers that there are not, with advice."""
 
 FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__)
-
-
-def attribute(trainer: Any, name: str) -> Any:
-    """The value of an attribute that `OnlineTrainer` does not have itself; AttributeError for any other name."""
-    if name in VIEWS:
-        return VIEWS[name](trainer)
-    args = trainer.__dict__.get("args")
-    if hasattr(args, name) and name in FIELDS:
-        return getattr(args, name)
-    advice = f": {ABSENT[name]}." if name in ABSENT else ""
-    raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}{advice}")
 
 
 class OpenWindow(dict[str, list[float]]):
@@ -101,7 +90,9 @@ class View:
         self.name = name
 
     def __get__(self, trainer: Any, kind: type) -> Any:
-        return self if trainer is None else attribute(trainer, self.name)
+        if trainer is None:
+            return self
+        return VIEWS[self.name](trainer) if self.name in VIEWS else getattr(trainer.args, self.name)
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise AttributeError(

@@ -1,6 +1,5 @@
 """Model cards, and upload of completions to a dataset on the hub, which is tried again at the next log if it fails."""
 
-import dataclasses
 import os
 import time
 import warnings
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback
 
 from covey.trainer.integrations.attributes import listed
-from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card
+from covey.trainer.integrations.model_card import hub_id, model_card
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -51,27 +50,10 @@ def create_model_card(
     known = self.hub_model_id or self.args.hub_model_id
     if known and model_name in (None, known.rpartition("/")[2]):  # transformers gives it without its owner
         model_name = str(known)
-    facts = CardFacts(
-        name=model_name or folder.name,
-        base=base,
-        method=self.args.method,
-        adapter=hasattr(self.policy, "peft_config"),
-        datasets=listed(dataset_name or dataset or dataset_tags) or trained_on,
-        rewards=self.rewards.names,
-        config=self.args.to_dict(),
-        defaults={
-            one.name: one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-            for one in dataclasses.fields(self.args)
-        },
-        history=self.state.log_history,
-        processes=self.args.world_size,
-        sees_images=self.collector.codec.vision is not None,
-        language=language,
-        license=license,
-        tags=listed(tags),
-    )
+    datasets = listed(dataset_name or dataset or dataset_tags) or trained_on
+    card = model_card(self, model_name or folder.name, base, datasets, listed(tags), language=language, license=license)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def init_hf_repo(self: "OnlineTrainer", token: str | None = None, private: bool | None = None) -> None:
@@ -112,7 +94,6 @@ class PushCompletions(TrainerCallback):
             self._pushed = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start an upload, unless one is running or was started less than `PUSH_EVERY` ago."""
         done = self._under_way is None or self._under_way.done()
         if done and time.monotonic() - self._last >= PUSH_EVERY:
             self._push(state.global_step)

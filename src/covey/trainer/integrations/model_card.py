@@ -1,9 +1,9 @@
 """Model card of a trained model, from the template `model_card.md`."""
 
+import dataclasses
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,69 +63,64 @@ PRIVATE_ENDS = ("_token", "_key", "_secret", "_folder", "_url", "_path", "_dir")
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "deepspeed", "vllm", "sglang")
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    name: str
-    base: str | None  # hub id of the model that was trained
-    method: str  # `grpo` or `rloo`
-    adapter: bool  # the model is a PEFT adapter
-    datasets: Sequence[str]  # hub ids
-    rewards: Sequence[str]  # names of the reward functions
-    config: Mapping[str, Any]  # every setting and its value
-    defaults: Mapping[str, Any]
-    history: list[dict[str, Any]]  # as in `trainer.state.log_history`
-    processes: int = 1
-    sees_images: bool = False
-    language: str | list[str] | None = None  # as the hub names it, like the license
-    license: str | None = None
-    tags: Sequence[str] = ()
-
-
-def model_card(facts: CardFacts) -> str:
+def model_card(
+    trainer: Any, name: str, base: str | None, datasets: Sequence[str], tags: Sequence[str] = (), **metadata: Any
+) -> str:
+    """The card of a trainer's policy; `base` and `datasets` are hub ids, `metadata` the language and the license."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    task = "image-text-to-text" if facts.sees_images else "text-generation"
-    metadata = ModelCardData(
-        base_model=facts.base,
-        library_name="peft" if facts.adapter else "transformers",
+    args, config = trainer.args, trainer.args.to_dict()
+    adapter, sees_images = hasattr(trainer.policy, "peft_config"), trainer.collector.codec.vision is not None
+    task = "image-text-to-text" if sees_images else "text-generation"
+    data = ModelCardData(
+        base_model=base,
+        library_name="peft" if adapter else "transformers",
         pipeline_tag=task,
-        model_name=facts.name,
-        language=facts.language,
-        license=facts.license,
-        datasets=list(facts.datasets) or None,
-        tags=[*facts.tags, "generated_from_trainer", "covey", facts.method, "reinforcement-learning"],
+        model_name=name,
+        datasets=list(datasets) or None,
+        tags=[*tags, "generated_from_trainer", "covey", args.method, "reinforcement-learning"],
+        **metadata,
     )
-    names = ("name", "base", "method", "adapter", "sees_images", "rewards", "processes")
-    settings = shown_settings(facts).items()
-    by_sequence = str(facts.config.get("importance_sampling_level", "")).startswith("sequence")
-    gspo = "gspo" if by_sequence and facts.method == "grpo" else None
-    cited = [facts.method, facts.config.get("loss_type"), gspo, facts.config.get("advantages")]
+    defaults = {
+        one.name: one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+        for one in dataclasses.fields(args)
+    }
+    by_sequence = str(config.get("importance_sampling_level", "")).startswith("sequence")
+    gspo = "gspo" if by_sequence and args.method == "grpo" else None
+    cited = [args.method, config.get("loss_type"), gspo, config.get("advantages")]
+    settings = shown_settings(config, defaults).items()
     keys = [key for key in dict.fromkeys(cited) if key in PAPERS]
     card = ModelCard.from_template(
-        metadata,
+        data,
         template_path=str(TEMPLATE),
+        name=name,
+        base=base,
+        method=args.method,
+        adapter=adapter,
+        sees_images=sees_images,
+        rewards=trainer.rewards.names,
+        processes=args.world_size,
         task=task,
-        data_sets=facts.datasets,
+        data_sets=datasets,
         papers=[dict(zip(("key", "title", "number"), (key, *PAPERS[key]), strict=True)) for key in keys],
-        settings={name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings},
-        results=_results(facts.history),
+        settings={key: str(value).replace("|", "\\|").replace("\n", " ") for key, value in settings},
+        results=_results(trainer.state.log_history),
         versions={"covey": __version__, "python": platform.python_version(), **versions(PACKAGES)},
-        **{name: getattr(facts, name) for name in names},
     )
     return f"{card}\n"
 
 
-def shown_settings(facts: CardFacts) -> dict[str, Any]:
+def shown_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The usual settings and those that differ from their defaults, without places and secrets."""
     changed = [
         name
-        for name, value in facts.config.items()
-        if name in facts.defaults and value != facts.defaults[name]
+        for name, value in config.items()
+        if name in defaults and value != defaults[name]
         if not (name in PRIVATE or name.startswith(PRIVATE_STARTS) or name.endswith(PRIVATE_ENDS))
     ]
-    keys = [key for key in dict.fromkeys([*SHOWN, *changed]) if facts.config.get(key) is not None]
+    keys = [key for key in dict.fromkeys([*SHOWN, *changed]) if config.get(key) is not None]
     names = ("loss_type", "advantages")  # or the path of a file and a name
-    return {key: os.path.basename(facts.config[key]) if key in names else facts.config[key] for key in keys}
+    return {key: os.path.basename(config[key]) if key in names else config[key] for key in keys}
 
 
 def _results(history: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun
 
+from covey.observability.metric_docs import evaluation_sets, prefix
 from covey.runtime.user_code import format_error
 from covey.trainer.distributed.collectives import CollectiveError
 
@@ -78,24 +79,21 @@ def hyperparameter_search(
     if self.args.process_index:
         return trials.follow()
     optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
-    several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
-    study = optuna.create_study(**several, **kwargs)
+    several = isinstance(direction, list)
+    wanted = {"directions": direction} if several else {"direction": direction or "maximize"}
+    study = optuna.create_study(**wanted, **kwargs)
     space = hp_space or (lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-7, 1e-5, log=True)})
-    best: Any
     try:
         study.optimize(lambda trial: trials.lead(trial, space(trial)), n_trials, **optimize)
-        if isinstance(direction, list):
-            best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
-        else:
-            best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
+        best_trials: list[Any] = study.best_trials if several else [study.best_trial]
+        best = [BestRun(str(one.number), one.values if several else one.value, one.params) for one in best_trials]
     except BaseException as error:
         with suppress(CollectiveError):  # the other processes may have ended already
             trials.tell("failed", format_error(error))
         raise
-    trials.tell("end", best)
-    if isinstance(best, list):
-        return [one._replace(run_summary=study) for one in best]
-    return best._replace(run_summary=study)
+    trials.tell("end", best if several else best[0])
+    best = [one._replace(run_summary=study) for one in best]
+    return best if several else best[0]
 
 
 def _check_searchable(trainer: "OnlineTrainer") -> None:
@@ -208,8 +206,6 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def mean_reward(metrics: dict[str, float]) -> float:
-    from covey.observability.metric_docs import evaluation_sets, prefix
-
     names = (f"{prefix(name)}reward" for name in evaluation_sets(metrics))
     rewards = [metrics[name] for name in names if name in metrics]
     if not rewards:
