@@ -30,9 +30,9 @@ def counted(trainer):
     """How many tokens each scoring pass without gradient has seen."""
     score, seen = trainer.behaviour.logprobs, []
 
-    def counting(model, batch, *rest):
+    def counting(model, batch, **settings):
         seen.append(batch.num_tokens)
-        return score(model, batch, *rest)
+        return score(model, batch, **settings)
 
     trainer.behaviour.logprobs = counting
     return seen

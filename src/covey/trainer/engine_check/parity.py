@@ -267,8 +267,8 @@ class EngineCheck:
         model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
         autocast = AUTOCAST.get(context.accelerator.mixed_precision)
         self._traits, self.rescore, self.temperature = traits, rescore, args.temperature
-        self._tolerance = tolerance(args.temperature, model.dtype, autocast, traits.dtype)
-        self._model_name, self._bos_token_id = type(model).__name__, collector.codec.tokenizer.bos_token_id
+        self.tolerance = tolerance(args.temperature, model.dtype, autocast, traits.dtype)
+        self._model_name, self.bos_token_id = type(model).__name__, collector.codec.tokenizer.bos_token_id
         self._gather = context.collectives.named("compare engine and trainer")
         self._action = "off" if args.replay_from else args.engine_parity  # a replay's engine is not there to be asked
         # False if the engine reports a distribution that sampling has cut: no score equals it.
@@ -346,10 +346,10 @@ class EngineCheck:
         scored = self.rescore(few, self.temperature) if usable or self._together else None
         if not usable or scored is None:
             return None
-        settings = self.rescore, self.temperature, self._tolerance, self._bos_token_id
+        settings = self.rescore, self.temperature, self.tolerance, self.bos_token_id
         comparison = Comparison(few, scored, *settings, self._agreed, alone=not self._together)
         broken = no_numbers(comparison)
-        if scored.isnan().any() or (comparison.gap <= self._tolerance and broken is None):
+        if scored.isnan().any() or (comparison.gap <= self.tolerance and broken is None):
             return ""  # NaN of the trainer's own are not the engine's fault
         if self._traits.shares_policy:
             otherwise = REWRITTEN if self._plays else OTHER_ATTENTION
@@ -364,7 +364,7 @@ class EngineCheck:
         differences = comparison.differences.abs()
         return (
             f"the engine's log-probs differ from the trainer's by {comparison.gap:.2g} nats on average (at most"
-            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self._tolerance:g}:"
+            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self.tolerance:g}:"
             f" {likely_cause(comparison)} {ADVICE}"
         )
 
