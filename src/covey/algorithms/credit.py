@@ -95,16 +95,11 @@ def assign_credit(
     return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
 
 
-def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int) -> Tensor:
-    """[N] bool, true for completions with any advantage other than 0, KL penalty aside."""
-    return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
-
-
 def signal_stats(
     algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, credit: Credit | None
 ) -> dict[str, Stat]:
     """`frac_advantage_zero`: the share of groups without a signal; `credit` is given if no KL penalty is part of it."""
-    signal_N = signal(algorithm, weights_F, scores, group_size) if credit is None else credit.has_signal()
+    signal_N = (credit or assign_credit(algorithm, weights_F, scores, group_size)).has_signal()
     return {"frac_advantage_zero": Mean.of((~signal_N.view(-1, group_size).any(1)).double().tolist())}
 
 

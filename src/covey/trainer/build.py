@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.credit import UnreadSettings, signal
+from covey.algorithms.credit import UnreadSettings
 from covey.config.base import OnlineConfig
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream, SignalFilter
+from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream
 from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
@@ -426,7 +426,9 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
         context.algebra,
         context.collectives.rank,
         stream,
-        SignalFilter(partial(signal, context.algorithm, weights), weights, args.mask_truncated_completions),
+        context.algorithm,
+        weights,
+        mask_truncated=args.mask_truncated_completions,
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
         gather=context.collectives.named("choose the groups to train on"),
