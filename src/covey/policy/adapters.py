@@ -87,8 +87,9 @@ def _check_kind(config: Any, name: str) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside DistributedDataParallel and torch.compile."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+    """The model inside DistributedDataParallel, DeepSpeed's engine and torch.compile."""
+    wrapper = nn.parallel.DistributedDataParallel
+    while hasattr(model, "_orig_mod") or isinstance(model, wrapper) or type(model).__name__ == "DeepSpeedEngine":
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
 

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +25,6 @@ from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
 from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden, score_in_head_call
 from covey.policy.lm_head.support import SampledSupport
 from covey.policy.moe import RouterLoads, captured_router_logits, check_router_logits, loads_of
-
-
-class Unwrap:
-    """Map from a wrapped model to the transformers or PEFT model inside, cached: accelerate searches all modules."""
-
-    def __init__(self, accelerator: Any):
-        self._accelerator = accelerator
-        self._found: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-
-    def __call__(self, model: Any) -> Any:
-        known = self._found.get(model)
-        inner = None if known is None else known()
-        if inner is None:
-            inner = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            self._found[model] = ref(inner)
-        return inner
 
 
 @dataclass(eq=False)

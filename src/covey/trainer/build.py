@@ -30,10 +30,11 @@ from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
+from covey.policy.adapters import unwrapped
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.replicas import Reference, starts_as_identity
-from covey.policy.scoring import TokenScorer, Unwrap
+from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
@@ -166,7 +167,7 @@ def build_scorer(args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, v
             " `processing_class=processor.tokenizer` to train on text alone."
         )
     return TokenScorer(
-        Unwrap(accelerator),
+        unwrapped,
         temperature=args.temperature,
         repetition_penalty=args.repetition_penalty if args.keep_sampling_mask else 1.0,
         layout=str(args.attn_layout) if vision is None else "padded",

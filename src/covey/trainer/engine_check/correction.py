@@ -11,6 +11,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.mismatch import mismatch_weights
+from covey.policy.adapters import unwrapped
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, Rescore, tolerance
@@ -61,8 +62,7 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
 def build_engine_check(
     context: RunContext, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore
 ) -> EngineCheck:
-    args = context.args
-    model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
+    args, model = context.args, unwrapped(context.loop.model)
     comparable = not (traits.reports_after_cut and reshapes(args, params))
     action = "off" if args.replay_from else args.engine_parity  # another run's engine is not there to be asked
     looks = comparable and action != "off" and not traits.shares_policy
