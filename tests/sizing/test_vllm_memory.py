@@ -32,14 +32,14 @@ def test_an_engine_that_stays_awake_gets_what_training_leaves(tmp_path):
     found = utilization(RUN, ENGINE, settings(tmp_path), 40 * GIB)
     assert found.occupied == 28 * GIB
     assert found.share == 0.22
-    assert "of which 9.0 GiB are free" in found.sentence()
+    assert "of which 9.0 GiB are free" in found.sentence
 
 
 def test_no_more_is_taken_than_there_is_use_for(tmp_path):
     found = utilization(RUN, ENGINE, settings(tmp_path), 80 * GIB)
     assert found.share == 0.13  # 10 / 80 = 0.125
-    assert "is 0.13 of 80.0 GiB" in found.sentence()
-    assert "all of it" in found.sentence()
+    assert "is 0.13 of 80.0 GiB" in found.sentence
+    assert "all of it" in found.sentence
 
 
 def test_a_sleeping_engine_shares_with_resident_memory(tmp_path):
@@ -50,7 +50,7 @@ def test_a_sleeping_engine_shares_with_resident_memory(tmp_path):
     parked = settings(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
     found = utilization(RUN, ENGINE, parked, 20 * GIB)
     assert (found.occupied, found.share) == (4 * GIB, 0.5)
-    assert "the optimizer being in host memory" in found.sentence()
+    assert "the optimizer being in host memory" in found.sentence
     both = settings(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True, offload_model=True)
     assert utilization(RUN, ENGINE, both, 20 * GIB).occupied == 0
 

@@ -58,8 +58,7 @@ class StepCosts:
     sampling_flops: int
     scoring_flops: int  # forward passes alone: old and reference log-probs
     training_flops: int  # forward and backward passes, recomputation included
-    passes: int  # forward and backward passes of a process
-    gathered: int  # weights, in its passes
+    gathered: int  # weights, in the passes of a process
     reduced: int  # gradients
     refreshed: int  # weights, after the optimizer's step
     sync_gathered: int  # weights, so that the first process can send them to servers
@@ -92,7 +91,6 @@ def step_costs(
         sampling_flops=int(forward * fresh),
         scoring_flops=int(scorings * forward * fresh),
         training_flops=(2 if adapter else 3) * forward + recomputed,
-        passes=passes,
         gathered=received.gathered(passes, int(passes * scorings * fresh)),
         reduced=received.reduced(passes),
         refreshed=received.of_others(whole_weights),

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, cache_bytes_per_token, readable
 
@@ -41,27 +41,12 @@ class EngineMemory:
         return self.weights + self.working + self.smallest_cache
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """vLLM's share of a GPU, and its derivation."""
+class Utilization(NamedTuple):
+    """vLLM's share of a GPU."""
 
     share: float  # of the GPU's memory, between 0 and 1, in hundredths: as wanted, or all that is free
-    gpu: int  # bytes of the GPU
     occupied: int  # bytes of everything else while vLLM holds its share
-    occupied_by: str  # description of everything else
-    engine: EngineMemory  # memory that vLLM wants
-
-    def sentence(self) -> str:
-        """Derivation of the share, for users."""
-        engine = self.engine
-        free = usable(self.gpu) - self.occupied
-        bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are free, so some must wait"
-        return (
-            f"vllm_gpu_memory_utilization=auto is {self.share:.2f} of {readable(self.gpu)}:"
-            f" {readable(self.occupied)} are taken by {self.occupied_by}; vLLM can use {readable(engine.wanted)}"
-            f" ({readable(engine.weights)} weights, {readable(engine.working)} to work with, {readable(engine.cache)}"
-            f" for the keys and values of all completions at once), {bound}."
-        )
+    sentence: str  # the share's derivation, for users
 
 
 def engine_memory(
@@ -107,7 +92,14 @@ def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: in
             f" and vLLM needs at least {readable(engine.least)}; {readable(int(missing))} are missing."
             f" {_advice(memory, args)}"
         )
-    return Utilization(share, gpu, occupied, occupied_by, engine)
+    bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are free, so some must wait"
+    sentence = (
+        f"vllm_gpu_memory_utilization=auto is {share:.2f} of {readable(gpu)}: {readable(occupied)} are taken by"
+        f" {occupied_by}; vLLM can use {readable(engine.wanted)} ({readable(engine.weights)} weights,"
+        f" {readable(engine.working)} to work with, {readable(engine.cache)} for the keys and values of all completions"
+        f" at once), {bound}."
+    )
+    return Utilization(share, occupied, sentence)
 
 
 def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
