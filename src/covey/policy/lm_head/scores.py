@@ -8,6 +8,7 @@ place inside its call (`score_in_head_call`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +92,9 @@ def score_hidden(
         compute = torch.promote_types(linear.weight.dtype, torch.float32)
     else:
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
-    curve = Curve.of(head.scale, head.soft_cap, temperature)
-    weight, bias = linear.weight, linear.bias
-    plan = plan_of(
-        hidden, weight, bias, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support
-    )
-    return TokenScores(*LinearHead.apply(hidden, weight, bias, targets, plan))
+    curve, given = Curve.of(head.scale, head.soft_cap, temperature), (hidden, linear.weight, linear.bias)
+    plan = plan_of(*given, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support)
+    return TokenScores(*LinearHead.apply(*given, targets, plan))
 
 
 def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
@@ -123,9 +121,7 @@ def _score_by_calls(
     chunk_size: int,
     support: SampledSupport | None,
 ) -> TokenScores:
-    size = chunk_size
-    if words := getattr(head.module, "out_features", None):
-        size = max(1, min(chunk_size, CHUNK_BYTES // (4 * words)))
+    size = max(1, min(chunk_size, CHUNK_BYTES // (4 * getattr(head.module, "out_features", 1))))
     if head.forward is not None:
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
@@ -135,16 +131,11 @@ def _score_by_calls(
         tile = None if support is None else support.tile(part, 0, logits.shape[1])
         return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile)
 
-    scores: list[tuple[Tensor, Tensor | None]] = []
-    for number, states in enumerate(hidden.split(size)):
-        part, cached = slice(number * size, (number + 1) * size), list[RowSums]()
-        if recompute:
-            scores.append(checkpoint(score, states, part, cached, use_reentrant=False))
-        else:
-            scores.append(score(states, part, cached))
-    logprobs = torch.cat([logprobs for logprobs, _ in scores])
-    entropies = [entropies for _, entropies in scores if entropies is not None]
-    return TokenScores(logprobs, torch.cat(entropies) if entropy else None)
+    run = partial(checkpoint, score, use_reentrant=False) if recompute else score
+    chunks = enumerate(hidden.split(size))
+    scores = [run(states, slice(number * size, (number + 1) * size), []) for number, states in chunks]
+    logprobs, entropies = zip(*scores, strict=True)
+    return TokenScores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
 
 
 class LogprobAndEntropy(torch.autograd.Function):
