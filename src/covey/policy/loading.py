@@ -3,7 +3,7 @@
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -332,22 +332,21 @@ def max_context(model: Any) -> int | None:
 
 def has_dropout(model: torch.nn.Module) -> bool:
     """True if any dropout probability is above 0, so that forward passes over the same tokens differ in training."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            return True
-        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
-            return True
-    return False
+    return any(True for _ in _dropouts(model))
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and the plain numbers in attention modules."""
+    for module, name in list(_dropouts(model)):
+        setattr(module, name, 0.0)
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Dropout probabilities above 0, by name: of dropout modules, and the plain numbers in attention modules."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+            named = "dropout" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
+            if named and isinstance(value, float) and value > 0:
+                yield module, name
 
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
