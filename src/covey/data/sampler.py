@@ -106,13 +106,13 @@ class TrainingSteps(PromptDataset):
         return MicroStep(generation, None if slots is None else super().__getitems__(slots))
 
 
+@dataclass(eq=False)
 class RowStream(IterableDataset):
     """Prompt samples of an iterable that can only be read forward, again and again; each process reads all of it."""
 
-    def __init__(self, rows: Any, algebra: BatchAlgebra, rank: int):
-        self.rows = rows
-        self.algebra = algebra
-        self.rank = rank
+    rows: Any
+    algebra: BatchAlgebra
+    rank: int
 
     def _chunks(self, size: int) -> Iterator[dict[int, Any]]:
         numbered = enumerate(self.rows)
@@ -154,13 +154,11 @@ class TrainingStream(RowStream):
 
 
 class _EpochLoader(DataLoader):
-    """A dataloader that passes the epoch to its sampler and dataset."""
+    """A dataloader that passes the epoch to its sampler; a stream counts its own."""
 
     def set_epoch(self, epoch: int) -> None:
-        part: Any
-        for part in (self.batch_sampler, self.dataset):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        if isinstance(self.batch_sampler, GenerationSampler):
+            self.batch_sampler.set_epoch(epoch)
 
 
 def train_loader(
