@@ -96,16 +96,16 @@ def unwrapped(model: Any) -> Any:
 
 def base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
-    return unwrapped(model.get_base_model()) if _is_peft(model) else model
+    return unwrapped(model.get_base_model()) if has_adapter(model) else model
 
 
 def has_adapter(model: Any) -> bool:
-    return _is_peft(unwrapped(model))
+    return hasattr(unwrapped(model), "get_base_model")
 
 
 def active_adapter(model: Any) -> str:
     """Name of the one active adapter; ValueError if there is none, or more than one."""
-    if not _is_peft(model):
+    if not has_adapter(model):
         raise ValueError(
             f"only an adapter can be sent by itself, and {type(model).__name__} has none. Send the whole model, or"
             " train an adapter with `peft_config`."
@@ -152,10 +152,6 @@ def why_not_alone(model: Any) -> str | None:
     if {part for name, part in parts.items() if "lora_" in name} - {"llm"}:
         return "it changes the image encoder, for which servers support none"
     return "it trains biases" if getattr(config, "bias", "none") != "none" else None
-
-
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def low_rank_matrices(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
