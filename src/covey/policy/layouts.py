@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from covey.core.batch import TrainBatch, expand, segment_starts
+from covey.core.batch import TrainBatch
 from covey.core.model import compute_dtype, decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION, TokenTree
 from covey.runtime.process_memory import is_out_of_memory
@@ -53,15 +53,13 @@ def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     groups = batch.groups.tolist()
     rows = [torch.cat([prompts[g], completion]) for g, completion in zip(groups, batch.completions(), strict=True)]
     input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
-    prompt_lengths = batch.prompt_lengths[batch.groups]
+    prompt_lengths = batch.prompt_lengths[batch.groups][:, None]
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
-    # The state one before each completion token.
-    first = torch.arange(len(rows), device=input_ids.device) * input_ids.shape[1] + prompt_lengths - 1
-    within = torch.arange(batch.num_tokens, device=first.device) - expand(segment_starts(batch.lengths), batch.lengths)
-    filled = column < (prompt_lengths + batch.lengths)[:, None]
+    filled = column < prompt_lengths + batch.lengths[:, None]
+    before = (column >= prompt_lengths - 1) & (column < prompt_lengths + batch.lengths[:, None] - 1)
     return ModelInputs(
         kwargs={"input_ids": input_ids, "attention_mask": filled.long(), "position_ids": column.expand(len(rows), -1)},
-        predictors=expand(first, batch.lengths) + within,
+        predictors=before.flatten().nonzero()[:, 0],
         sum_over_readers=lambda numbers: (filled * numbers[:, None]).flatten(),
     )
 
