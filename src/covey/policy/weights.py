@@ -361,11 +361,10 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
     embeddings = [policy.get_input_embeddings(), policy.get_output_embeddings()]
     of_embeddings = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
     marks = (policy.base_model.prefix, "modules_to_save", "trainable_tokens")
-    added = {name for name, _ in policy.named_parameters() if any(part.startswith(marks) for part in name.split("."))}
-    base = {id(parameter) for name, parameter in policy.named_parameters() if name not in added}
     state = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or id(parameter) not in base or id(parameter) in of_embeddings:
+        is_added = any(part.startswith(marks) for part in name.split("."))
+        if parameter.requires_grad or is_added or id(parameter) in of_embeddings:
             tensor = full_tensor(parameter)
             if writes:
                 state[name] = tensor.cpu()
