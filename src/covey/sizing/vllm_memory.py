@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, cache_bytes_per_token, readable
 
@@ -41,14 +41,6 @@ class EngineMemory:
         return self.weights + self.working + self.smallest_cache
 
 
-class Utilization(NamedTuple):
-    """vLLM's share of a GPU."""
-
-    share: float  # of the GPU's memory, between 0 and 1, in hundredths: as wanted, or all that is free
-    occupied: int  # bytes of everything else while vLLM holds its share
-    sentence: str  # the share's derivation, for users
-
-
 def engine_memory(
     memory: MemoryEstimate, config: Any, args: Any, prompt_tokens: int = ASSUMED_PROMPT_TOKENS
 ) -> EngineMemory:
@@ -74,8 +66,8 @@ def usable(gpu: int) -> int:
     return int(gpu * (1 - SPARE)) - CONTEXT
 
 
-def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: int) -> Utilization:
-    """vLLM's share of a GPU.
+def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: int) -> tuple[float, str]:
+    """vLLM's share of a GPU, in hundredths: as wanted, or all that is free; and its derivation, for users.
 
     Without sleep mode vLLM holds its share while the policy trains, in addition to training's peak. With it, the two
     alternate, and only weights, reference and optimizer are there while vLLM samples, less what is moved to host
@@ -99,7 +91,7 @@ def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: in
         f" {readable(engine.working)} to work with, {readable(engine.cache)} for the keys and values of all completions"
         f" at once), {bound}."
     )
-    return Utilization(share, occupied, sentence)
+    return share, sentence
 
 
 def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:

@@ -142,10 +142,10 @@ def _vllm_share(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory)
     if gpu is None:
         return "vLLM's share of the memory cannot be worked out without a GPU; give --gpu_memory <GiB>."
     try:
-        auto = utilization(memory, engine, run.args, gpu)
-        text = f"'auto' would be {auto.share:.2f}."
+        auto, sentence = utilization(memory, engine, run.args, gpu)
+        text = f"'auto' would be {auto:.2f}."
         if share == "auto":
-            return auto.sentence
+            return sentence
     except DoesNotFit as problem:
         text = "By this estimate no share is enough: see the message for 'auto'."
         if share == "auto":

@@ -124,7 +124,7 @@ def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> di
     if share == "auto":
         estimate, engine = plan(args, model)
         gpu = torch.cuda.get_device_properties(device).total_memory
-        share = vllm_memory.utilization(estimate, engine, args, gpu).share
+        share, _ = vllm_memory.utilization(estimate, engine, args, gpu)
     return {"gpu_memory_utilization": share}
 
 
