@@ -95,10 +95,10 @@ def starts_as_identity(peft_config: Any) -> bool:
 
 
 def frozen_sample(model: Any) -> Sample:
-    """About eight numbers of each frozen weight: they identify a reference, or the base of an adapter.
+    """About eight numbers of each frozen weight, the same however it is sharded; collective if it is.
 
-    Collective, if weights are sharded: they are gathered one at a time, and so the sample is the same however they are.
-    Other adapters, which may come and go, are left out, and weights that another library than bitsandbytes quantised.
+    They identify a reference, or the base of an adapter. Left out are other adapters, which may come and go, and
+    weights that another library than bitsandbytes quantised.
     """
     model = unwrapped(model)
     reshard(model)
@@ -109,11 +109,10 @@ def frozen_sample(model: Any) -> Sample:
     sample: Sample = {}
     for name, weight in model.named_parameters():
         name = checkpoint_name(name).replace(".base_layer.", ".")
+        is_plain = type(weight) is nn.Parameter or is_shard(weight)
         if layer := layers.get(id(weight)):
             sample[name] = (QUANTISED, _few(dequantized_state(layer)["weight"]))
-        elif (
-            not weight.requires_grad and id(weight) not in others and (type(weight) is nn.Parameter or is_shard(weight))
-        ):
+        elif is_plain and not weight.requires_grad and id(weight) not in others:
             sample[name] = (str(weight.dtype), _few(full_tensor(weight)))
     return sample
 

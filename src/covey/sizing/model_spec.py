@@ -87,7 +87,7 @@ def count_parameters(
 ) -> ModelSpec:
     """Exact counts of a language model with adapter, quantised weights and frozen parts ("vit", "aligner", "llm")."""
     model = meta_model(config)
-    quantised = dict(_quantised_layers(model, quantization)) if quantization is not None else {}
+    quantised = set(_quantised_layers(model, quantization)) if quantization is not None else set()
     if frozen:
         freeze_parts(model, frozen)
     base = model
@@ -99,13 +99,13 @@ def count_parameters(
             model = get_peft_model(model, exclude_parts(model, settings, frozen) if frozen else settings)
     vision = _vision_encoder(model, base) if sees_images(config) else VisionEncoderSpec()
     encoder = set(base.get_encoder(modality="image").modules()) if sees_images(config) else set()
-    linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in quantised and m not in encoder]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in quantised | encoder]
     text = config.get_text_config()
     head = {id(p) for p in base.get_output_embeddings().parameters()}
     vocabulary = (text.vocab_size, text.hidden_size)
     embeddings = [id(p) in head for p in model.parameters() if tuple(p.shape) == vocabulary and p.requires_grad]
-    numbers = [layer.weight.numel() for layer in quantised.values()]
-    sizes = [_quantised_bytes(layer, quantization) for layer in quantised.values()]
+    numbers = [layer.weight.numel() for layer in quantised]
+    sizes = [_quantised_bytes(layer, quantization) for layer in quantised]
     return ModelSpec(
         model.num_parameters(),
         model.num_parameters(only_trainable=True),
@@ -136,8 +136,8 @@ def _packed(layers: list[nn.Linear]) -> int:
     return sum((-(-layer.out_features // step) * step + more) * layer.in_features for layer in layers)
 
 
-def _quantised_layers(model: Any, quantization: Any) -> Iterator[tuple[int, nn.Linear]]:
-    """Linear layers that transformers would quantise, by identity: all but the head, tied ones and skipped ones."""
+def _quantised_layers(model: Any, quantization: Any) -> Iterator[nn.Linear]:
+    """Linear layers that transformers would quantise: all but the head, tied ones and skipped ones."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -146,7 +146,7 @@ def _quantised_layers(model: Any, quantization: Any) -> Iterator[tuple[int, nn.L
     )
     for name, module in model.named_modules():
         if type(module) is nn.Linear and should_convert_module(name, skipped):
-            yield id(module), module
+            yield module
 
 
 def _quantised_bytes(layer: nn.Linear, quantization: Any) -> int:

@@ -42,12 +42,9 @@ def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
 
         2 * body * (P + sum_i (L_i - 1)) + 2 * head * (1 + sum_i (L_i - 1)) + 4 * layers * width * A
     """
-    pairs = prompt * (prompt + 1) // 2
-    for length in lengths:
-        fed = length - 1
-        pairs += fed * prompt + fed * (fed + 1) // 2
-    heads = 1 + sum(length - 1 for length in lengths)
-    return 2 * size.body * positions(prompt, lengths) + 2 * size.head * heads + 4 * size.layers * size.width * pairs
+    pairs = prompt * (prompt + 1) // 2 + sum((length - 1) * (2 * prompt + length) // 2 for length in lengths)
+    body, heads = positions(prompt, lengths), positions(1, lengths)
+    return 2 * size.body * body + 2 * size.head * heads + 4 * size.layers * size.width * pairs
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def step_costs(
     group = [length] * algebra.num_generations
     groups = algebra.completions_per_update / algebra.num_generations
     forward = int(groups * forward_flops(size, prompt_tokens, group))
-    in_layers = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
+    in_layers = forward - int(groups * 2 * size.head * positions(1, group))
     recomputed = in_layers * (memory.layers - memory.kept_layers) // memory.layers
     scorings = bool(args.beta) + (not algebra.on_policy or args.penalises_reward)
     received = received_by(spread, memory, unit_parameters(config))
@@ -190,7 +187,7 @@ def step_times(
     Without a server's `sampling_gpus` each training process samples its part.
     """
     n = spread.processes
-    rate = machine.network if n > gpus_of_node else machine.link  # beyond one node
+    rate = machine.network if n > gpus_of_node else machine.link
     gpus = sampling_gpus or 1  # the trainer's own engine holds the model on each GPU
     rows_in_all = costs.sampled_tokens / max(memory.completion_tokens, 1) / (1 if sampling_gpus else n)
     weights = memory.parameters * memory.computed_bytes
@@ -203,10 +200,9 @@ def step_times(
         (weights + rows * mean) / (gpus * machine.memory_rate * machine.decoding),
         rows * 2 * (size.body + size.head) / (gpus * machine.flops * machine.training),
     )
-    computed = (costs.training_flops + costs.scoring_flops) / n / (machine.flops * machine.training)
     return StepTimes(
         sampling=rounds * memory.completion_tokens * token,
-        training=computed,
+        training=(costs.training_flops + costs.scoring_flops) / n / (machine.flops * machine.training),
         moving=(costs.gathered + costs.reduced) / rate,
         refreshing=costs.refreshed / rate,
         sync=costs.sync_gathered / rate + costs.sync_sent / machine.network,
