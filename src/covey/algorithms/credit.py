@@ -1,12 +1,10 @@
 """Credit assignment: from rewards of outcomes and steps to the advantage of every token.
 
-`Scores` are exchanged between processes; `assign_credit` passes the rewards of outcomes and those of steps to the
-algorithm, and combines the results. A reward function that rewards the steps of any completion of a rollout batch, on
-any process, is a process function: a number that it returns for another completion is one step that ends with that
-completion's last token. The formulas are in `covey.core.credit` and `covey.core.advantages`.
+A reward function that rewards the steps of any completion of a rollout batch, on any process, is a process function: a
+number that it returns for another completion is one step that ends with that completion's last token. The formulas are
+in `covey.core.credit` and `covey.core.advantages`.
 
-Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, F' process functions, S
-steps, K ends of steps.
+Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, S steps.
 """
 
 import statistics
@@ -124,10 +122,7 @@ class UnreadSettings:
 
 
 def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tensor | None) -> Tensor:
-    """[N, F] rewards of outcomes; 0 in groups in which only steps are rewarded, if a KL penalty is part of the reward.
-
-    A completion without an outcome has advantage 0, but there the outcome is the penalty alone, which must act.
-    """
+    """[N, F] rewards of outcomes, 0 in groups of steps alone where the penalty is the outcome: NaN would cancel it."""
     outcomes = scores.outcomes()
     if kl is not None and not kl.isfinite().all():  # a reward of NaN would count as none
         raise FloatingPointError(

@@ -1,7 +1,6 @@
 """Prompts of each generation, and the share of them that each process samples.
 
 The first micro-batch of a generation carries its prompt samples; later ones find completions in the rollout buffer.
-Every process sees the same permutation and takes its own slice.
 """
 
 import warnings

@@ -78,10 +78,7 @@ def is_quantized_layer(module: Any) -> bool:
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Preserve gradients through 4-bit layers on a CPU after the model has been used for inference.
-
-    With AVX512-BF16 bitsandbytes rearranges a weight at its first use for inference, and its product has no gradient.
-    """
+    """Keep bitsandbytes from rearranging 4-bit weights for inference on a CPU, after which products have no gradient."""
     layer: Any
     for layer in model.modules():
         if type(layer._parameters.get("weight")).__name__ == "Params4bit":

@@ -145,7 +145,7 @@ class FullCopy:
     """Full copy of a sharded policy: a model without hooks, so that each process can run it any number of times.
 
     `model` is the policy before sharding, of which the modules are copied; `policy` gives the sharded one. Wider
-    matrices are cast to `dtype` (None: no casts). Its weights are there within `weights()`, which every process enters.
+    matrices are cast to `dtype` (None: no casts).
     """
 
     def __init__(self, model: Any, policy: Callable[[], Any], dtype: torch.dtype | None = None):

@@ -1,9 +1,8 @@
 """Memory of a run by part: an estimate from the model's config and the training arguments.
 
-Weights, gradients and optimizer state are counted exactly (`covey.sizing.model_spec`). Activations, caches and logits
-are formulas for Llama-like decoders with fused attention and for encoders of images, for completions of full length;
-`benchmarks/memory.py` compares them with measurements. Excluded: Python, CUDA and libraries without a model,
-fragmentation, reward models.
+Weights, gradients and optimizer state are counted exactly. Activations, caches and logits are formulas for Llama-like
+decoders with fused attention and for encoders of images, for completions of full length; `benchmarks/memory.py`
+compares them with measurements. Excluded: Python, CUDA and libraries without a model, fragmentation, reward models.
 """
 
 import copy

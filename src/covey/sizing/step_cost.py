@@ -43,7 +43,7 @@ def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
         2 * body * (P + sum_i (L_i - 1)) + 2 * head * (1 + sum_i (L_i - 1)) + 4 * layers * width * A
     """
     pairs = prompt * (prompt + 1) // 2 + sum((length - 1) * (2 * prompt + length) // 2 for length in lengths)
-    body, heads = positions(prompt, lengths), positions(1, lengths)
+    body, heads = positions(prompt, lengths), positions(1, lengths)  # of a prompt the last alone has logits
     return 2 * size.body * body + 2 * size.head * heads + 4 * size.layers * size.width * pairs
 
 
@@ -68,9 +68,7 @@ def step_costs(
     """Costs of one optimizer step.
 
     A training pass multiplies three times what a forward pass does (forward, gradients of inputs, of weights), or twice
-    with frozen weights under an adapter; of layers that recompute the forward once more. Sharded weights are
-    received once for the forward pass and once for the backward, except those that stay in memory; gradients are
-    received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
+    with frozen weights under an adapter; of layers that recompute the forward once more.
     """
     text, algebra = config.get_text_config(), args.algebra(spread.processes)
     size, length = ModelSize.of(text), memory.completion_tokens
@@ -98,7 +96,11 @@ def step_costs(
 
 @dataclass(frozen=True)
 class Received:
-    """Bytes that a process receives in the phases of a step."""
+    """Bytes that a process receives in the phases of a step.
+
+    Sharded weights are received once for a forward pass and once for its backward, except those that stay in memory;
+    gradients a shard from each other process in every pass, or all sums twice a step (all-reduce).
+    """
 
     spread: ShardCounts
     whole: int  # all weights in the type of products
@@ -110,12 +112,11 @@ class Received:
         return size * (self.spread.processes - 1) // self.spread.processes
 
     def gathered(self, passes: int, forwards: int = 0) -> int:
-        """Weights received in forward and backward passes, and in forward passes alone."""
+        """Weights, in passes of both kinds and in forward passes alone."""
         each = self.of_others(self.whole)
         return (self.spread.weights > 1) * (passes * (2 * each - self.of_others(self.stays)) + forwards * each)
 
     def reduced(self, passes: int) -> int:
-        """Gradients received: a shard from each other process in every pass, or all sums twice a step (all-reduce)."""
         return (passes if self.spread.gradients > 1 else 2) * self.of_others(self.gradients)
 
 

@@ -1,9 +1,8 @@
 """Log-probabilities and entropies of chosen tokens, computed from hidden states.
 
-The logits of all positions are never in memory together, backward included, and sums are in float32 at least. A plain
-linear head is computed by tiles (linear.py); any other (LoRA on it, quantised weights, hooks) is called, and called
-again in the backward pass, a chunk at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes
-place inside its call (`score_in_head_call`).
+The logits of all positions are never in memory together, backward included. A plain linear head is computed by tiles
+(linear.py); any other (LoRA on it, quantised weights, hooks) is called, and called again in the backward pass, a chunk
+at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside that call.
 """
 
 from collections.abc import Callable
