@@ -78,7 +78,7 @@ def is_quantized_layer(module: Any) -> bool:
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Keep bitsandbytes from rearranging 4-bit weights for inference on a CPU, after which products have no gradient."""
+    """Keep bitsandbytes from rearranging 4-bit weights for inference on a CPU, whose products have no gradient."""
     layer: Any
     for layer in model.modules():
         if type(layer._parameters.get("weight")).__name__ == "Params4bit":
