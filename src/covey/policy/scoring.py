@@ -23,7 +23,7 @@ from covey.policy.image_dedup import deduplicated_images
 from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
 from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden, score_in_head_call
 from covey.policy.lm_head.support import SampledSupport
-from covey.policy.moe import RouterLoads, captured_router_logits, check_router_logits, loads_of
+from covey.policy.moe import RouterLoads, loads_of, router_logits
 
 
 @dataclass(eq=False)
@@ -122,11 +122,10 @@ class TokenScorer:
             chunk_size=self.chunk_size,
             support=None if whole else SampledSupport.of(batch, scored, self.repetition_penalty),
         )
-        router: AbstractContextManager[list[Tensor]]
-        router = nullcontext([]) if top_k is None else captured_router_logits(inner)
+        asked = {} if top_k is None else {"output_router_logits": True}
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
-        with router as router_logits, shown as images, dedup:
+        with decoder_outputs(inner, **asked) as outputs, shown as images, dedup:
             kwargs |= images
             if self.inside_head_call:
 
@@ -137,14 +136,12 @@ class TokenScorer:
 
                 scores = score_in_head_call(model, head.module, score_all, **kwargs)
             else:
-                with capture_decoder_output(inner) as captured:
-                    # The whole model is called, so that wrappers see their forward pass; its head gets one position.
-                    model(**kwargs, use_cache=False, logits_to_keep=1)
-                scores = score(captured[0].flatten(0, 1)[predictors], head=head)
+                # The whole model is called, so that wrappers see their forward pass; its head gets one position.
+                model(**kwargs, use_cache=False, logits_to_keep=1)
+                scores = score(outputs[0][0].flatten(0, 1)[predictors], head=head)
         loads = None
         if top_k is not None:
-            check_router_logits(inner, router_logits)
-            loads = loads_of(router_logits, inputs.sum_over_readers(counted.float()), top_k)
+            loads = loads_of(router_logits(inner, outputs[0]), inputs.sum_over_readers(counted.float()), top_k)
         return scores if len(learned) == rollouts.num_tokens else scores.scattered(learned, rollouts.num_tokens), loads
 
     @torch.no_grad()
@@ -193,9 +190,9 @@ def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_c
         score_in_head_call(model, head.module, score_last, **inputs)
         theirs = model(**inputs, use_cache=False).logits[:, -1].float()
     else:
-        with capture_decoder_output(model) as captured:
+        with decoder_outputs(model) as outputs:
             theirs = model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-        ours.append(head(captured[0][:, -1]).float())
+        ours.append(head(outputs[0][0][:, -1]).float())
     difference = (ours[0] - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
         raise ValueError(
@@ -205,15 +202,17 @@ def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_c
 
 
 @contextmanager
-def capture_decoder_output(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the decoder's last hidden state [rows, width, H] of the forward passes within."""
-    captured: list[Tensor] = []
+def decoder_outputs(model: Any, **asked: Any) -> Iterator[list[Any]]:
+    """Outputs of the decoder, which is `asked` for more, in the forward passes within; [0] are the last hidden states.
 
-    def keep(module: Any, args: Any, output: Any) -> None:
-        captured.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
-
-    with decoder_of(model).register_forward_hook(keep):
-        yield captured
+    The whole model would compute a balancing loss of its own, of padded rows, if it were asked for router logits.
+    """
+    decoder, outputs = decoder_of(model), list[Any]()
+    ask: AbstractContextManager[Any] = nullcontext()
+    if asked:
+        ask = decoder.register_forward_pre_hook(lambda _, args, given: (args, given | asked), with_kwargs=True)
+    with ask, decoder.register_forward_hook(lambda _, args, output: outputs.append(output)):
+        yield outputs
 
 
 # ---- fused layers ----------------------------------------------------------------------------------------------------
