@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,6 @@ class ModelInputs:
 Layout = Callable[[TrainBatch, int], ModelInputs]  # (batch, pad token id) -> model inputs
 
 Span = tuple[int, int]  # (start, stop) of the batch's tokens, `prompt_ids` then `token_ids`
-
-
-class Segment(NamedTuple):
-    """Adjacent tokens of a row."""
-
-    spans: tuple[Span, ...]  # ranges of the batch's tokens
-    parent: int  # index of the segment that it continues, or -1
 
 
 def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
@@ -92,18 +85,20 @@ LAYOUTS: dict[str, Layout] = {"shared_prefix": shared_prefix, "packed": packed, 
 
 
 class _Forest:
-    """Segments in depth-first order, and each rollout's path through them."""
+    """Segments, each of adjacent tokens of a row, in depth-first order, and each rollout's path through them."""
 
     def __init__(self, batch: TrainBatch):
         self.prompts = _spans(batch.prompt_lengths, 0)
         self.completions = _spans(batch.lengths, len(batch.prompt_ids))
         self.tokens: list[list[int]] = list(map(Tensor.tolist, batch.completions()))
-        self.segments: list[Segment] = []
+        self.segments: list[tuple[Span, ...]] = []
+        self.parents: list[int] = []  # the segment that each continues, or -1
         self.paths: list[list[int]] = [[] for _ in self.tokens]
 
     def add(self, spans: tuple[Span, ...], parent: int, rollouts: list[int]) -> int:
         index = len(self.segments)
-        self.segments.append(Segment(spans, parent))
+        self.segments.append(spans)
+        self.parents.append(parent)
         for rollout in rollouts:
             self.paths[rollout].append(index)
         return index
@@ -144,9 +139,9 @@ def _spans(lengths: Tensor, first: int) -> list[Span]:
 def _one_row(batch: TrainBatch, forest: _Forest) -> ModelInputs:
     """Lay the segments in one row, depth first."""
     device = batch.token_ids.device
-    lengths = [sum(stop - start for start, stop in segment.spans) for segment in forest.segments]
-    tree = TokenTree(lengths, [segment.parent for segment in forest.segments])
-    order = torch.cat([torch.arange(*span) for segment in forest.segments for span in segment.spans]).to(device)
+    lengths = [sum(stop - start for start, stop in spans) for spans in forest.segments]
+    tree = TokenTree(lengths, forest.parents)
+    order = torch.cat([torch.arange(*span) for spans in forest.segments for span in spans]).to(device)
     predictors = []  # of each completion token, the position of the one before it on the rollout's path
     prompts = batch.prompt_lengths[batch.groups].tolist()
     for prompt, length, path in zip(prompts, batch.lengths.tolist(), forest.paths, strict=True):
