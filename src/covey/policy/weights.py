@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,6 +284,7 @@ def _check_still_tied(base: Any) -> None:
 
 def _added_to(module: Any) -> set[int]:
     """Storage addresses of the parameters that active adapters add to or substitute in a module."""
+    added: list[Any] = []
     if hasattr(module, "modules_to_save"):
         used = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
         added = [parameter for module in used for parameter in module.parameters()]
@@ -290,8 +292,6 @@ def _added_to(module: Any) -> set[int]:
         theirs: list[Any] = [getattr(tuner, name) for name in tuner.adapter_layer_names]
         parts = [part[name] for part in theirs for name in tuner.active_adapters if name in part]
         added = [p for part in parts for p in ([part] if isinstance(part, Tensor) else part.parameters())]
-    else:
-        added = []
     local = (getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)) for p in added)
     return {tensor.untyped_storage().data_ptr() for tensor in local}
 
@@ -316,11 +316,8 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
     update = weight_update(policy, 0)
     files, tensors = plan_files(update.specs, file_bytes), update.tensors()
     for file, specs in files.items():
-        state = {}
-        for _ in specs:
-            name, tensor = next(tensors)  # in the order of their specs
-            if writes:
-                state[name] = tensor.cpu().contiguous()
+        ours = islice(tensors, len(specs))  # they come in the order of their specs
+        state = {name: tensor.cpu().contiguous() for name, tensor in ours if writes}
         if writes:
             save_file(state, folder / file, metadata={"format": "pt"})
     if not writes:

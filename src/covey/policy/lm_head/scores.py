@@ -56,8 +56,7 @@ class Head:
 def head_of(model: Any, *, float32: bool = False) -> Head:
     """Head of an unwrapped causal language model, with its scaling and soft-capping."""
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return Head(model.get_output_embeddings(), scale, cap, float32)
 
