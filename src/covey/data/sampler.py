@@ -123,8 +123,6 @@ class RowStream(IterableDataset):
 
 
 class EvaluationStream(RowStream):
-    """Evaluation batches, once through the rows."""
-
     def __iter__(self) -> Iterator[list[PromptSample]]:
         for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
             yield self._share(chunk, self.algebra.eval_group)

@@ -15,8 +15,6 @@ from covey.sizing.model_spec import DecoderWidths, unit_parameters
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a decoder's matrix products."""
-
     body: int  # weights of the matrices in the layers; of a mixture, those of the experts that a token goes through
     head: int  # weights of the output head (vocabulary x hidden size), tied or not
     layers: int  # decoder layers

@@ -44,7 +44,6 @@ class EngineMemory:
 def engine_memory(
     memory: MemoryEstimate, config: Any, args: Any, prompt_tokens: int = ASSUMED_PROMPT_TOKENS
 ) -> EngineMemory:
-    """Memory of vLLM in one process of a run with this estimate."""
     text, number = config.get_text_config(), memory.computed_bytes
     context = args.vllm_max_model_length or text.max_position_embeddings
     tokens = min(args.max_completion_length or context, max(context - prompt_tokens, 1))  # of the longest completion
@@ -98,11 +97,11 @@ def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
     """Bytes of everything but vLLM while it holds its share, and their description."""
     if not args.vllm_enable_sleep_mode:
         return memory.training, "training, during which vLLM stays awake"
-    moved = {"policy": ("model", memory.weights), "optimizer": ("optimizer", memory.optimizer)}
-    moved = {name: (option, size) for name, (option, size) in moved.items() if getattr(args, f"offload_{option}")}
+    moved = {"policy": memory.weights} if args.offload_model else {}
+    moved |= {"optimizer": memory.optimizer} if args.offload_optimizer else {}
     rest = "weights, reference and optimizer, which stay while vLLM is awake"
     rest += f", the {' and '.join(moved)} being in host memory" if moved else ""
-    return memory.resident - sum(size for _, size in moved.values()), rest
+    return memory.resident - sum(moved.values()), rest
 
 
 def _advice(memory: MemoryEstimate, args: Any) -> str:
