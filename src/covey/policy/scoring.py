@@ -153,7 +153,7 @@ class TokenScorer:
             return self._score(inner, batch, layout, entropy=False)[0].logprobs
 
         with inference_mode_of(inner):
-            _check_head(inner, few, self.float32_head, self.inside_head_call)
+            _check_head(inner, few, self.inside_head_call)
             return choose_layout(self.layout, inner, score, device)
 
 
@@ -178,9 +178,9 @@ def first_and_last(batch: TrainBatch) -> Tensor:
     return torch.cat([filled[:2], filled[2:][-2:]])
 
 
-def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_call: bool) -> None:
+def _check_head(model: Any, inputs: dict[str, Any], inside_head_call: bool) -> None:
     """Raise a ValueError unless `Head` gives the model's own logits."""
-    head, ours = head_of(model, float32=float32), []
+    head, ours = head_of(model), []
     if inside_head_call:
 
         def score_last(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:

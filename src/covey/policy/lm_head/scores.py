@@ -41,13 +41,12 @@ class Head:
     module: Callable[[Tensor], Tensor]  # the model's output embedding
     scale: float = 1.0  # multiplies the module's output
     soft_cap: float | None = None  # then z -> cap * tanh(z / cap), if any
-    float32: bool = False  # multiply in float32 whatever the weights' dtype
+    float32: bool = False  # scores are computed with products in float32 whatever the weights' dtype
     # the module's forward without its hooks, for code that runs inside its call
     forward: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        call = self.forward or self.module
-        logits = _float32_linear(self.module, hidden) if self.float32 else call(hidden)
+        logits = (self.forward or self.module)(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         return torch.tanh(logits / self.soft_cap) * self.soft_cap if self.soft_cap else logits
@@ -75,14 +74,15 @@ def score_hidden(
 
     Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
     wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
-    2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for a shard of a head.
+    2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for such a head that is not
+    plainly linear.
     """
-    if hasattr(getattr(head.module, "weight", None), "full_tensor"):
+    linear = plain_linear(head.module, called=head.forward is not None or head.float32)
+    if linear is None and head.float32:
         raise ValueError(
-            "The LM head's weight is sharded when tokens are scored: FSDP2 released it after the model's forward pass."
-            " Score within that pass: TokenScorer(..., inside_head_call=True)."
+            f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head.module).__name__} (an"
+            " adapter or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
         )
-    linear = plain_linear(head.module, called=head.forward is not None)
     if linear is None:
         return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support)
     device = hidden.device.type
@@ -97,17 +97,13 @@ def score_hidden(
 
 def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
     """The module, if calling it (or, if `called`, its forward) is hidden @ weight.T + bias alone; else None."""
-    if not _is_linear(module) or type(module.weight.data) is not Tensor:  # quantised tensors multiply differently
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward  # or FSDP2's class of it
+    if not is_linear or type(module.weight.data) is not Tensor:  # quantised tensors multiply differently
         return None
     if called:
         return module
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return None if hooked or "forward" in vars(module) else module
-
-
-def _is_linear(module: Any) -> bool:
-    """True for `nn.Linear` and for the classes that FSDP2 derives from it."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _score_by_calls(
@@ -177,17 +173,6 @@ def _scaled(logits: Tensor, curve: Curve) -> Tensor:
 
 def _tiles_for(x: Tensor) -> TorchTiles:
     return TorchTiles(Curve(), minus_inf=True, size=x.numel(), wide=x.dtype, device=x.device)
-
-
-def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
-    if not _is_linear(head):
-        raise ValueError(
-            f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head).__name__} (an adapter"
-            " or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
-        )
-    with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 ScoreFunction = Callable[[Tensor, Callable[[Tensor], Tensor]], TokenScores]
