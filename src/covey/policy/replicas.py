@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from covey.policy.adapters import unwrapped
 from covey.policy.quantization import dequantized_state, is_quantized_layer
@@ -159,7 +160,6 @@ class FullCopy:
         shared = {id(layer.quant_state): layer.quant_state for layer in quantized.values()}
         self.model: Any = copy.deepcopy(model, {**empty, **shared}).eval()
         """The copy; it has weights within `weights()` only."""
-        self._owners = _owners(self.model)
         self._packed = {f"{name}.weight" for name in quantized}
 
     @contextmanager
@@ -167,39 +167,12 @@ class FullCopy:
         """Give the copy the policy's present weights within the context. Collective."""
         policy = self._policy()
         reshard(policy)
-        try:
-            with torch.no_grad():
-                self._gather(policy)
+        present: dict[str, Tensor] = {checkpoint_name(name): buffer for name, buffer in policy.named_buffers()}
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                name = checkpoint_name(name)
+                dtype = None if name in self._packed else self._dtype  # 4-bit weights are bytes, whatever their dtype
+                tensor = full_tensor(parameter, dtype).as_subclass(Tensor)
+                present[name] = nn.Parameter(tensor.to(sent_dtype(tensor, dtype)), requires_grad=False)
+        with _reparametrize_module(self.model, present, tie_weights=True, strict=True):
             yield
-        finally:
-            for owners in self._owners.values():
-                for module, name, empty in owners:
-                    module._parameters[name] = empty
-
-    def _gather(self, policy: Any) -> None:
-        missing = set(self._owners)
-        for name, parameter in policy.named_parameters():
-            name = checkpoint_name(name)
-            dtype = None if name in self._packed else self._dtype  # 4-bit weights are bytes, whatever their dtype
-            tensor = full_tensor(parameter, dtype).as_subclass(Tensor)
-            copied = nn.Parameter(tensor.to(sent_dtype(tensor, dtype)), requires_grad=False)
-            for module, key, _ in self._owners[name]:
-                module._parameters[key] = copied
-            missing.discard(name)
-        assert not missing, f"the policy has no {sorted(missing)[:3]}"
-        modules = dict(self.model.named_modules())
-        for name, module in policy.named_modules():
-            twin = modules.get(checkpoint_name(f"{name}.").rstrip("."))
-            if twin is not None:
-                twin._buffers.update(module._buffers)
-
-
-def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
-    """All modules that share a parameter, by its first name in `named_parameters`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[names[id(parameter)]].append((module, key, parameter))
-    return owners
