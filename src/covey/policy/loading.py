@@ -11,13 +11,7 @@ import torch
 
 from covey.core.model import placeholder_ids, sdpa_suits
 from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
-from covey.policy.quantization import (
-    check_installed,
-    keep_gradients,
-    quantization_config_of,
-    quantization_method,
-    warn_about_unquantized,
-)
+from covey.policy.quantization import check_installed, keep_gradients, quantization_method, warn_about_unquantized
 from covey.policy.sharded_tensors import full_shape
 from covey.runtime.safe_text import without_secrets
 
@@ -47,7 +41,12 @@ def load_policy(
     """
     init_kwargs = init_kwargs or {}
     if isinstance(model, (str, os.PathLike)):
-        quantization_config = quantization_config_of(quantization_config, init_kwargs)
+        if quantization_config is not None and init_kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep"
+                " one."
+            )
+        quantization_config = quantization_config or init_kwargs.get("quantization_config")
         if quantization_config is not None and peft_config is None:
             raise ValueError(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"

@@ -25,16 +25,6 @@ def quantization_method(model: Any) -> str | None:
     return "bitsandbytes" if name.startswith("bitsandbytes") else name
 
 
-def quantization_config_of(given: Any, init_kwargs: dict[str, Any]) -> Any:
-    """Quantization config given as an argument or among those of `from_pretrained`; ValueError if in both places."""
-    inside = init_kwargs.get("quantization_config")
-    if given is not None and inside is not None:
-        raise ValueError(
-            "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep one."
-        )
-    return inside if given is None else given
-
-
 def check_installed(quantization: Any) -> None:
     wanted = any(_setting(quantization, name) for name in ("load_in_4bit", "load_in_8bit"))
     if wanted and importlib.util.find_spec("bitsandbytes") is None:
