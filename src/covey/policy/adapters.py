@@ -68,16 +68,13 @@ def _check_kind(config: Any, name: str) -> None:
             f"{name} has task_type={str(config.task_type)!r}, but the policy is a causal language model:"
             " use task_type='CAUSAL_LM' or leave it out."
         )
+    unfit = None
     if config.is_prompt_learning:
-        raise ValueError(
-            f"{name} is a {type(config).__name__}, which puts virtual tokens before the prompt; sampling"
-            " and scoring support adapters inside the layers. Use LoRA or one of its relatives."
-        )
-    if kind in NEED_INPUTS:
-        raise ValueError(
-            f"{name} is a {type(config).__name__}, which needs more than tokens in a forward pass; sampling and"
-            " scoring give it none. Use LoRA or one of its relatives."
-        )
+        unfit = "puts virtual tokens before the prompt; sampling and scoring support adapters inside the layers"
+    elif kind in NEED_INPUTS:
+        unfit = "needs more than tokens in a forward pass; sampling and scoring give it none"
+    if unfit is not None:
+        raise ValueError(f"{name} is a {type(config).__name__}, which {unfit}. Use LoRA or one of its relatives.")
     if kind == "ADALORA":
         warnings.warn(
             f"{name} is an AdaLoraConfig: nothing here calls its `update_and_allocate`, so every layer keeps its first"
@@ -96,7 +93,7 @@ def unwrapped(model: Any) -> Any:
 
 def base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
-    return unwrapped(model.get_base_model()) if has_adapter(model) else model
+    return unwrapped(without_adapter(unwrapped(model)))
 
 
 def has_adapter(model: Any) -> bool:

@@ -209,15 +209,11 @@ def _check_generates(model: Any) -> None:
 def _check_trains(model: Any) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        adapter = hasattr(model, "peft_config")
-        advice = (
-            "load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
-            if adapter
-            else "call model.requires_grad_(True), or pass a `peft_config` to train an adapter"
-        )
-        raise ValueError(
-            f"every weight of the {'adapter' if adapter else 'model'} is frozen, so nothing would be trained: {advice}."
-        )
+        part, advice = "model", "call model.requires_grad_(True), or pass a `peft_config` to train an adapter"
+        if hasattr(model, "peft_config"):
+            part = "adapter"
+            advice = "load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+        raise ValueError(f"every weight of the {part} is frozen, so nothing would be trained: {advice}.")
     if quantization_method(model) is not None and not hasattr(model, "peft_config"):
         raise ValueError(
             f"the weights of this {type(model).__name__} are quantised and cannot be trained. Pass a `peft_config` to"
@@ -319,8 +315,7 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> None:
 def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a completion: those of the generation config and of the tokenizer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = {named} if isinstance(named, int) else set(named or [])
-    return ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    return {*(named if isinstance(named, list | tuple) else [named]), tokenizer.eos_token_id} - {None}
 
 
 def max_context(model: Any) -> int | None:

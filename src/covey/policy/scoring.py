@@ -159,15 +159,13 @@ class TokenScorer:
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
     """Batch of text with one more rollout at its end: a prompt with an image, without completion."""
-    device = batch.lengths.device
-    ids = torch.tensor(blank.prompt_ids, device=device)
-    zero = torch.zeros(1, dtype=torch.long, device=device)
+    longer = partial(nn.functional.pad, pad=(0, 1))
     return replace(
         batch,
-        lengths=torch.cat([batch.lengths, zero]),
-        prompt_ids=torch.cat([batch.prompt_ids, ids]),
-        prompt_lengths=torch.cat([batch.prompt_lengths, zero + len(ids)]),
-        groups=torch.cat([batch.groups, zero + len(batch.prompt_lengths)]),
+        lengths=longer(batch.lengths, value=0),
+        prompt_ids=torch.cat([batch.prompt_ids, batch.prompt_ids.new_tensor(blank.prompt_ids)]),
+        prompt_lengths=longer(batch.prompt_lengths, value=len(blank.prompt_ids)),
+        groups=longer(batch.groups, value=len(batch.prompt_lengths)),
         media=[*([()] * len(batch)), blank.media],
     )
 
