@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from covey.core.model import placeholder_ids, sdpa_suits
 from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
@@ -92,7 +93,10 @@ def _from_pretrained(
     check_quantization: Callable[[Any], None],
 ) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
-    config = _config_of(name, kwargs)
+    try:
+        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **_location(kwargs))
+    except (OSError, ValueError, TypeError, KeyError):
+        config = None  # loading raises an error that is explained
     check_quantization(quantization or getattr(config, "quantization_config", None))
     auto_class = auto_class_of(config)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
@@ -121,19 +125,7 @@ def _from_pretrained(
     return model
 
 
-def _config_of(name: str, kwargs: dict[str, Any]) -> Any:
-    """Config of a model before it is loaded; None without one, for which loading raises an error."""
-    from transformers import AutoConfig
-
-    try:
-        return kwargs.get("config") or AutoConfig.from_pretrained(name, **_location(kwargs))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
 def auto_class_of(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
 
 
@@ -143,8 +135,6 @@ def _location(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def sees_images(config: Any) -> bool:
-    from transformers import AutoModelForImageTextToText
-
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
 
 
@@ -278,8 +268,6 @@ def load_processing_class(
 
 
 def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
-    from transformers import AutoProcessor, AutoTokenizer
-
     name = getattr(model.config, "_name_or_path", "")
     if not name:
         raise ValueError(
@@ -345,8 +333,6 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
     """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     path, folder = Path(path), Path(folder)
     if (folder / "config.json").is_file():
         return folder

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from covey.policy.adapters import exclude_parts, freeze_parts, part_names
 from covey.policy.loading import auto_class_of, sees_images
@@ -138,9 +140,6 @@ def _packed(layers: list[nn.Linear]) -> int:
 
 def _quantised_layers(model: Any, quantization: Any) -> Iterator[nn.Linear]:
     """Linear layers that transformers would quantise: all but the head, tied ones and skipped ones."""
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
     skipped = HfQuantizer.get_modules_to_not_convert(
         model, quantization.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
