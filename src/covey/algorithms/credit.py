@@ -152,11 +152,9 @@ def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_si
 
 
 def spread_of_rewards(scores: Scores, weights_F: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Differences between the rewards of each group, with NaN where there are none.
+    """Total rewards of outcomes [P, G], and each group's variance [P] of the rewards of steps; NaN for none.
 
-    Returns:
-        The total reward of outcomes [P, G], and the variance [P] of the rewards of steps: the sum over process
-        functions of their variance times the square of their weight.
+    The latter is the sum over process functions of their variance times the square of their weight.
     """
     totals_PG = weighted_total(scores.outcomes(), weights_F).view(-1, group_size)
     variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)

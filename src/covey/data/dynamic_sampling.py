@@ -2,8 +2,7 @@
 
 Every process sees all rewards, makes the same decision and takes part in every round.
 
-Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions, n
-completions of this process.
+Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions.
 """
 
 from collections.abc import Callable, Sequence

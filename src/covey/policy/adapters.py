@@ -154,11 +154,10 @@ def why_not_alone(model: Any) -> str | None:
 def low_rank_matrices(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The active LoRA adapter by names of the base model's layers: A [rank, in], and B [out, rank] with its scale."""
     name = active_adapter(model)
-    layers = ((path, layer) for path, layer in model.get_base_model().named_modules() if hasattr(layer, "lora_A"))
     return {
         path: (layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name])
-        for path, layer in layers
-        if name in layer.lora_A
+        for path, layer in model.get_base_model().named_modules()
+        if name in getattr(layer, "lora_A", ())
     }
 
 

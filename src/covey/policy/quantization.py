@@ -9,18 +9,13 @@ from torch import Tensor, nn
 
 from covey.policy.sharded_tensors import full_tensor
 
-KINDS = ("Params4bit", "Int8Params")
-"""Names of bitsandbytes' parameter classes; bitsandbytes is imported only when used."""
-
 
 def quantization_method(model: Any) -> str | None:
     """Quantization method of a model's weights, such as "bitsandbytes" or "gptq", or None."""
     if not getattr(model, "is_quantized", False) and getattr(model, "hf_quantizer", None) is None:
         return None
-    config = getattr(model.config, "quantization_config", None)
-    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-    if method is None:
-        method = getattr(model, "quantization_method", None) or "an unknown method"
+    config = getattr(model.config, "quantization_config", None) or {}
+    method = _setting(config, "quant_method") or getattr(model, "quantization_method", None) or "an unknown method"
     name = str(getattr(method, "value", method))
     return "bitsandbytes" if name.startswith("bitsandbytes") else name
 
@@ -64,7 +59,8 @@ def _setting(quantization: Any, name: str) -> Any:
 def is_quantized_layer(module: Any) -> bool:
     """True for bitsandbytes' linear layers, also when FSDP2 has replaced their weight parameter."""
     weight = module._parameters.get("weight")
-    return type(weight).__name__ in KINDS or (weight is not None and getattr(module, "quant_state", None) is not None)
+    is_packed = type(weight).__name__ in ("Params4bit", "Int8Params")  # bitsandbytes is imported only when used
+    return is_packed or (weight is not None and getattr(module, "quant_state", None) is not None)
 
 
 def keep_gradients(model: nn.Module) -> None:

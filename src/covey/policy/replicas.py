@@ -46,8 +46,8 @@ class Reference:
                 yield policy
         else:  # the trained parameters of the first call, within the context
             reshard(policy)
-            trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-            current = {name: own_shard(parameter).detach().clone() for name, parameter in trained.items()}
+            trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+            current = {name: own_shard(weight).detach().clone() for name, weight in trained}
             self._adapter = current if self._adapter is None else self._adapter
             _set_shards(policy, self._adapter)
             try:

@@ -35,11 +35,6 @@ from covey.policy.sharded_tensors import (
     with_original_classes,
 )
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Prefixes of torch.compile and activation checkpointing in the names of modules."""
-
-FILE_BYTES = 5 * 10**9  # most bytes of a saved file, unless one tensor has more
-
 
 def weight_update(
     model: Any, version: int, *, adapter_only: bool = False, dtype: torch.dtype | None = None
@@ -297,15 +292,14 @@ def _added_to(module: Any) -> set[int]:
 
 
 def checkpoint_name(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """Name without those of the wrappers of torch.compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 # ---- a sharded policy, or its adapters, as a folder for `from_pretrained`, one module at a time ----------------------
 
 
-def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = FILE_BYTES) -> None:
+def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = 5 * 10**9) -> None:
     """Write the weights, in files of `file_bytes` at most, and the config; collective, one process `writes`."""
     policy, folder = unwrapped(policy), Path(folder)
     if writes:
