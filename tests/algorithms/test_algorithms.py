@@ -225,8 +225,8 @@ def test_grpo_normalises_each_reward_whatever_scale_rewards():
 
 def test_grpo_has_the_kl_penalty_in_the_loss_rloo_in_the_reward():
     in_loss, in_reward = grpo.algorithm(config(beta=0.1)), rloo.algorithm(rloo_config(beta=0.1))
-    assert (in_loss.beta, in_loss.objective.beta) == (0.1, 0.1)
-    assert (in_reward.beta, in_reward.objective.beta) == (0.1, 0.0)
+    assert (in_loss.name, in_loss.beta, in_loss.objective.beta) == ("GRPO", 0.1, 0.1)
+    assert (in_reward.name, in_reward.beta, in_reward.objective.beta) == ("RLOO", 0.1, 0.0)
     assert not in_loss.kl_in_reward and in_reward.kl_in_reward
 
 

@@ -20,6 +20,7 @@ from covey.runtime.registry import Registry
 class Algorithm:
     """One method of group-relative policy optimisation."""
 
+    name: str  # shown in messages and model cards
     # (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, lengths of completions [P, G]) -> advantages
     # [P, G]
     advantages: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]

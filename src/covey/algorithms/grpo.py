@@ -98,9 +98,10 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
     )
 
 
-def method(config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool) -> Algorithm:
+def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool) -> Algorithm:
     """A method by its advantages, which take the config first; all else is the config's."""
     return Algorithm(
+        name=name,
         advantages=partial(advantages, config),
         step_advantages=partial(step_advantages, config),
         mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
@@ -114,7 +115,7 @@ def method(config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: 
 
 def algorithm(config: Any) -> Algorithm:
     """GRPO as `config` (a `GRPOConfig`) sets it."""
-    return method(config, _advantages, _step_advantages, kl_in_reward=config.kl_in_reward)
+    return method("GRPO", config, _advantages, _step_advantages, kl_in_reward=config.kl_in_reward)
 
 
 def compared(

@@ -24,7 +24,7 @@ LOSS_TYPES.register(
 
 def algorithm(config: Any) -> Algorithm:
     """RLOO as `config` (an `RLOOConfig`) sets it."""
-    return method(config, _advantages, _step_advantages, kl_in_reward=True)
+    return method("RLOO", config, _advantages, _step_advantages, kl_in_reward=True)
 
 
 def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, lengths: Tensor) -> Tensor:
