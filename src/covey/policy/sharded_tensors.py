@@ -50,17 +50,31 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather a tensor from all its shards, cast to the `sent_dtype` of a receiver's `dtype`. Collective."""
+    """Gather a tensor from all its shards, cast to the `sent_dtype` of a receiver's `dtype` before. Collective."""
     if hasattr(tensor, "ds_id"):
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-        with GatheredParameters([tensor]):
-            return tensor.detach().to(sent_dtype(tensor, dtype), copy=True)
+        return _gathered_from_zero(tensor, dtype)
     if not hasattr(tensor, "full_tensor"):
         return tensor.detach()
     shard: Any = tensor.detach()
-    shard = shard.to(sent_dtype(shard, dtype))  # before it is gathered
+    shard = shard.to(sent_dtype(shard, dtype))
     return shard.to(shard.device_mesh.device_type).full_tensor()  # shards may be on the CPU, which has no NCCL
+
+
+def _gathered_from_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+    shape, shard, group = parameter.ds_shape, parameter.ds_tensor, parameter.ds_process_group
+    narrow = sent_dtype(torch.empty(shape, dtype=parameter.dtype, device="meta"), dtype)
+    others = torch.distributed.get_world_size(group) - 1
+    is_sharded_now = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE  # else it is gathered already
+    is_here = shard.status.name == "AVAILABLE"  # else on a disk
+    if narrow == parameter.dtype or not (is_sharded_now and is_here and others * shard.numel() < shape.numel()):
+        with GatheredParameters([parameter]):  # MiCS: several groups have all shards
+            return parameter.detach().to(narrow, copy=True)
+    shard = shard.detach().to(narrow).to(parameter.device)
+    parts = shard.new_empty(others + 1, shard.numel())
+    torch.distributed.all_gather(list(parts.unbind()), shard, group=group)
+    return parts.view(-1)[: shape.numel()].view(shape)
 
 
 def with_original_classes(module: nn.Module, copies: dict[int, nn.Module]) -> Any:
