@@ -148,7 +148,7 @@ def test_flex_attention_is_the_softmax_over_all(window, cap, sinks, monkeypatch)
 def test_skipped_blocks_hide_everything_and_full_ones_nothing(seed, window, monkeypatch):
     monkeypatch.setattr(flex, "BLOCK", 8)
     row = random_tree(seed, longest=30)
-    partial, full = flex.blocks_of(row, window, torch.device("cpu"))
+    partial, full = flex.blocks_of(row, window)
     visible = sees(row, window)
     assert not (partial & full).any()
     for i in range(len(full)):

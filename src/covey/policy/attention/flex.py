@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from covey.policy.attention.tree import TokenTree
 
 BLOCK = 128  # side, in tokens, of the blocks that are computed or skipped whole
-ROWS = 16  # rows of blocks that are looked at together
 
 
 @cache
@@ -57,11 +56,11 @@ def flex_tree_attention(
 def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> BlockMask:
     name = ("block mask", window, device)
     if name not in tree.cache:
-        partial, full = blocks_of(tree, window, device)
+        partial, full = blocks_of(tree, window)
         tokens = len(partial) * BLOCK
         tree.cache[name] = BlockMask.from_kv_blocks(
-            *_listed(partial),
-            *_listed(full),
+            *_listed(partial, device),
+            *_listed(full, device),
             BLOCK_SIZE=BLOCK,
             mask_mod=_mask_of(tree, window, device),
             seq_lengths=(tokens, tokens),
@@ -69,18 +68,32 @@ def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> 
     return tree.cache[name]
 
 
-def blocks_of(tree: TokenTree, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Blocks with some visible pairs and blocks with only visible pairs: two disjoint [blocks, blocks] bool matrices.
+def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
+    """Blocks with some visible pairs and blocks with only visible pairs: two [blocks, blocks] bool matrices on the CPU.
 
-    Pairs are looked at for a few rows of blocks at a time, so that no mask of all pairs is in memory.
+    Disjoint. Built from the segments, so that the cost grows with the blocks, not the tokens.
     """
-    visible, tokens = _mask_of(tree, window, device), torch.arange(_blocks(tree) * BLOCK, device=device)
-    some, full = [], []
-    for queries in tokens.split(ROWS * BLOCK):
-        pairs = visible(tokens, tokens, queries[:, None], tokens).view(-1, BLOCK, len(tokens) // BLOCK, BLOCK)
-        some.append(pairs.any(3).any(1))
-        full.append(pairs.all(3).all(1))
-    return torch.cat(some) & ~torch.cat(full), torch.cat(full)
+    count = _blocks(tree)
+    touched = torch.zeros(count, count, dtype=torch.bool)
+    full = torch.zeros(count, count, dtype=torch.bool)
+    back = window or tree.size
+    for segment, (start, stop) in enumerate(zip(tree.starts, tree.stops, strict=True)):
+        for row in range(start // BLOCK, -(-stop // BLOCK)):
+            first, last = max(start, row * BLOCK), min(stop, (row + 1) * BLOCK) - 1
+            whole = last - first == BLOCK - 1
+            ancestor = segment
+            while ancestor >= 0:
+                # Index of the key at the query's own position, if the ancestor were long enough.
+                shift = tree.starts[ancestor] - tree.offsets[ancestor] + tree.offsets[segment] - start
+                base, end = tree.starts[ancestor], tree.stops[ancestor]
+                low, high = max(base, first + shift - back + 1), min(end, last + shift + 1)
+                if low < high:
+                    touched[row, low // BLOCK : -(-high // BLOCK)] = True
+                low, high = max(base, last + shift - back + 1), min(end, first + shift + 1)
+                if whole and low < high:
+                    full[row, -(-low // BLOCK) : high // BLOCK] = True
+                ancestor = tree.parents[ancestor]
+    return touched & ~full, full
 
 
 def _with_lse(
@@ -94,11 +107,11 @@ def _with_lse(
     return out, aux.lse
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """[rows, columns] bool -> number of True columns per row [1, 1, rows], and all columns with those first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
-    return counts[None, None], order[None, None]
+    return counts[None, None].to(device), order[None, None].to(device)
 
 
 def _blocks(tree: TokenTree) -> int:
