@@ -18,37 +18,61 @@ from covey.runtime.registry import Registry
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One method of group-relative policy optimisation."""
+    """One method of group-relative policy optimisation.
 
-    name: str  # shown in messages and model cards
-    # (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, lengths of completions [P, G]) -> advantages
-    # [P, G]
+    Attributes:
+        name: shown in messages and model cards.
+        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, lengths of completions [P, G]) ->
+            advantages [P, G].
+        step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
+            weights [F'], the prompt of each completion [B]) -> the advantages of all steps [S], concatenated over the
+            functions.
+        mix: weights of the credit of steps and of outcomes in a token's advantage.
+        objective: the loss.
+        weighting: average of token losses.
+        kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
+        beta: weight of the KL penalty.
+        token_baseline: outcomes are compared again at each token, weighted by energies (`optimal_token_baseline`).
+    """
+
+    name: str
     advantages: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-    # The same for rewards of steps: (the steps of each function that rewards steps, these functions' weights [F'], the
-    # prompt of each completion [B]) -> the advantages of all steps [S], concatenated over the functions.
     step_advantages: Callable[[Sequence[Steps], Tensor, Tensor], Tensor]
-    mix: CreditMix  # weights of the credit of steps and of outcomes in a token's advantage
-    objective: Objective  # the loss
-    weighting: Weighting  # average of token losses
-    kl_in_reward: bool  # the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO)
-    beta: float  # weight of the KL penalty
-    token_baseline: bool = False  # outcomes are compared again at each token, by energies (`optimal_token_baseline`)
+    mix: CreditMix
+    objective: Objective
+    weighting: Weighting
+    kl_in_reward: bool
+    beta: float
+    token_baseline: bool = False
 
 
 @dataclass(frozen=True)
 class LossType:
-    """A row of the loss table."""
+    """A row of the loss table.
 
-    surrogate: Callable[[Any], Surrogate]  # config -> token losses; the config has the hyperparameters (epsilon, ...)
-    weighting: Weighting = mean_over_update  # average of token losses
-    stats: Callable[[Any], SurrogateStats] | None = None  # config -> the surrogate's metrics
-    ratio_level: RatioLevel | None = None  # prescribed by the loss; None: `importance_sampling_level` of the config
-    mismatch_in_surrogate: bool = False  # the surrogate applies the engine/trainer mismatch weights itself
-    zero_without_advantage: bool = True  # advantage 0 makes the token loss 0, so such rollouts need not be run
-    credits_tokens: bool | None = None  # a token has its own advantage, as rewards of steps need; None: by ratio level
-    reads: frozenset[str] | None = None  # options that are read; others are pointed out. None: perhaps any
-    needs_entropies: bool = False  # the surrogate reads the entropies of tokens
-    choice: Callable[[Any], Any] | None = None  # config -> `Objective.choice`
+    Attributes:
+        surrogate: config -> token losses. The config supplies the hyperparameters (epsilon, ...).
+        weighting: average of token losses.
+        stats: config -> the surrogate's metrics, or None.
+        ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
+        mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
+        zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
+        credits_tokens: each token has an advantage of its own, as rewards of steps need. None: as the ratio level has.
+        reads: options of the config that the surrogate reads, so that others are pointed out; None: it may read any.
+        needs_entropies: the surrogate reads the entropies of tokens.
+        choice: config -> `Objective.choice`, or None.
+    """
+
+    surrogate: Callable[[Any], Surrogate]
+    weighting: Weighting = mean_over_update
+    stats: Callable[[Any], SurrogateStats] | None = None
+    ratio_level: RatioLevel | None = None
+    mismatch_in_surrogate: bool = False
+    zero_without_advantage: bool = True
+    credits_tokens: bool | None = None
+    reads: frozenset[str] | None = None
+    needs_entropies: bool = False
+    choice: Callable[[Any], Any] | None = None
 
 
 LOSS_TYPES: Registry[LossType] = Registry("loss_type")
