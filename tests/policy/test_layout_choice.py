@@ -50,6 +50,6 @@ def test_slower_layout_can_be_adopted(layout):
     batch = collate(rollouts)
     expected = scorer(model, batch).logprobs
     assert scorer.layout == "shared_prefix"
-    scorer.layout = layout
-    assert scorer.layout_of(model, batch) == layout
+    scorer.adopt(model, layout)
+    assert scorer.layout == scorer.layout_of(model, batch) == layout
     torch.testing.assert_close(scorer(model, batch).logprobs, expected, rtol=0, atol=1e-5)

@@ -194,6 +194,15 @@ def test_insisting_on_a_layout_that_would_be_wrong_is_an_error(name, layout):
         insisting(tiny_unpackable(name), ragged_batch())
 
 
+def test_every_model_has_its_own_layout():
+    scorer = TokenScorer(lambda m: m, temperature=1.0)
+    policy, reference, batch = tiny_of("Llama"), tiny_unpackable("Lfm2"), ragged_batch()
+    assert scorer.layout_of(policy, batch) == "shared_prefix"
+    with pytest.warns(UserWarning, match="Lfm2ForCausalLM cannot"):
+        assert scorer.layout_of(reference, batch) == "padded"
+    assert scorer.layout == "shared_prefix"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Qwen3"])
 def test_rounding_is_no_difference(name, dtype):

@@ -5,10 +5,11 @@ The head is applied to hidden states that predict learned tokens alone; prompts 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class TokenScorer:
     temperature: float  # divides the logits, as in sampling
     repetition_penalty: float = 1.0  # of what was sampled from; sampling masks are in the batch
     # "auto" for the fastest that is right: shared_prefix, packed, padded. Another name insists on a layout, and is
-    # refused where it is wrong. After the first call the layout that trials of its model chose.
+    # refused where it is wrong. Once a model has been tried, the layout of the first one (the policy).
     layout: str = "auto"
     pad_token_id: int = 0  # fills padded rows
     chunk_size: int = 1024  # most tokens whose logits are in memory at once
@@ -45,7 +46,10 @@ class TokenScorer:
     # the model gets images: rows are padded, and it computes positions itself, perhaps in two dimensions
     vision: bool = False
     blank: Rollout | None = None  # added to batches of text alone where encoding images is collective (FSDP2, ZeRO-3)
-    _is_tried: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._wanted = self.layout
+        self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
         """Score a batch: [N] float32, 0 where `batch.sampled` is False; gradients flow where enabled."""
@@ -77,11 +81,20 @@ class TokenScorer:
             self.temperature = previous
 
     def layout_of(self, model: Any, batch: TrainBatch) -> str:
-        """Layout, chosen by trials of the first model (others are copies); ValueError for an unfit head or layout."""
-        if not self._is_tried:
-            self.layout = self._try_layouts(self.unwrap(model), batch.token_ids.device)
-            self._is_tried = True
-        return self.layout
+        """Layout of a model, chosen by trials on the first call; ValueError for an unsupported head or layout."""
+        inner = self.unwrap(model)
+        if inner not in self._layouts:
+            self._layouts[inner] = self._try_layouts(inner, batch.token_ids.device)
+            if len(self._layouts) == 1:
+                self.layout = self._layouts[inner]
+        return self._layouts[inner]
+
+    def adopt(self, model: Any, layout: str) -> None:
+        """Score a model in another layout than the chosen one, as when processes agree on one."""
+        inner = self.unwrap(model)
+        self._layouts[inner] = layout
+        if next(iter(self._layouts)) is inner:
+            self.layout = layout
 
     def _score(
         self,
@@ -154,7 +167,7 @@ class TokenScorer:
 
         with inference_mode_of(inner):
             _check_head(inner, few, self.inside_head_call)
-            return choose_layout(self.layout, inner, score, device)
+            return choose_layout(self._wanted, inner, score, device)
 
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:

@@ -140,7 +140,7 @@ class BehaviourScorer:
             return
         agreed = slowest(self.context.collectives.gather(mine, "agree on a layout"))
         if mine != agreed:
-            self.scorer.layout = agreed
+            self.scorer.adopt(policy, agreed)
             warnings.warn(
                 f"this process could score in the layout '{mine}', but another cannot, so all take '{agreed}'. Set"
                 f" attn_layout='{agreed}' to silence this.",
