@@ -202,15 +202,15 @@ def test_vespo_alone_applies_the_mismatch_weights_itself():
 def test_grpo_advantages_are_of_the_weighted_total():
     rewards = torch.tensor([[[0.0, 5.0], [1.0, 5.0]]])  # the second function does not tell them apart
     weights = torch.tensor([2.0, 1.0])
-    assert grpo.algorithm(config(scale_rewards="none")).advantages(rewards, weights, None, ONES).tolist() == [[-1, 1]]
+    assert grpo.algorithm(config(scale_rewards="none")).advantages(rewards, weights, None).tolist() == [[-1, 1]]
     # group: ±1 / (√2 + 1e-4)
-    scaled = grpo.algorithm(config()).advantages(rewards, weights, None, ONES)
+    scaled = grpo.algorithm(config()).advantages(rewards, weights, None)
     assert scaled.tolist() == [pytest.approx([-1 / (math.sqrt(2) + 1e-4), 1 / (math.sqrt(2) + 1e-4)])]
 
 
 def test_grpo_scales_by_batch_on_request():
     rewards = torch.tensor([[[0.0], [2.0]], [[1.0], [1.0]]])
-    got = grpo.algorithm(config(scale_rewards="batch")).advantages(rewards, torch.ones(1), None, ONES)
+    got = grpo.algorithm(config(scale_rewards="batch")).advantages(rewards, torch.ones(1), None)
     assert got[0, 1].item() == pytest.approx(1 / (math.sqrt(2 / 3) + 1e-4))
 
 
@@ -218,8 +218,8 @@ def test_grpo_normalises_each_reward_whatever_scale_rewards():
     rewards = torch.tensor([[[0.0, 100.0], [1.0, 0.0]]])  # equal say: they cancel up to ε
     for scale in ("group", "batch", "none"):
         method = grpo.algorithm(config(multi_objective_aggregation="normalize_then_sum", scale_rewards=scale))
-        assert method.advantages(rewards, torch.ones(2), None, ONES).abs().max() < 0.6
-        only_first = method.advantages(rewards, torch.tensor([1.0, 0.0]), None, ONES)
+        assert method.advantages(rewards, torch.ones(2), None).abs().max() < 0.6
+        only_first = method.advantages(rewards, torch.tensor([1.0, 0.0]), None)
         assert only_first.tolist() == [pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-3)]
 
 
@@ -234,19 +234,19 @@ def test_rloo_clips_rewards_subtracts_kl_and_leaves_one_out():
     """Rewards 9, 1, 0 clip to 2, 1, 0; KL 0, 2, 4 times 0.5 makes 2, 0, -2; siblings' means -1, 0, 1."""
     rewards = torch.tensor([[[9.0], [1.0], [0.0]]])
     method = rloo.algorithm(rloo_config(reward_clip_range=(0.0, 2.0), beta=0.5))
-    got = method.advantages(rewards, torch.ones(1), torch.tensor([[0.0, 2.0, 4.0]]), ONES)
+    got = method.advantages(rewards, torch.ones(1), torch.tensor([[0.0, 2.0, 4.0]]))
     assert got.tolist() == [pytest.approx([3, 0, -3])]
 
 
 def test_rloo_leaves_out_what_could_not_be_scored():
     rewards = torch.tensor([[[1.0], [math.nan], [3.0]]])
     method = rloo.algorithm(rloo_config(reward_clip_range=(0.0, 9.0)))
-    assert method.advantages(rewards, torch.ones(1), torch.zeros(1, 3), ONES).tolist() == [[-2, 0, 2]]
+    assert method.advantages(rewards, torch.ones(1), torch.zeros(1, 3)).tolist() == [[-2, 0, 2]]
 
 
 def test_rloo_normalises_on_request():
     rewards = torch.tensor([[[0.0], [2.0]], [[1.0], [1.0]]])
-    got = rloo.algorithm(rloo_config(normalize_advantages=True)).advantages(rewards, torch.ones(1), None, ONES)
+    got = rloo.algorithm(rloo_config(normalize_advantages=True)).advantages(rewards, torch.ones(1), None)
     a = 2 / (math.sqrt(8 / 3) + 1e-4)  # of [-2, 2, 0, 0]
     assert got.flatten().tolist() == pytest.approx([-a, a, 0, 0])
 
@@ -350,7 +350,6 @@ def test_a_registered_loss_averages_over_tokens_by_default(new_name):
 EVERY_ROLLOUT = ("dro", "kl_cov", "clip_cov")  # rollouts of advantage 0 have a gradient
 SIGNAL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "rloo", "gpg")
 BUILT_IN = (*SIGNAL, "dppo_tv", "dppo_kl", *EVERY_ROLLOUT)
-ONES = torch.ones(1)  # lengths of completions, which the methods' own advantages do not read
 
 
 def test_a_published_loss_is_complete():

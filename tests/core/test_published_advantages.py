@@ -97,7 +97,7 @@ def test_kl_in_reward_is_subtracted_before_the_baseline():
     settings = config(kl_in_reward=True, beta=0.5, scale_rewards="none")
     method = grpo.algorithm(settings)
     rewards, kl = torch.tensor([[2.0, 1.0, 0.0]])[..., None], torch.tensor([[0.0, 2.0, 4.0]])
-    assert method.advantages(rewards, torch.ones(1), kl, torch.ones(1, 3)).tolist() == [[2, 0, -2]]
+    assert method.advantages(rewards, torch.ones(1), kl).tolist() == [[2, 0, -2]]
     assert method.kl_in_reward
     assert method.objective.beta == 0  # not in the loss as well
 

@@ -22,8 +22,8 @@ class Algorithm:
 
     Attributes:
         name: shown in messages and model cards.
-        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, lengths of completions [P, G]) ->
-            advantages [P, G].
+        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, with `reads_lengths` the lengths
+            of completions [P, G]) -> advantages [P, G].
         step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
             weights [F'], the prompt of each completion [B]) -> the advantages of all steps [S], concatenated over the
             functions.
@@ -36,13 +36,14 @@ class Algorithm:
     """
 
     name: str
-    advantages: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    advantages: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     step_advantages: Callable[[Sequence[Steps], Tensor, Tensor], Tensor]
     mix: CreditMix
     objective: Objective
     weighting: Weighting
     kl_in_reward: bool
     beta: float
+    reads_lengths: bool = False
     token_baseline: bool = False
 
 

@@ -76,7 +76,8 @@ def assign_credit(
     lengths = torch.tensor(scores.lengths, dtype=torch.long)
     rewards_PGF = _with_penalty(scores, process, group_size, kl).view(-1, group_size, len(weights_F))
     kl_PG = None if kl is None else kl.view(-1, group_size)
-    outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG, lengths.view(-1, group_size)).flatten()
+    more = (lengths.view(-1, group_size),) if algorithm.reads_lengths else ()
+    outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG, *more).flatten()
     if energies is not None:
         if process:
             raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")

@@ -109,6 +109,7 @@ def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,
         beta=config.beta,
+        reads_lengths=bool(config.advantages),
         token_baseline=config.advantages == "otb",
     )
 
@@ -119,15 +120,15 @@ def algorithm(config: Any) -> Algorithm:
 
 
 def compared(
-    config: Any, total_PG: Tensor, rewards_PGF: Tensor, kl_PG: Tensor | None, lengths: Tensor, usual: Any
+    config: Any, total_PG: Tensor, rewards_PGF: Tensor, kl_PG: Tensor | None, lengths: tuple[Tensor, ...], usual: Any
 ) -> Tensor:
     """Advantages of total rewards less the KL penalty: those that the config names, or the method's `usual` ones."""
     if kl_PG is not None:
         total_PG = total_PG - config.beta * kl_PG
-    return registered_advantages(config, total_PG, rewards_PGF, lengths) if config.advantages else usual(total_PG)
+    return registered_advantages(config, total_PG, rewards_PGF, *lengths) if config.advantages else usual(total_PG)
 
 
-def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, lengths: Tensor) -> Tensor:
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *lengths: Tensor) -> Tensor:
     if config.multi_objective_aggregation == "normalize_then_sum":
         return normalize_then_sum(rewards_PGF, weights_F)
     usual = partial(group_relative, scale=config.scale_rewards)

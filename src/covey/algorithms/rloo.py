@@ -27,7 +27,7 @@ def algorithm(config: Any) -> Algorithm:
     return method("RLOO", config, _advantages, _step_advantages, kl_in_reward=True)
 
 
-def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, lengths: Tensor) -> Tensor:
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *lengths: Tensor) -> Tensor:
     """R = clip(Σ w r) - β KL(π_old || π_ref) of the whole completion, then leave one out."""
     total_PG = weighted_total(rewards_PGF, weights_F)
     if config.reward_clip_range is not None:
