@@ -225,3 +225,13 @@ def test_only_plain_linear_heads_are_tiled():
     replaced = torch.nn.Linear(2, 3)
     replaced.forward = lambda x: x
     assert plain_linear(replaced) is None
+
+
+def test_sharded_head_error_names_the_remedy():
+    class Sharded:
+        weight = type("Weight", (), {"full_tensor": None})()
+
+    with pytest.raises(ValueError, match="inside_head_call=True"):
+        score_hidden(
+            torch.zeros(1, 2), torch.tensor([0]), Head(Sharded()), temperature=1.0, entropy=False, chunk_size=4
+        )

@@ -75,8 +75,13 @@ def score_hidden(
     Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
     wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
     2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for such a head that is not
-    plainly linear.
+    plainly linear, and for a shard of a head.
     """
+    if hasattr(getattr(head.module, "weight", None), "full_tensor"):
+        raise ValueError(
+            "The LM head's weight is sharded when tokens are scored: FSDP2 released it after the model's forward pass."
+            " Score within that pass: TokenScorer(..., inside_head_call=True)."
+        )
     linear = plain_linear(head.module, called=head.forward is not None or head.float32)
     if linear is None and head.float32:
         raise ValueError(
