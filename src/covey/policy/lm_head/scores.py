@@ -203,6 +203,19 @@ def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: An
             f"{type(model).__name__} calls its head {len(found)} times in a forward pass; only models that call it once"
             " can be trained with FSDP or DeepSpeed. Train it with DDP, and please report the model."
         )
-    (logprobs, entropies), dtype = found[0], found[0].logprobs.dtype
-    tie = 0.0 * output.logits.nan_to_num(0.0, 0.0, 0.0).to(dtype).sum()  # so that the output's backward hooks run
-    return TokenScores(logprobs + tie, None if entropies is None else entropies + tie)
+    logprobs, entropies = _WithOutput.apply(output.logits, *found[0])
+    return TokenScores(logprobs, entropies)
+
+
+class _WithOutput(torch.autograd.Function):
+    """Identity on scores that ties them to the model's output, so that its backward hooks run; its gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        ctx.like = torch.empty(output.shape, dtype=output.dtype, device="meta"), output.device
+        return logprobs.view_as(logprobs), None if entropies is None else entropies.view_as(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        like, device = ctx.like
+        return torch.zeros_like(like, device=device), *grads
