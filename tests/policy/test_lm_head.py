@@ -109,7 +109,7 @@ def test_gradients_are_those_of_finite_differences(entropy, tiles):
 
     assert gradcheck(scores, (hidden, module.weight, module.bias))
     logits = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda x: LogprobAndEntropy.apply(x, torch.tensor([0, 3, 6]), True, 0.5), (logits,))
+    assert gradcheck(lambda x: LogprobAndEntropy.apply(x, torch.tensor([0, 3, 6]), True, 0.5, []), (logits,))
 
 
 def test_kept_exponentials_give_the_same_gradients_twice(tiles, monkeypatch):

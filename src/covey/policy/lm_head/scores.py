@@ -125,14 +125,14 @@ def _score_by_calls(
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
 
-    def score(states: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+    def score(states: Tensor, part: slice, cached: list[RowSums]) -> tuple[Tensor, Tensor | None]:
         logits = head(states)
         tile = None if support is None else support.tile(part, 0, logits.shape[1])
-        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, tile)
+        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile)
 
     run = partial(checkpoint, score, use_reentrant=False) if recompute else score
     chunks = enumerate(hidden.split(size))
-    scores = [run(states, slice(number * size, (number + 1) * size)) for number, states in chunks]
+    scores = [run(states, slice(number * size, (number + 1) * size), []) for number, states in chunks]
     logprobs, entropies = zip(*scores, strict=True)
     return TokenScores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
 
@@ -147,15 +147,20 @@ class LogprobAndEntropy(torch.autograd.Function):
         targets: Tensor,
         entropy: bool,
         temperature: float,
+        cached: list[RowSums],
         support: TileSupport | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """logits [n, V], targets [n] int64 -> log-probs [n] and entropies [n] or None, float32 or wider."""
+        """logits [n, V], targets [n] int64 -> log-probs [n] and entropies [n] or None, float32 or wider.
+
+        `cached` receives the rows' sums, so that a recomputation in the backward pass need not sum again.
+        """
         ctx.curve = Curve.of(1.0, None, temperature)
         ctx.columns = TargetColumns.of(targets, 0, logits.shape[1], support)
-        x = _scaled(logits, ctx.curve)
-        sums = RowSums.empty(len(x), x, entropy)
-        _tiles_for(x).add(x, ctx.columns, sums)
-        log_z, logprobs, entropies = sums.results()
+        if not cached:
+            x = _scaled(logits, ctx.curve)
+            cached.append(RowSums.empty(len(x), x, entropy))
+            _tiles_for(x).add(x, ctx.columns, cached[0])
+        log_z, logprobs, entropies = cached[0].results()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, log_z, logprobs, entropies)
         return logprobs, entropies
@@ -167,7 +172,7 @@ class LogprobAndEntropy(torch.autograd.Function):
         x = _scaled(logits, ctx.curve)
         grad = _tiles_for(x).gradient(x, ctx.columns, rows)
         grad.mul_((rows.factor() * ctx.curve.gain)[:, None])
-        return grad.to(logits.dtype), None, None, None, None
+        return grad.to(logits.dtype), None, None, None, None, None
 
 
 def _scaled(logits: Tensor, curve: Curve) -> Tensor:
