@@ -4,13 +4,12 @@ transformers passes the keyword argument `token_tree` to every attention layer, 
 Calls without it are ordinary: padded training, generation with a cache.
 """
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from covey.policy.attention.tree import TokenTree, merged_attention
@@ -47,10 +46,11 @@ def packed_attention(
                 f"{type(module).__name__} did not receive the keyword arguments of the model's forward, among them the"
                 " ends of the sequences of a row; use attn_layout='padded'"
             )
-        given = (module, query, key, value, attention_mask)
         if softcap is None and s_aux is None:
-            return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **kwargs)
-        return _eager(*given, dropout=dropout, scaling=scaling, softcap=softcap, s_aux=s_aux), None
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        return _ordinary(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
     _check(module, kwargs)
     settings: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -69,14 +69,34 @@ def packed_attention(
     return merged_attention(query, key, value, token_tree, dropout=dropout, **settings), None
 
 
-def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    """The model's own eager attention, for padded rows and generation of models that SDPA does not suit."""
+def _ordinary(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Explicit attention, for padded rows and generation of models that SDPA does not suit; [B, T, heads, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if mask is None and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    attend = sys.modules[type(module).__module__].eager_attention_forward
-    return attend(module, query, key, value, mask, **settings)[0]
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    weights = nn.functional.dropout(weights, dropout, training=dropout > 0)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:
