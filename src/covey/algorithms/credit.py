@@ -123,7 +123,10 @@ class UnreadSettings:
 
 
 def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tensor | None) -> Tensor:
-    """[N, F] rewards of outcomes, 0 in groups of steps alone where the penalty is the outcome: NaN would cancel it."""
+    """[N, F] rewards of outcomes; 0 in groups in which only steps are rewarded, if a KL penalty is part of the reward.
+
+    A completion without an outcome has advantage 0, but there the outcome is the penalty alone, which must act.
+    """
     outcomes = scores.outcomes()
     if kl is not None and not kl.isfinite().all():  # a reward of NaN would count as none
         raise FloatingPointError(

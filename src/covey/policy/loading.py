@@ -303,7 +303,8 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> None:
 def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a completion: those of the generation config and of the tokenizer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return {*(named if isinstance(named, list | tuple) else [named]), tokenizer.eos_token_id} - {None}
+    ids = {named} if isinstance(named, int) else set(named or [])
+    return (ids | {tokenizer.eos_token_id}) - {None}
 
 
 def max_context(model: Any) -> int | None:

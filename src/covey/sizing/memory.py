@@ -159,14 +159,16 @@ def estimate(
     """Estimate the memory of a run.
 
     Args:
-        config, args: a transformers model config, and a `GRPOConfig` or `RLOOConfig`.
+        config: a transformers model config.
+        args: a `GRPOConfig` or `RLOOConfig`.
         prompt_tokens: length of a prompt without its `images`.
         peft, quantization: arguments of `peft.LoraConfig`, if adapters are trained, and a `BitsAndBytesConfig`, if the
             weights under them are quantised.
         counts: the model's parameters, if they are known; otherwise it is built to count them.
         spread: shards of the model; None: each process has all of it.
-        device: "cpu" or "cuda"; None: this machine's. Up to `device_bytes` (0: unknown), which the process can get,
-            micro-batches grow (on a GPU) and layers keep their activations.
+        device: "cpu" or "cuda"; None: this machine's.
+        device_bytes: memory that the process can get, up to which micro-batches grow (on a GPU) and layers keep their
+            activations; 0: unknown.
     """
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())

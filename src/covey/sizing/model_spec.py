@@ -101,7 +101,7 @@ def count_parameters(
             model = get_peft_model(model, exclude_parts(model, settings, frozen) if frozen else settings)
     vision = _vision_encoder(model, base) if sees_images(config) else VisionEncoderSpec()
     encoder = set(base.get_encoder(modality="image").modules()) if sees_images(config) else set()
-    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in quantised | encoder]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in quantised and m not in encoder]
     text = config.get_text_config()
     head = {id(p) for p in base.get_output_embeddings().parameters()}
     vocabulary = (text.vocab_size, text.hidden_size)

@@ -95,7 +95,8 @@ def score_hidden(
         compute = torch.promote_types(linear.weight.dtype, torch.float32)
     else:
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
-    curve, given = Curve.of(head.scale, head.soft_cap, temperature), (hidden, linear.weight, linear.bias)
+    curve = Curve.of(head.scale, head.soft_cap, temperature)
+    given = hidden, linear.weight, linear.bias
     plan = plan_of(*given, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support)
     return TokenScores(*LinearHead.apply(*given, targets, plan))
 

@@ -44,7 +44,8 @@ class RowSums(NamedTuple):
 
     def rows(self, part: slice) -> "RowSums":
         """View of some rows, for updates in place."""
-        return RowSums(*(None if values is None else values[part] for values in self))  # type: ignore[arg-type]
+        moment = None if self.moment is None else self.moment[part]
+        return RowSums(self.peak[part], self.total[part], moment, self.chosen[part])
 
     def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """log Z, log p of the targets (without log Z, so that p near 1 keeps its digits), entropies or None, [n]."""
