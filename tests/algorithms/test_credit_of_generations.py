@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.algorithms import grpo, rloo
-from covey.algorithms.credit import Scores, assign_credit, signal, signal_stats, spread_of_rewards, step_stats
+from covey.algorithms.credit import Scores, assign_credit, signal_stats, spread_of_rewards, step_stats
 from covey.core.stats import merge_all
 from tests.support import runs
 
@@ -117,10 +117,10 @@ def test_equal_sums_of_different_steps_are_a_signal():
     """Two steps, worth 1 and 0 or 0 and 1: the first tokens tie at γ = 1, the others do not."""
     steps = [{0: [(1, 1.0), (3, 0.0)]}, {0: [(1, 0.0), (3, 1.0)]}]
     given = scores([[1.0], [1.0]], steps)
-    assert signal(algorithm(), ONE, given, 2).tolist() == [True, True]
+    assert assign_credit(algorithm(), ONE, given, 2).has_signal().tolist() == [True, True]
     assert assign_credit(algorithm(), ONE, given, 2).of_completions().tolist() == [0, 0]
     same = scores([[1.0], [1.0]], [{0: [(0, 0.5), (1, 0.5)]}, {0: [(2, 0.5), (3, 0.5)]}])
-    assert signal(algorithm(), ONE, same, 2).tolist() == [False, False]
+    assert assign_credit(algorithm(), ONE, same, 2).has_signal().tolist() == [False, False]
 
 
 def test_metrics_of_steps():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.algorithms import grpo, rloo
-from covey.algorithms.credit import Scores, signal
+from covey.algorithms.credit import Scores
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, PromptStream, ScoredRollouts, groups_with_signal, kept_groups
@@ -40,23 +40,21 @@ def scripted(signals, log, draws, number):
     return ScoredRollouts(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
 
 
-def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: [mine], exchange=lambda sent: sent):
+def chooser(
+    algebra=ALGEBRA,
+    rank=0,
+    rows=10,
+    max_rounds=3,
+    gather=lambda mine: [mine],
+    exchange=lambda sent: sent,
+    mask_truncated=False,
+):
     algorithm = grpo.algorithm(runs.config("unused"))
     stream = PromptStream(rows, 0, "refills", shuffle=False)
     dataset = [{"prompt": str(i)} for i in range(rows)]
-    return PromptChooser(
-        dataset,
-        algebra,
-        rank,
-        stream,
-        partial(signal, algorithm, torch.ones(1)),
-        torch.ones(1),
-        mask_truncated=False,
-        history=None,
-        max_rounds=max_rounds,
-        gather=gather,
-        exchange=exchange,
-    )
+    given = (dataset, algebra, rank, stream, algorithm, torch.ones(1))
+    settings = {"mask_truncated": mask_truncated, "history": None, "max_rounds": max_rounds}
+    return PromptChooser(*given, **settings, gather=gather, exchange=exchange)
 
 
 def choose(signals, prompts=(0, 1, 2), **kwargs):
@@ -193,13 +191,12 @@ def test_processes_get_equal_shares_of_what_one_would_select(processes):
 NAN = float("nan")
 
 
-def judged(config, groups, weights=(1.0,), cut=None, algorithm=grpo, steps=None):
+def judged(config, groups, weights=(1.0,), learned=None, algorithm=grpo, steps=None):
     made = algorithm.algorithm(config)
     rewards = torch.tensor(groups)
     count = rewards.shape[0] * rewards.shape[1]
     scores = Scores(rewards.flatten(0, 1), steps or [{}] * count, [3] * count)
-    signals = signal(made, torch.tensor(weights), scores, rewards.shape[1])
-    return groups_with_signal(signals, rewards.shape[1], [3] * count, cut or [False] * count)
+    return groups_with_signal(made, torch.tensor(weights), scores, rewards.shape[1], learned or [True] * count)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -228,8 +225,16 @@ def test_a_reward_of_weight_0_is_no_signal():
 
 def test_an_advantage_that_nothing_learns_from_is_no_signal():
     groups = [[[1.0], [0.0], [0.0]]] * 2
-    cut = [True, True, True, False, False, True]
-    assert judged(runs.config("unused"), groups, cut=cut) == [False, True]
+    learned = [False, False, False, True, True, False]
+    assert judged(runs.config("unused"), groups, learned=learned) == [False, True]
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_truncated_completions_signal_unless_they_are_masked(mask_truncated):
+    draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, ALGEBRA, 0)]
+    scored = scripted({0, 1}, [], draws, 0)
+    scored.rollouts[:2] = [replace(rollout, finish=FinishReason.LENGTH) for rollout in scored.rollouts[:2]]
+    assert chooser(mask_truncated=mask_truncated).share(scored).has_signal == [not mask_truncated, True, False]
 
 
 # ---- in a trainer ----------------------------------------------------------------------------------------------------

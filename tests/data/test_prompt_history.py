@@ -5,11 +5,13 @@ import torch
 
 from covey.data.dynamic_sampling import PromptHistory
 
+NO_STEPS = torch.tensor([float("nan")])
+
 
 def history(rewards_by_prompt, floor=0.1):
     known = PromptHistory(4, floor)
     for prompt, rewards in rewards_by_prompt:
-        known.update([prompt], torch.tensor([rewards]))
+        known.update([prompt], torch.tensor([rewards]), NO_STEPS)
     return known
 
 
@@ -23,7 +25,7 @@ def test_rewards_of_0_and_1_give_pass_rates_and_their_variance():
 def test_the_newest_group_counts_half():
     known = history([(0, [0.0, 0.0]), (0, [1.0, 1.0]), (0, [1.0, 1.0])])
     assert known.means[0] == 0.75  # 0, then (0 + 1) / 2, then (0.5 + 1) / 2
-    known.update([1], torch.tensor([[0.0, 1.0]]))
+    known.update([1], torch.tensor([[0.0, 1.0]]), NO_STEPS)
     assert known.chance(0) == pytest.approx(0.1 + 0.9 * 4 * 0.75 * 0.25)
 
 
@@ -66,7 +68,7 @@ def test_what_is_known_survives_a_checkpoint():
     known, again = history([(0, [0.0, 1.0]), (1, [1.0, 1.0])]), PromptHistory(4, 0.1)
     again.load_state_dict(known.state_dict())
     for one in (known, again):
-        one.update([0, 2], torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+        one.update([0, 2], torch.tensor([[1.0, 1.0], [0.0, 0.0]]), NO_STEPS.expand(2))
     assert [again.chance(row) for row in range(4)] == [known.chance(row) for row in range(4)]
 
 

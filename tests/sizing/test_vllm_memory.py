@@ -29,30 +29,31 @@ def settings(tmp_path, **changes):
 def test_an_engine_that_stays_awake_gets_what_training_leaves(tmp_path):
     # training: 4 weights + 4 gradients + 8 optimizer + 10 activations + 2 logits = 28 GiB; of 40 GiB 5% and 1 GiB are
     # spared: 40 * 0.95 - 1 - 28 = 9 GiB < the 10 wanted; 9 / 40 = 0.225, rounded down
-    found = utilization(RUN, ENGINE, settings(tmp_path), 40 * GIB)
-    assert found.occupied == 28 * GIB
-    assert found.share == 0.22
-    assert "of which 9.0 GiB are free" in found.sentence()
+    share, sentence = utilization(RUN, ENGINE, settings(tmp_path), 40 * GIB)
+    assert share == 0.22
+    assert "28.0 GiB are taken" in sentence
+    assert "of which 9.0 GiB are free" in sentence
 
 
 def test_no_more_is_taken_than_there_is_use_for(tmp_path):
-    found = utilization(RUN, ENGINE, settings(tmp_path), 80 * GIB)
-    assert found.share == 0.13  # 10 / 80 = 0.125
-    assert "is 0.13 of 80.0 GiB" in found.sentence()
-    assert "all of it" in found.sentence()
+    share, sentence = utilization(RUN, ENGINE, settings(tmp_path), 80 * GIB)
+    assert share == 0.13  # 10 / 80 = 0.125
+    assert "is 0.13 of 80.0 GiB" in sentence
+    assert "all of it" in sentence
 
 
 def test_a_sleeping_engine_shares_with_resident_memory(tmp_path):
     # weights and optimizer, 12 GiB; 20 * 0.95 - 1 - 12 = 6 GiB; 6 / 20 = 0.3
     asleep = settings(tmp_path, vllm_enable_sleep_mode=True)
-    assert utilization(RUN, ENGINE, asleep, 20 * GIB).share == 0.3
+    assert utilization(RUN, ENGINE, asleep, 20 * GIB)[0] == 0.3
     # without the optimizer 4 GiB stay and all 10 wanted are there: 10 / 20
     parked = settings(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
-    found = utilization(RUN, ENGINE, parked, 20 * GIB)
-    assert (found.occupied, found.share) == (4 * GIB, 0.5)
-    assert "the optimizer being in host memory" in found.sentence()
+    share, sentence = utilization(RUN, ENGINE, parked, 20 * GIB)
+    assert share == 0.5
+    assert "4.0 GiB are taken" in sentence
+    assert "the optimizer being in host memory" in sentence
     both = settings(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True, offload_model=True)
-    assert utilization(RUN, ENGINE, both, 20 * GIB).occupied == 0
+    assert "0 B are taken" in utilization(RUN, ENGINE, both, 20 * GIB)[1]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """Credit assignment: from rewards of outcomes and steps to the advantage of every token.
 
-`Scores` are exchanged between processes; `assign_credit` passes the rewards of outcomes and those of steps to the
-algorithm, and combines the results. A reward function that rewards the steps of any completion of a rollout batch, on
-any process, is a process function: a number that it returns for another completion is one step that ends with that
-completion's last token. The formulas are in `covey.core.credit` and `covey.core.advantages`.
+A reward function that rewards the steps of any completion of a rollout batch, on any process, is a process function: a
+number that it returns for another completion is one step that ends with that completion's last token. The formulas are
+in `covey.core.credit` and `covey.core.advantages`.
 
-Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, F' process functions, S
-steps, K ends of steps.
+Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, S steps.
 """
 
 import statistics
@@ -67,16 +65,11 @@ def assign_credit(
     return credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix)
 
 
-def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int) -> Tensor:
-    """[N] bool, true for completions with any advantage other than 0, KL penalty aside."""
-    return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
-
-
 def signal_stats(
     algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, credit: Credit | None
 ) -> dict[str, Stat]:
     """`frac_advantage_zero`: the share of groups without a signal; `credit` is given if no KL penalty is part of it."""
-    signal_N = signal(algorithm, weights_F, scores, group_size) if credit is None else credit.has_signal()
+    signal_N = (credit or assign_credit(algorithm, weights_F, scores, group_size)).has_signal()
     return {"frac_advantage_zero": Mean.of((~signal_N.view(-1, group_size).any(1)).double().tolist())}
 
 
@@ -135,11 +128,9 @@ def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_si
 
 
 def spread_of_rewards(scores: Scores, weights_F: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Differences between the rewards of each group, with NaN where there are none.
+    """Total rewards of outcomes [P, G], and each group's variance [P] of the rewards of steps; NaN for none.
 
-    Returns:
-        The total reward of outcomes [P, G], and the variance [P] of the rewards of steps: the sum over process
-        functions of their variance times the square of their weight.
+    The latter is the sum over process functions of their variance times the square of their weight.
     """
     totals_PG = weighted_total(scores.outcomes(), weights_F).view(-1, group_size)
     variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)

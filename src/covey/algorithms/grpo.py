@@ -80,7 +80,6 @@ def ratio_level(config: Any) -> losses.RatioLevel:
 
 
 def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
-    """The loss that a config describes."""
     row = LOSS_TYPES[config.loss_type]
     level = ratio_level(config)
     return Objective(

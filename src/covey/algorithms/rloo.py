@@ -1,7 +1,6 @@
 """RLOO: REINFORCE with a leave-one-out baseline, the KL penalty in the reward, a completion as one action.
 
-It differs from GRPO by values alone: the baseline, where the KL acts, and the ratio of whole sequences. On-policy the
-clipped form below reduces to REINFORCE: the ratio is 1 and its gradient is that of log π(o_i).
+On-policy the clipped form below reduces to REINFORCE: the ratio is 1 and its gradient is that of log π(o_i).
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 Every process sees all rewards, makes the same decision and takes part in every round.
 
-Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions, n
-completions of this process.
+Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.credit import spread_of_rewards
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.credit import assign_credit, spread_of_rewards
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import PromptSample, ScoredRollouts, Scores
 from covey.core.stats import Mean, Stat
@@ -44,10 +44,8 @@ class PromptHistory:
         self._squares = torch.full((rows,), torch.nan, dtype=torch.float64)
         self._largest = 0.0
 
-    def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
+    def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor) -> None:
         """Add the groups of `prompts`, by row number; NaN are missing rewards, and groups of NaN alone are skipped."""
-        if variances_P is None:
-            variances_P = torch.full((len(rewards_PG),), torch.nan)
         for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):
             scored = rewards[~rewards.isnan()]
             if not len(scored):
@@ -112,9 +110,8 @@ class PromptStream:
     chance: Callable[[int], float] | None = None  # row number -> its chance, above 0 and at most 1; None: every row
 
     def __post_init__(self) -> None:
-        self._epoch = self._position = 0
         self._deferred: list[int] = []
-        self._order, self._thresholds = self._shuffled()
+        self._begin(0)
 
     def take(self, count: int, avoid: AbstractSet[int] = frozenset()) -> list[int]:
         """The next rows, all different; those to `avoid` are deferred, unless too few others are left."""
@@ -142,26 +139,25 @@ class PromptStream:
                 f" {self.rows}: what it knows about prompts is kept by row number and would mean others. Resume with"
                 " the same dataset, or begin a new run from the checkpoint's weights."
             )
-        self._epoch, self._position = state["pass"], state["place"]
         self._deferred = list(state["put_off"])
-        self._order, self._thresholds = self._shuffled()
+        self._begin(state["pass"], state["place"])
 
     def _next(self) -> int:
         while True:
             if self._position == self.rows:
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order, self._thresholds = self._shuffled()
+                self._begin(self._epoch + 1)
             row, threshold = self._order[self._position], self._thresholds[self._position]
             self._position += 1
             if self.chance is None or threshold < self.chance(row):
                 return row
 
-    def _shuffled(self) -> tuple[list[int], list[float]]:
-        """Order of this epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
-        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.name, self._epoch))
-        thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64)
+    def _begin(self, epoch: int, position: int = 0) -> None:
+        """Draw the order of an epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
+        self._epoch, self._position = epoch, position
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.name, epoch))
+        self._thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64).tolist()
         order = torch.randperm(self.rows, generator=generator) if self.shuffle else torch.arange(self.rows)
-        return order.tolist(), thresholds.tolist()
+        self._order = order.tolist()
 
 
 @dataclass(frozen=True)
@@ -172,12 +168,8 @@ class SamplingRound:
     scores: Scores
     lengths: Sequence[int]  # [N] sampled tokens
     truncated: Sequence[bool]  # [N]
-    prompt_lengths: Sequence[int]  # [N]
+    processed_tokens: int  # of prompts and completions
     has_signal: list[bool]  # [P] groups with a gradient
-
-    @property
-    def processed_tokens(self) -> int:
-        return sum(self.lengths) + sum(self.prompt_lengths)
 
 
 @dataclass(frozen=True)
@@ -190,10 +182,12 @@ class Selection:
     stats: dict[str, Stat]
 
 
-def groups_with_signal(signal_N: Tensor, group: int, lengths: Sequence[int], cut: Sequence[bool]) -> list[bool]:
-    """[P]: True where a completion that is learned from, so neither empty nor `cut`, has an advantage other than 0."""
-    learned = (torch.tensor(lengths) > 0) & ~torch.tensor(cut)
-    return (signal_N & learned).view(-1, group).any(1).tolist()
+def groups_with_signal(
+    algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, learned: Sequence[bool]
+) -> list[bool]:
+    """[P]: True where a completion that is `learned` [N] from has an advantage other than 0, any KL penalty aside."""
+    signal_N = assign_credit(algorithm, weights_F, scores, group_size).has_signal() & torch.tensor(learned)
+    return signal_N.view(-1, group_size).any(1).tolist()
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
@@ -211,9 +205,7 @@ class PromptChooser:
     algebra: BatchAlgebra
     rank: int  # of this process
     stream: PromptStream  # source of refills; with `history`, of every prompt
-    # (scores, completions of a group) -> [N] bool, True where some token of a completion has an advantage other than 0.
-    # Without the KL penalty, which would make all groups differ.
-    signal: Callable[[Scores, int], Tensor]
+    algorithm: Algorithm  # gives the advantages by which groups have a signal
     weights: Tensor  # [F] of the reward functions
     _: KW_ONLY
     mask_truncated: bool  # truncated completions are not learned from, so they carry no signal
@@ -265,14 +257,15 @@ class PromptChooser:
         group = self.algebra.num_generations
         if self.history is not None:
             self.history.update(prompts[::group], *spread_of_rewards(scores, self.weights, group))
-        cut = truncated if self.mask_truncated else [False] * len(truncated)
+        cut = truncated if self.mask_truncated else [False] * len(lengths)
+        learned = [length > 0 and not left_out for length, left_out in zip(lengths, cut, strict=True)]
         return SamplingRound(
             prompts=list(prompts[::group]),
             scores=scores,
             lengths=lengths,
             truncated=truncated,
-            prompt_lengths=prompt_lengths,
-            has_signal=groups_with_signal(self.signal(scores, group), group, lengths, cut),
+            processed_tokens=sum(lengths) + sum(prompt_lengths),
+            has_signal=groups_with_signal(self.algorithm, self.weights, scores, group, learned),
         )
 
     def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
@@ -329,14 +322,9 @@ def _joined(completions: list[ScoredRollouts], groups: list[Place]) -> ScoredRol
 # ---- prompts of async rollouts ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """This process's prompt samples of any generation, for async rollouts that are ahead of the dataloader."""
-
-    draws: Callable[[int], list[PromptSample]]
-    """Samples of a generation, in the order of the dataloader; called once for each, in order. May be collective."""
-    again: Callable[[int, list[Slot]], list[PromptSample]]
-    """Samples of a generation that had these slots in the checkpoint."""
+PromptSource = Callable[[int, list[Slot] | None], list[PromptSample]]
+"""This process's prompt samples of a generation, called once for each, in order, by async rollouts that are ahead of
+the dataloader; with the generation's slots if a checkpoint has them. May be collective."""
 
 
 def prompt_source(
@@ -345,14 +333,17 @@ def prompt_source(
     if not hasattr(dataset, "__len__"):
         stream = enumerate(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed).generations())
 
-        def read(generation: int) -> list[PromptSample]:
+        def read(generation: int, slots: list[Slot] | None) -> list[PromptSample]:
             samples = next(samples for number, samples in stream if number >= generation)  # earlier ones are skipped
             assert samples is not None, "this stream is read"
-            return samples
+            return samples  # those of the slots, as a stream is always in the same order
 
-        return PromptSource(read, lambda generation, slots: read(generation))  # a stream is always in the same order
-    fetch = PromptDataset(dataset).__getitems__
-    if chooser is not None and chooser.history is not None:
-        return PromptSource(lambda generation: chooser.draw(), lambda generation, slots: fetch(slots))
+        return read
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
-    return PromptSource(lambda generation: fetch(sampler.slots(generation)), lambda generation, slots: fetch(slots))
+
+    def draw(generation: int, slots: list[Slot] | None) -> list[PromptSample]:
+        if slots is None and chooser is not None and chooser.history is not None:
+            return chooser.draw()
+        return PromptDataset(dataset).__getitems__(sampler.slots(generation) if slots is None else slots)
+
+    return draw

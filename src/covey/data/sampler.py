@@ -1,7 +1,6 @@
 """Prompts of each generation, and the share of them that each process samples.
 
 The first micro-batch of a generation carries its prompt samples; later ones find completions in the rollout buffer.
-Every process sees the same permutation and takes its own slice.
 """
 
 import warnings
@@ -106,13 +105,13 @@ class TrainingSteps(PromptDataset):
         return MicroStep(generation, None if slots is None else super().__getitems__(slots))
 
 
+@dataclass(eq=False)
 class RowStream(IterableDataset):
     """Prompt samples of an iterable that can only be read forward, again and again; each process reads all of it."""
 
-    def __init__(self, rows: Any, algebra: BatchAlgebra, rank: int):
-        self.rows = rows
-        self.algebra = algebra
-        self.rank = rank
+    rows: Any
+    algebra: BatchAlgebra
+    rank: int
 
     def _chunks(self, size: int) -> Iterator[dict[int, Any]]:
         numbered = enumerate(self.rows)
@@ -124,8 +123,6 @@ class RowStream(IterableDataset):
 
 
 class EvaluationStream(RowStream):
-    """Evaluation batches, once through the rows."""
-
     def __iter__(self) -> Iterator[list[PromptSample]]:
         for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
             yield self._share(chunk, self.algebra.eval_group)
@@ -154,13 +151,11 @@ class TrainingStream(RowStream):
 
 
 class _EpochLoader(DataLoader):
-    """A dataloader that passes the epoch to its sampler and dataset."""
+    """A dataloader that passes the epoch to its sampler; a stream counts its own."""
 
     def set_epoch(self, epoch: int) -> None:
-        part: Any
-        for part in (self.batch_sampler, self.dataset):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        if isinstance(self.batch_sampler, GenerationSampler):
+            self.batch_sampler.set_epoch(epoch)
 
 
 def train_loader(

@@ -148,16 +148,13 @@ def _check_row(row: Any, number: int, role: str, prompt_required: bool) -> None:
             " columns by name. Rename it."
         )
     if prompt_required and "prompt" not in row:
-        raise ValueError(
-            f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}. {_rename_hint(list(row))}"
-        )
+        raise ValueError(f"`{role}` has no 'prompt' column; its columns are {sorted(row)}. {_rename_hint(list(row))}")
     refuse_reserved(row)
 
 
-def _rename_hint(columns: list[Any]) -> str:
-    names = [str(column) for column in columns]
-    close = [name for name in names if name.lower() in USUAL_NAMES]
-    close += difflib.get_close_matches("prompt", names, n=1, cutoff=0.5)
+def _rename_hint(columns: list[str]) -> str:
+    close = [name for name in columns if name.lower() in USUAL_NAMES]
+    close += difflib.get_close_matches("prompt", columns, n=1, cutoff=0.5)
     if not close:
         return "Put what the model is asked into a column of that name."
     return f"Is {close[0]!r} what the model is asked? Then `dataset.rename_column({close[0]!r}, 'prompt')`."

@@ -68,16 +68,13 @@ def _check_kind(config: Any, name: str) -> None:
             f"{name} has task_type={str(config.task_type)!r}, but the policy is a causal language model:"
             " use task_type='CAUSAL_LM' or leave it out."
         )
+    unfit = None
     if config.is_prompt_learning:
-        raise ValueError(
-            f"{name} is a {type(config).__name__}, which puts virtual tokens before the prompt; sampling"
-            " and scoring support adapters inside the layers. Use LoRA or one of its relatives."
-        )
-    if kind in NEED_INPUTS:
-        raise ValueError(
-            f"{name} is a {type(config).__name__}, which needs more than tokens in a forward pass; sampling and"
-            " scoring give it none. Use LoRA or one of its relatives."
-        )
+        unfit = "puts virtual tokens before the prompt; sampling and scoring support adapters inside the layers"
+    elif kind in NEED_INPUTS:
+        unfit = "needs more than tokens in a forward pass; sampling and scoring give it none"
+    if unfit is not None:
+        raise ValueError(f"{name} is a {type(config).__name__}, which {unfit}. Use LoRA or one of its relatives.")
     if kind == "ADALORA":
         warnings.warn(
             f"{name} is an AdaLoraConfig: nothing here calls its `update_and_allocate`, so every layer keeps its first"
@@ -87,24 +84,25 @@ def _check_kind(config: Any, name: str) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside DistributedDataParallel and torch.compile."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+    """The model inside DistributedDataParallel, DeepSpeed's engine and torch.compile."""
+    wrapper = nn.parallel.DistributedDataParallel
+    while hasattr(model, "_orig_mod") or isinstance(model, wrapper) or type(model).__name__ == "DeepSpeedEngine":
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
 
 
 def base_model(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
-    return unwrapped(model.get_base_model()) if _is_peft(model) else model
+    return unwrapped(without_adapter(unwrapped(model)))
 
 
 def has_adapter(model: Any) -> bool:
-    return _is_peft(unwrapped(model))
+    return hasattr(unwrapped(model), "get_base_model")
 
 
 def active_adapter(model: Any) -> str:
     """Name of the one active adapter; ValueError if there is none, or more than one."""
-    if not _is_peft(model):
+    if not has_adapter(model):
         raise ValueError(
             f"only an adapter can be sent by itself, and {type(model).__name__} has none. Send the whole model, or"
             " train an adapter with `peft_config`."
@@ -153,18 +151,13 @@ def why_not_alone(model: Any) -> str | None:
     return "it trains biases" if getattr(config, "bias", "none") != "none" else None
 
 
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
 def low_rank_matrices(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The active LoRA adapter by names of the base model's layers: A [rank, in], and B [out, rank] with its scale."""
     name = active_adapter(model)
-    layers = ((path, layer) for path, layer in model.get_base_model().named_modules() if hasattr(layer, "lora_A"))
     return {
         path: (layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name])
-        for path, layer in layers
-        if name in layer.lora_A
+        for path, layer in model.get_base_model().named_modules()
+        if name in getattr(layer, "lora_A", ())
     }
 
 

@@ -1,7 +1,7 @@
-"""Deduplication of images: an image that occurs several times in a forward pass is encoded once.
+"""Deduplication of images: an image that occurs several times in a forward pass, as in a group, is encoded once.
 
-The rollouts of a group have the same images. The encoder gets each one a single time, compared by pixels after any
-preprocessing, and its output is copied to every occurrence; gradients add up, so only rounding changes.
+Images are compared by pixels after any preprocessing, and the encoder's output is copied to every occurrence; gradients
+add up, so only rounding changes.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,14 +5,15 @@ row need a decoder that goes through transformers' attention interface, which `c
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from covey.core.batch import TrainBatch, expand, segment_starts
+from covey.core.batch import TrainBatch
 from covey.core.model import compute_dtype, decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION, TokenTree
 from covey.runtime.process_memory import is_out_of_memory
@@ -39,38 +40,29 @@ Layout = Callable[[TrainBatch, int], ModelInputs]  # (batch, pad token id) -> mo
 Span = tuple[int, int]  # (start, stop) of the batch's tokens, `prompt_ids` then `token_ids`
 
 
-class Segment(NamedTuple):
-    """Adjacent tokens of a row."""
-
-    spans: tuple[Span, ...]  # ranges of the batch's tokens
-    parent: int = -1  # index of the segment that it continues, or -1
-
-
 def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     """One row per rollout, padded on the right to the longest: slow, and right for every causal language model."""
     prompts = batch.prompts()
     groups = batch.groups.tolist()
     rows = [torch.cat([prompts[g], completion]) for g, completion in zip(groups, batch.completions(), strict=True)]
     input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
-    prompt_lengths = batch.prompt_lengths[batch.groups]
+    prompt_lengths = batch.prompt_lengths[batch.groups][:, None]
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
-    # The state one before each completion token.
-    first = torch.arange(len(rows), device=input_ids.device) * input_ids.shape[1] + prompt_lengths - 1
-    within = torch.arange(batch.num_tokens, device=first.device) - expand(segment_starts(batch.lengths), batch.lengths)
-    filled = column < (prompt_lengths + batch.lengths)[:, None]
+    filled = column < prompt_lengths + batch.lengths[:, None]
+    before = (column >= prompt_lengths - 1) & (column < prompt_lengths + batch.lengths[:, None] - 1)
     return ModelInputs(
         kwargs={"input_ids": input_ids, "attention_mask": filled.long(), "position_ids": column.expand(len(rows), -1)},
-        predictors=expand(first, batch.lengths) + within,
+        predictors=before.flatten().nonzero()[:, 0],
         sum_over_readers=lambda numbers: (filled * numbers[:, None]).flatten(),
     )
 
 
 def packed(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     """All rollouts end to end in one row without padding; each attends to itself alone, positions restart."""
-    prompts, completions = _prompt_and_completion_spans(batch)
-    groups = batch.groups.tolist()
-    segments = [Segment((prompts[group], completion)) for group, completion in zip(groups, completions, strict=True)]
-    return _one_row(batch, segments, [[index] for index in range(len(segments))])
+    forest = _Forest(batch)
+    for rollout, (group, completion) in enumerate(zip(batch.groups.tolist(), forest.completions, strict=True)):
+        forest.add((forest.prompts[group], completion), -1, [rollout])
+    return _one_row(batch, forest)
 
 
 def shared_prefix(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
@@ -79,14 +71,13 @@ def shared_prefix(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     Instead of G (P + R) tokens a group costs P + G R, exactly. Completions with a common beginning share it as a
     branch, whose last state predicts the first token of every branch after it.
     """
-    prompts, completions = _prompt_and_completion_spans(batch)
-    members: list[list[int]] = [[] for _ in prompts]
+    forest = _Forest(batch)
+    members: list[list[int]] = [[] for _ in forest.prompts]
     for rollout, group in enumerate(batch.groups.tolist()):
         members[group].append(rollout)
-    forest = _Forest(batch, completions)
-    for prompt, rollouts in zip(prompts, members, strict=True):
+    for prompt, rollouts in zip(forest.prompts, members, strict=True):
         forest.grow(rollouts, 0, forest.add((prompt,), -1, rollouts))
-    return _one_row(batch, forest.segments, forest.paths)
+    return _one_row(batch, forest)
 
 
 LAYOUTS: dict[str, Layout] = {"shared_prefix": shared_prefix, "packed": packed, "padded": padded}
@@ -94,17 +85,20 @@ LAYOUTS: dict[str, Layout] = {"shared_prefix": shared_prefix, "packed": packed, 
 
 
 class _Forest:
-    """Segments in depth-first order, and each rollout's path through them."""
+    """Segments, each of adjacent tokens of a row, in depth-first order, and each rollout's path through them."""
 
-    def __init__(self, batch: TrainBatch, spans: list[Span]):
-        self.spans = spans
-        self.segments: list[Segment] = []
+    def __init__(self, batch: TrainBatch):
+        self.prompts = _spans(batch.prompt_lengths, 0)
+        self.completions = _spans(batch.lengths, len(batch.prompt_ids))
         self.tokens: list[list[int]] = list(map(Tensor.tolist, batch.completions()))
+        self.segments: list[tuple[Span, ...]] = []
+        self.parents: list[int] = []  # the segment that each continues, or -1
         self.paths: list[list[int]] = [[] for _ in self.tokens]
 
     def add(self, spans: tuple[Span, ...], parent: int, rollouts: list[int]) -> int:
         index = len(self.segments)
-        self.segments.append(Segment(spans, parent))
+        self.segments.append(spans)
+        self.parents.append(parent)
         for rollout in rollouts:
             self.paths[rollout].append(index)
         return index
@@ -112,7 +106,7 @@ class _Forest:
     def grow(self, rollouts: list[int], done: int, parent: int) -> None:
         """Add segments after the first `done` tokens, which all these rollouts have in common."""
         for cluster in self._clusters(rollouts, done):
-            first = self.spans[cluster[0]][0]
+            first = self.completions[cluster[0]][0]
             # Clusters are sorted, so all members have in common what the first and the last have.
             least, most = self.tokens[cluster[0]], self.tokens[cluster[-1]]
             differ = (index for index, (a, b) in enumerate(zip(least, most, strict=False)) if a != b)
@@ -138,17 +132,26 @@ class _Forest:
         return clusters
 
 
-def _one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequence[int]]) -> ModelInputs:
-    """Lay segments in one row, depth first; `paths` has the segments of each rollout."""
+def _spans(lengths: Tensor, first: int) -> list[Span]:
+    return list(pairwise([first, *(lengths.cumsum(0) + first).tolist()]))
+
+
+def _one_row(batch: TrainBatch, forest: _Forest) -> ModelInputs:
+    """Lay the segments in one row, depth first."""
     device = batch.token_ids.device
-    lengths = [sum(stop - start for start, stop in segment.spans) for segment in segments]
-    tree = TokenTree(lengths, [segment.parent for segment in segments])
-    order = torch.cat([torch.arange(*span) for segment in segments for span in segment.spans]).to(device)
+    lengths = [sum(stop - start for start, stop in spans) for spans in forest.segments]
+    tree = TokenTree(lengths, forest.parents)
+    order = torch.cat([torch.arange(*span) for spans in forest.segments for span in spans]).to(device)
+    predictors = []  # of each completion token, the position of the one before it on the rollout's path
+    prompts = batch.prompt_lengths[batch.groups].tolist()
+    for prompt, length, path in zip(prompts, batch.lengths.tolist(), forest.paths, strict=True):
+        positions = torch.cat([torch.arange(tree.starts[segment], tree.stops[segment]) for segment in path])
+        predictors.append(positions[prompt - 1 :][:length])
 
     def sum_over_readers(numbers: Tensor) -> Tensor:
-        visits = [(rollout, segment) for rollout, path in enumerate(paths) for segment in path]
+        visits = [(rollout, segment) for rollout, path in enumerate(forest.paths) for segment in path]
         by, of = (torch.tensor(column, dtype=torch.long, device=device) for column in zip(*visits, strict=True))
-        totals = numbers.new_zeros(len(segments)).index_add(0, of, numbers[by])
+        totals = numbers.new_zeros(len(lengths)).index_add(0, of, numbers[by])
         return totals.repeat_interleave(torch.tensor(lengths, device=device))
 
     return ModelInputs(
@@ -159,27 +162,9 @@ def _one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Seq
             "position_ids": tree.positions().to(device)[None],
             "token_tree": tree,
         },
-        predictors=_predictors(batch, tree, paths).to(device),
+        predictors=torch.cat(predictors).to(device),
         sum_over_readers=sum_over_readers,
     )
-
-
-def _predictors(batch: TrainBatch, tree: TokenTree, paths: Sequence[Sequence[int]]) -> Tensor:
-    """[N]: position in the row of the token before each completion token, along the rollout's path."""
-    prompts = batch.prompt_lengths.tolist()
-    predictors = []
-    for group, length, path in zip(batch.groups.tolist(), batch.lengths.tolist(), paths, strict=True):
-        positions = torch.cat([torch.arange(tree.starts[segment], tree.stops[segment]) for segment in path])
-        predictors.append(positions[prompts[group] - 1 :][:length])
-    return torch.cat(predictors)
-
-
-def _prompt_and_completion_spans(batch: TrainBatch) -> tuple[list[Span], list[Span]]:
-    spans = []
-    for lengths, first in ((batch.prompt_lengths, 0), (batch.lengths, len(batch.prompt_ids))):
-        stops = (lengths.cumsum(0) + first).tolist()
-        spans.append(list(zip([first, *stops[:-1]], stops, strict=True)) if stops else [])
-    return spans[0], spans[1]
 
 
 # ---- selection: the fastest layout that gives the log-probs of padded rows, found by trials, once for every model ----

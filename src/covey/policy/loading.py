@@ -3,21 +3,16 @@
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from covey.core.model import placeholder_ids, sdpa_suits
 from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
-from covey.policy.quantization import (
-    check_installed,
-    keep_gradients,
-    quantization_config_of,
-    quantization_method,
-    warn_about_unquantized,
-)
+from covey.policy.quantization import check_installed, keep_gradients, quantization_method, warn_about_unquantized
 from covey.policy.sharded_tensors import full_shape
 from covey.runtime.safe_text import without_secrets
 
@@ -47,7 +42,12 @@ def load_policy(
     """
     init_kwargs = init_kwargs or {}
     if isinstance(model, (str, os.PathLike)):
-        quantization_config = quantization_config_of(quantization_config, init_kwargs)
+        if quantization_config is not None and init_kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep"
+                " one."
+            )
+        quantization_config = quantization_config or init_kwargs.get("quantization_config")
         if quantization_config is not None and peft_config is None:
             raise ValueError(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
@@ -93,7 +93,10 @@ def _from_pretrained(
     check_quantization: Callable[[Any], None],
 ) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
-    config = _config_of(name, kwargs)
+    try:
+        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **_location(kwargs))
+    except (OSError, ValueError, TypeError, KeyError):
+        config = None  # loading raises an error that is explained
     check_quantization(quantization or getattr(config, "quantization_config", None))
     auto_class = auto_class_of(config)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
@@ -122,19 +125,7 @@ def _from_pretrained(
     return model
 
 
-def _config_of(name: str, kwargs: dict[str, Any]) -> Any:
-    """Config of a model before it is loaded; None without one, for which loading raises an error."""
-    from transformers import AutoConfig
-
-    try:
-        return kwargs.get("config") or AutoConfig.from_pretrained(name, **_location(kwargs))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
 def auto_class_of(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
 
 
@@ -144,8 +135,6 @@ def _location(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def sees_images(config: Any) -> bool:
-    from transformers import AutoModelForImageTextToText
-
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
 
 
@@ -210,15 +199,11 @@ def _check_generates(model: Any) -> None:
 def _check_trains(model: Any) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        adapter = hasattr(model, "peft_config")
-        advice = (
-            "load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
-            if adapter
-            else "call model.requires_grad_(True), or pass a `peft_config` to train an adapter"
-        )
-        raise ValueError(
-            f"every weight of the {'adapter' if adapter else 'model'} is frozen, so nothing would be trained: {advice}."
-        )
+        part, advice = "model", "call model.requires_grad_(True), or pass a `peft_config` to train an adapter"
+        if hasattr(model, "peft_config"):
+            part = "adapter"
+            advice = "load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+        raise ValueError(f"every weight of the {part} is frozen, so nothing would be trained: {advice}.")
     if quantization_method(model) is not None and not hasattr(model, "peft_config"):
         raise ValueError(
             f"the weights of this {type(model).__name__} are quantised and cannot be trained. Pass a `peft_config` to"
@@ -283,8 +268,6 @@ def load_processing_class(
 
 
 def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
-    from transformers import AutoProcessor, AutoTokenizer
-
     name = getattr(model.config, "_name_or_path", "")
     if not name:
         raise ValueError(
@@ -321,7 +304,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a completion: those of the generation config and of the tokenizer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = {named} if isinstance(named, int) else set(named or [])
-    return ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    return (ids | {tokenizer.eos_token_id}) - {None}
 
 
 def max_context(model: Any) -> int | None:
@@ -332,28 +315,25 @@ def max_context(model: Any) -> int | None:
 
 def has_dropout(model: torch.nn.Module) -> bool:
     """True if any dropout probability is above 0, so that forward passes over the same tokens differ in training."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            return True
-        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
-            return True
-    return False
+    return any(True for _ in _dropouts(model))
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and the plain numbers in attention modules."""
+    for module, name in list(_dropouts(model)):
+        setattr(module, name, 0.0)
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Dropout probabilities above 0, by name: of dropout modules, and the plain numbers in attention modules."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+            named = "dropout" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
+            if named and isinstance(value, float) and value > 0:
+                yield module, name
 
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
     """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     path, folder = Path(path), Path(folder)
     if (folder / "config.json").is_file():
         return folder

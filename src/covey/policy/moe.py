@@ -4,14 +4,13 @@ Sums, unlike transformers' means, add up over micro-batches and processes. See a
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from covey.core.model import decoder_of, without_adapter
+from covey.core.model import without_adapter
 
 
 class RouterLoads(NamedTuple):
@@ -51,35 +50,21 @@ def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
     return len(shares) * (shares @ part.probability) / pairs
 
 
-@contextmanager
-def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
-    """Router logits of every layer, from the decoder: the whole model would compute its own loss of padded rows."""
-    captured: list[Tensor] = []
-
-    def ask(module: Any, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, "output_router_logits": True}
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        captured.extend(logits for logits in getattr(output, "router_logits", None) or () if logits is not None)
-
-    decoder = decoder_of(model)
-    with decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep):
-        yield captured
-
-
-def check_router_logits(model: Any, router_logits: list[Tensor]) -> None:
-    """Refuse (ValueError) missing router logits, or ones without gradient, as reentrant checkpointing gives."""
-    if not router_logits:
+def router_logits(model: Any, output: Any) -> list[Tensor]:
+    """Router logits in a decoder's output; ValueError if missing, or without gradient as by reentrant checkpointing."""
+    found = [logits for logits in getattr(output, "router_logits", None) or () if logits is not None]
+    if not found:
         raise ValueError(
             f"router_aux_loss_coef: {type(model).__name__} returns no router logits, so the load of its experts cannot"
             " be balanced. Set router_aux_loss_coef=0."
         )
-    if torch.is_grad_enabled() and not any(logits.requires_grad for logits in router_logits):
+    if torch.is_grad_enabled() and not any(logits.requires_grad for logits in found):
         raise ValueError(
             "router_aux_loss_coef: the routers give no gradient. Reentrant checkpointing cuts it off: set"
             " gradient_checkpointing_kwargs={'use_reentrant': False}, gradient_checkpointing=False or"
             " router_aux_loss_coef=0."
         )
+    return found
 
 
 def has_balancing_loss(model: Any) -> bool:

@@ -9,30 +9,15 @@ from torch import Tensor, nn
 
 from covey.policy.sharded_tensors import full_tensor
 
-KINDS = ("Params4bit", "Int8Params")
-"""Names of bitsandbytes' parameter classes; bitsandbytes is imported only when used."""
-
 
 def quantization_method(model: Any) -> str | None:
     """Quantization method of a model's weights, such as "bitsandbytes" or "gptq", or None."""
     if not getattr(model, "is_quantized", False) and getattr(model, "hf_quantizer", None) is None:
         return None
-    config = getattr(model.config, "quantization_config", None)
-    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-    if method is None:
-        method = getattr(model, "quantization_method", None) or "an unknown method"
+    config = getattr(model.config, "quantization_config", None) or {}
+    method = _setting(config, "quant_method") or getattr(model, "quantization_method", None) or "an unknown method"
     name = str(getattr(method, "value", method))
     return "bitsandbytes" if name.startswith("bitsandbytes") else name
-
-
-def quantization_config_of(given: Any, init_kwargs: dict[str, Any]) -> Any:
-    """Quantization config given as an argument or among those of `from_pretrained`; ValueError if in both places."""
-    inside = init_kwargs.get("quantization_config")
-    if given is not None and inside is not None:
-        raise ValueError(
-            "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep one."
-        )
-    return inside if given is None else given
 
 
 def check_installed(quantization: Any) -> None:
@@ -74,14 +59,12 @@ def _setting(quantization: Any, name: str) -> Any:
 def is_quantized_layer(module: Any) -> bool:
     """True for bitsandbytes' linear layers, also when FSDP2 has replaced their weight parameter."""
     weight = module._parameters.get("weight")
-    return type(weight).__name__ in KINDS or (weight is not None and getattr(module, "quant_state", None) is not None)
+    is_packed = type(weight).__name__ in ("Params4bit", "Int8Params")  # bitsandbytes is imported only when used
+    return is_packed or (weight is not None and getattr(module, "quant_state", None) is not None)
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Preserve gradients through 4-bit layers on a CPU after the model has been used for inference.
-
-    With AVX512-BF16 bitsandbytes rearranges a weight at its first use for inference, and its product has no gradient.
-    """
+    """Keep bitsandbytes from rearranging 4-bit weights for inference on a CPU, whose products have no gradient."""
     layer: Any
     for layer in model.modules():
         if type(layer._parameters.get("weight")).__name__ == "Params4bit":

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from covey.policy.adapters import unwrapped
 from covey.policy.quantization import dequantized_state, is_quantized_layer
@@ -45,8 +46,8 @@ class Reference:
                 yield policy
         else:  # the trained parameters of the first call, within the context
             reshard(policy)
-            trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-            current = {name: own_shard(parameter).detach().clone() for name, parameter in trained.items()}
+            trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+            current = {name: own_shard(weight).detach().clone() for name, weight in trained}
             self._adapter = current if self._adapter is None else self._adapter
             _set_shards(policy, self._adapter)
             try:
@@ -95,10 +96,10 @@ def starts_as_identity(peft_config: Any) -> bool:
 
 
 def frozen_sample(model: Any) -> Sample:
-    """About eight numbers of each frozen weight: they identify a reference, or the base of an adapter.
+    """About eight numbers of each frozen weight, the same however it is sharded; collective if it is.
 
-    Collective, if weights are sharded: they are gathered one at a time, and so the sample is the same however they are.
-    Other adapters, which may come and go, are left out, and weights that another library than bitsandbytes quantised.
+    They identify a reference, or the base of an adapter. Left out are other adapters, which may come and go, and
+    weights that another library than bitsandbytes quantised.
     """
     model = unwrapped(model)
     reshard(model)
@@ -109,11 +110,10 @@ def frozen_sample(model: Any) -> Sample:
     sample: Sample = {}
     for name, weight in model.named_parameters():
         name = checkpoint_name(name).replace(".base_layer.", ".")
+        is_plain = type(weight) is nn.Parameter or is_shard(weight)
         if layer := layers.get(id(weight)):
             sample[name] = (QUANTISED, _few(dequantized_state(layer)["weight"]))
-        elif (
-            not weight.requires_grad and id(weight) not in others and (type(weight) is nn.Parameter or is_shard(weight))
-        ):
+        elif is_plain and not weight.requires_grad and id(weight) not in others:
             sample[name] = (str(weight.dtype), _few(full_tensor(weight)))
     return sample
 
@@ -146,7 +146,7 @@ class FullCopy:
     """Full copy of a sharded policy: a model without hooks, so that each process can run it any number of times.
 
     `model` is the policy before sharding, of which the modules are copied; `policy` gives the sharded one. Wider
-    matrices are cast to `dtype` (None: no casts). Its weights are there within `weights()`, which every process enters.
+    matrices are cast to `dtype` (None: no casts).
     """
 
     def __init__(self, model: Any, policy: Callable[[], Any], dtype: torch.dtype | None = None):
@@ -160,7 +160,6 @@ class FullCopy:
         shared = {id(layer.quant_state): layer.quant_state for layer in quantized.values()}
         self.model: Any = copy.deepcopy(model, {**empty, **shared}).eval()
         """The copy; it has weights within `weights()` only."""
-        self._owners = _owners(self.model)
         self._packed = {f"{name}.weight" for name in quantized}
 
     @contextmanager
@@ -168,39 +167,12 @@ class FullCopy:
         """Give the copy the policy's present weights within the context. Collective."""
         policy = self._policy()
         reshard(policy)
-        try:
-            with torch.no_grad():
-                self._gather(policy)
+        present: dict[str, Tensor] = {checkpoint_name(name): buffer for name, buffer in policy.named_buffers()}
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                name = checkpoint_name(name)
+                dtype = None if name in self._packed else self._dtype  # 4-bit weights are bytes, whatever their dtype
+                tensor = full_tensor(parameter, dtype).as_subclass(Tensor)
+                present[name] = nn.Parameter(tensor.to(sent_dtype(tensor, dtype)), requires_grad=False)
+        with _reparametrize_module(self.model, present, tie_weights=True, strict=True):
             yield
-        finally:
-            for owners in self._owners.values():
-                for module, name, empty in owners:
-                    module._parameters[name] = empty
-
-    def _gather(self, policy: Any) -> None:
-        missing = set(self._owners)
-        for name, parameter in policy.named_parameters():
-            name = checkpoint_name(name)
-            dtype = None if name in self._packed else self._dtype  # 4-bit weights are bytes, whatever their dtype
-            tensor = full_tensor(parameter, dtype).as_subclass(Tensor)
-            copied = nn.Parameter(tensor.to(sent_dtype(tensor, dtype)), requires_grad=False)
-            for module, key, _ in self._owners[name]:
-                module._parameters[key] = copied
-            missing.discard(name)
-        assert not missing, f"the policy has no {sorted(missing)[:3]}"
-        modules = dict(self.model.named_modules())
-        for name, module in policy.named_modules():
-            twin = modules.get(checkpoint_name(f"{name}.").rstrip("."))
-            if twin is not None:
-                twin._buffers.update(module._buffers)
-
-
-def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
-    """All modules that share a parameter, by its first name in `named_parameters`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[names[id(parameter)]].append((module, key, parameter))
-    return owners

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,7 @@ from covey.policy.image_dedup import deduplicated_images
 from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
 from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden, score_in_head_call
 from covey.policy.lm_head.support import SampledSupport
-from covey.policy.moe import RouterLoads, captured_router_logits, check_router_logits, loads_of
-
-
-class Unwrap:
-    """Map from a wrapped model to the transformers or PEFT model inside, cached: accelerate searches all modules."""
-
-    def __init__(self, accelerator: Any):
-        self._accelerator = accelerator
-        self._found: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-
-    def __call__(self, model: Any) -> Any:
-        known = self._found.get(model)
-        inner = None if known is None else known()
-        if inner is None:
-            inner = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            self._found[model] = ref(inner)
-        return inner
+from covey.policy.moe import RouterLoads, loads_of, router_logits
 
 
 @dataclass(eq=False)
@@ -151,11 +135,10 @@ class TokenScorer:
             chunk_size=self.chunk_size,
             support=None if whole else SampledSupport.of(batch, scored, self.repetition_penalty),
         )
-        router: AbstractContextManager[list[Tensor]]
-        router = nullcontext([]) if top_k is None else captured_router_logits(inner)
+        asked = {} if top_k is None else {"output_router_logits": True}
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
-        with router as router_logits, shown as images, dedup:
+        with decoder_outputs(inner, **asked) as outputs, shown as images, dedup:
             kwargs |= images
             if self.inside_head_call:
 
@@ -166,14 +149,12 @@ class TokenScorer:
 
                 scores = score_in_head_call(model, head.module, score_all, **kwargs)
             else:
-                with capture_decoder_output(inner) as captured:
-                    # The whole model is called, so that wrappers see their forward pass; its head gets one position.
-                    model(**kwargs, use_cache=False, logits_to_keep=1)
-                scores = score(captured[0].flatten(0, 1)[predictors], head=head)
+                # The whole model is called, so that wrappers see their forward pass; its head gets one position.
+                model(**kwargs, use_cache=False, logits_to_keep=1)
+                scores = score(outputs[0][0].flatten(0, 1)[predictors], head=head)
         loads = None
         if top_k is not None:
-            check_router_logits(inner, router_logits)
-            loads = loads_of(router_logits, inputs.sum_over_readers(counted.float()), top_k)
+            loads = loads_of(router_logits(inner, outputs[0]), inputs.sum_over_readers(counted.float()), top_k)
         return scores if len(learned) == rollouts.num_tokens else scores.scattered(learned, rollouts.num_tokens), loads
 
     @torch.no_grad()
@@ -185,21 +166,19 @@ class TokenScorer:
             return self._score(inner, batch, layout, entropy=False)[0].logprobs
 
         with inference_mode_of(inner):
-            _check_head(inner, few, self.float32_head, self.inside_head_call)
+            _check_head(inner, few, self.inside_head_call)
             return choose_layout(self._wanted, inner, score, device)
 
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
     """Batch of text with one more rollout at its end: a prompt with an image, without completion."""
-    device = batch.lengths.device
-    ids = torch.tensor(blank.prompt_ids, device=device)
-    zero = torch.zeros(1, dtype=torch.long, device=device)
+    longer = partial(nn.functional.pad, pad=(0, 1))
     return replace(
         batch,
-        lengths=torch.cat([batch.lengths, zero]),
-        prompt_ids=torch.cat([batch.prompt_ids, ids]),
-        prompt_lengths=torch.cat([batch.prompt_lengths, zero + len(ids)]),
-        groups=torch.cat([batch.groups, zero + len(batch.prompt_lengths)]),
+        lengths=longer(batch.lengths, value=0),
+        prompt_ids=torch.cat([batch.prompt_ids, batch.prompt_ids.new_tensor(blank.prompt_ids)]),
+        prompt_lengths=longer(batch.prompt_lengths, value=len(blank.prompt_ids)),
+        groups=longer(batch.groups, value=len(batch.prompt_lengths)),
         media=[*([()] * len(batch)), blank.media],
     )
 
@@ -210,9 +189,9 @@ def first_and_last(batch: TrainBatch) -> Tensor:
     return torch.cat([filled[:2], filled[2:][-2:]])
 
 
-def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_call: bool) -> None:
+def _check_head(model: Any, inputs: dict[str, Any], inside_head_call: bool) -> None:
     """Raise a ValueError unless `Head` gives the model's own logits."""
-    head, ours = head_of(model, float32=float32), []
+    head, ours = head_of(model), []
     if inside_head_call:
 
         def score_last(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
@@ -222,9 +201,9 @@ def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_c
         score_in_head_call(model, head.module, score_last, **inputs)
         theirs = model(**inputs, use_cache=False).logits[:, -1].float()
     else:
-        with capture_decoder_output(model) as captured:
+        with decoder_outputs(model) as outputs:
             theirs = model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-        ours.append(head(captured[0][:, -1]).float())
+        ours.append(head(outputs[0][0][:, -1]).float())
     difference = (ours[0] - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
         raise ValueError(
@@ -234,15 +213,17 @@ def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_c
 
 
 @contextmanager
-def capture_decoder_output(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the decoder's last hidden state [rows, width, H] of the forward passes within."""
-    captured: list[Tensor] = []
+def decoder_outputs(model: Any, **asked: Any) -> Iterator[list[Any]]:
+    """Outputs of the decoder, which is `asked` for more, in the forward passes within; [0] are the last hidden states.
 
-    def keep(module: Any, args: Any, output: Any) -> None:
-        captured.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
-
-    with decoder_of(model).register_forward_hook(keep):
-        yield captured
+    The whole model would compute a balancing loss of its own, of padded rows, if it were asked for router logits.
+    """
+    decoder, outputs = decoder_of(model), list[Any]()
+    ask: AbstractContextManager[Any] = nullcontext()
+    if asked:
+        ask = decoder.register_forward_pre_hook(lambda _, args, given: (args, given | asked), with_kwargs=True)
+    with ask, decoder.register_forward_hook(lambda _, args, output: outputs.append(output)):
+        yield outputs
 
 
 # ---- fused layers ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 def is_sharded(model: Any) -> bool:
@@ -28,15 +29,11 @@ def own_shard(parameter: Any) -> Tensor:
 
 def original_class(model: nn.Module) -> type:
     """Class of a module before FSDP2 replaced it."""
-    from torch.distributed.fsdp import FSDPModule
-
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
     """Release gathered weights that FSDP2 keeps, as it does with the last ones after a forward pass."""
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

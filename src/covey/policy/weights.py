@@ -4,11 +4,17 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from covey.core.engine import TensorSpec, WeightUpdate
 from covey.policy.adapters import active_adapter, adapter_config, base_model, has_adapter, unwrapped
@@ -28,11 +34,6 @@ from covey.policy.sharded_tensors import (
     sent_dtype,
     with_original_classes,
 )
-
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Prefixes of torch.compile and activation checkpointing in the names of modules."""
-
-FILE_BYTES = 5 * 10**9  # most bytes of a saved file, unless one tensor has more
 
 
 def weight_update(
@@ -128,10 +129,9 @@ def _modules(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple
 
 
 def _own_state(module: nn.Module) -> dict[str, Tensor]:
+    own: dict[str, Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     transient = module._non_persistent_buffers_set
-    own: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    own |= {name: t for name, t in module._buffers.items() if t is not None and name not in transient}
-    return own
+    return own | {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in transient}
 
 
 def _adapted(module: Any, merge: bool) -> _Part:
@@ -180,35 +180,34 @@ def _as_in_checkpoint(base: Any, parts: list[_Part]) -> list[_Part]:
     transformers fuses some weights on loading (such as experts) and splits them on saving, which needs all tensors of
     one weight together: those of one module, else of one layer, else of the model.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     named = with_original_classes(base, {})
     if (known := getattr(named, "_weight_conversions", None)) is not None:
         named._weight_conversions = [entry for entry in known if entry.was_used()]  # ZeRO-3 lists all possible ones
     rearranges = _rearranges(named)
-    whole = {name: tensor for part in parts for name, tensor in part.like.items()}
-    saved = revert_weight_conversion(named, dict(whole))
-    if _same(saved, whole):
+    whole = _joined(parts)
+    saved = revert_weight_conversion(named, dict(whole.like))
+    if _same(saved, whole.like):
         return parts
-    for joined in (parts, _by_layer(parts), [_joined(parts)]):
-        converted = [_converted(named, part, revert_weight_conversion, rearranges) for part in joined]
-        if _same({name: tensor for part in converted for name, tensor in part.like.items()}, saved):
+    for joined in (parts, _by_layer(parts), [whole]):
+        converted = [_converted(named, part, rearranges) for part in joined]
+        if _same(_joined(converted).like, saved):
             return converted
     raise AssertionError("all parts together equal the whole")
 
 
-def _converted(base: Any, part: _Part, revert: Callable[..., dict[str, Tensor]], rearranges: bool) -> _Part:
+def _converted(base: Any, part: _Part, rearranges: bool) -> _Part:
     try:
-        like = revert(base, dict(part.like))
+        like = revert_weight_conversion(base, dict(part.like))
     except (RuntimeError, ValueError, KeyError, IndexError):  # the conversion needs more than this part
         like = {}
 
     def make(dtype: torch.dtype | None) -> dict[str, Tensor]:
-        return revert(base, part.make(dtype if rearranges and rounds_alike(dtype) else None))
+        return revert_weight_conversion(base, part.make(dtype if rearranges and rounds_alike(dtype) else None))
 
     def rounds_alike(dtype: torch.dtype | None) -> bool:
         """True if casts before and after the conversion agree: matrices stay matrices."""
-        rounded = revert(base, {name: tensor.to(sent_dtype(tensor, dtype)) for name, tensor in part.like.items()})
+        cast = {name: tensor.to(sent_dtype(tensor, dtype)) for name, tensor in part.like.items()}
+        rounded = revert_weight_conversion(base, cast)
         return all(rounded[name].dtype == sent_dtype(tensor, dtype) for name, tensor in like.items())
 
     return _Part(like, make)
@@ -216,9 +215,6 @@ def _converted(base: Any, part: _Part, revert: Callable[..., dict[str, Tensor]],
 
 def _rearranges(base: Any) -> bool:
     """True if the conversion to checkpoints only rearranges numbers, as when experts are split."""
-    from transformers import core_model_loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     known = getattr(base, "_weight_conversions", None) or get_model_conversion_mapping(base, add_legacy=False)
     steps = [step for entry in known for step in getattr(entry, "operations", None) or ()]
     return all(type(step).__module__ == core_model_loading.__name__ for step in steps)
@@ -283,6 +279,7 @@ def _check_still_tied(base: Any) -> None:
 
 def _added_to(module: Any) -> set[int]:
     """Storage addresses of the parameters that active adapters add to or substitute in a module."""
+    added: list[Any] = []
     if hasattr(module, "modules_to_save"):
         used = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
         added = [parameter for module in used for parameter in module.parameters()]
@@ -290,25 +287,20 @@ def _added_to(module: Any) -> set[int]:
         theirs: list[Any] = [getattr(tuner, name) for name in tuner.adapter_layer_names]
         parts = [part[name] for part in theirs for name in tuner.active_adapters if name in part]
         added = [p for part in parts for p in ([part] if isinstance(part, Tensor) else part.parameters())]
-    else:
-        added = []
     local = (getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)) for p in added)
     return {tensor.untyped_storage().data_ptr() for tensor in local}
 
 
 def checkpoint_name(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """Name without those of the wrappers of torch.compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 # ---- a sharded policy, or its adapters, as a folder for `from_pretrained`, one module at a time ----------------------
 
 
-def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = FILE_BYTES) -> None:
+def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = 5 * 10**9) -> None:
     """Write the weights, in files of `file_bytes` at most, and the config; collective, one process `writes`."""
-    from safetensors.torch import save_file
-
     policy, folder = unwrapped(policy), Path(folder)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -318,11 +310,8 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
     update = weight_update(policy, 0)
     files, tensors = plan_files(update.specs, file_bytes), update.tensors()
     for file, specs in files.items():
-        state = {}
-        for _ in specs:
-            name, tensor = next(tensors)  # in the order of their specs
-            if writes:
-                state[name] = tensor.cpu().contiguous()
+        ours = islice(tensors, len(specs))  # they come in the order of their specs
+        state = {name: tensor.cpu().contiguous() for name, tensor in ours if writes}
         if writes:
             save_file(state, folder / file, metadata={"format": "pt"})
     if not writes:
@@ -347,8 +336,6 @@ def plan_files(specs: tuple[TensorSpec, ...], file_bytes: int) -> dict[str, list
 
 
 def _save_config(model: Any, folder: Path) -> None:
-    from transformers.dynamic_module_utils import custom_object_save
-
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -365,11 +352,10 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
     embeddings = [policy.get_input_embeddings(), policy.get_output_embeddings()]
     of_embeddings = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
     marks = (policy.base_model.prefix, "modules_to_save", "trainable_tokens")
-    added = {name for name, _ in policy.named_parameters() if any(part.startswith(marks) for part in name.split("."))}
-    base = {id(parameter) for name, parameter in policy.named_parameters() if name not in added}
     state = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or id(parameter) not in base or id(parameter) in of_embeddings:
+        is_added = any(part.startswith(marks) for part in name.split("."))
+        if parameter.requires_grad or is_added or id(parameter) in of_embeddings:
             tensor = full_tensor(parameter)
             if writes:
                 state[name] = tensor.cpu()
@@ -379,8 +365,6 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
 
 def saves_other_names(model: Any) -> bool:
     """True if a model's checkpoints have other names or shapes of tensors than the model."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     named = dict(unwrapped(model).state_dict())
     return revert_weight_conversion(unwrapped(model), dict(named)).keys() != named.keys()
 

@@ -1,9 +1,8 @@
 """Memory of a run by part: an estimate from the model's config and the training arguments.
 
-Weights, gradients and optimizer state are counted exactly (`covey.sizing.model_spec`). Activations, caches and logits
-are formulas for Llama-like decoders with fused attention and for encoders of images, for completions of full length;
-`benchmarks/memory.py` compares them with measurements. Excluded: Python, CUDA and libraries without a model,
-fragmentation, reward models.
+Weights, gradients and optimizer state are counted exactly. Activations, caches and logits are formulas for Llama-like
+decoders with fused attention and for encoders of images, for completions of full length; `benchmarks/memory.py`
+compares them with measurements. Excluded: Python, CUDA and libraries without a model, fragmentation, reward models.
 """
 
 import copy
@@ -240,7 +239,7 @@ def _estimate(
     keeps_logits = fits and head > 0 and computed == 4
     checkpointing, layers = bool(args.gradient_checkpointing), text.num_hidden_layers
     kept = (keeps.kept(tokens) if keeps else 0) if checkpointing else layers
-    patches = shown * images.patches * (1 if checkpointing or counts.vision is None else counts.vision.layers)
+    patches = shown * images.patches * (1 if checkpointing else counts.vision.layers)
     outer, layer = unit_parameters(config) if sharded else (0, 0)
     sampled = MemoryEstimate(
         weights=weights,
@@ -312,16 +311,14 @@ def _apart(text: Any, precision: "Precision", trainable: int, tokens: int, kept:
 def _packed_numbers(counts: ModelSpec, images: Images) -> int:
     if not torch.backends.mkl.is_available():
         return 0
-    few = counts.vision is not None and 0 < images.patches <= MOST_ROWS  # few enough rows for MKL to pack
-    return counts.packed + (counts.vision.packed if few and counts.vision else 0)
+    few = 0 < images.patches <= MOST_ROWS  # few enough rows for MKL to pack
+    return counts.packed + counts.vision.packed * few
 
 
 def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) -> int:
     """Bytes between what layers save; tokens and patches count once for each layer that saves."""
-    numbers = tokens * precision.saved.passing
-    if counts.vision is not None and counts.vision.channels:
-        numbers += patches * counts.vision.passing
-    return numbers * precision.computed
+    of_patches = patches * counts.vision.passing * (counts.vision.channels > 0)
+    return (tokens * precision.saved.passing + of_patches) * precision.computed
 
 
 def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:
@@ -431,20 +428,12 @@ def layer_temporaries(text: Any, precision: Precision) -> int:
 
 
 def encoder_bytes(
-    vision: VisionEncoderSpec | None,
-    precision: Precision,
-    images: Images,
-    checkpointing: bool,
-    *,
-    rows: int,
-    shown: int,
+    vision: VisionEncoderSpec, precision: Precision, images: Images, checkpointing: bool, *, rows: int, shown: int
 ) -> int:
     """Bytes that encoding the images of a micro-batch of `rows` rollouts saves; a group's are encoded once (`shown`).
 
     Per patch and block `VisionEncoderSpec.channels`, and the inputs and outputs of two norms.
     """
-    if vision is None:
-        return 0
     c = precision.computed
     norms = vision.hidden * (2 * precision.residual + (vision.readers if precision.casts else 2) * c)
     block = (vision.channels * c + norms) * (vision.channels > 0)
@@ -465,12 +454,12 @@ def optimizer_states(optim: str) -> float:
 
 def readable(size: int) -> str:
     """Bytes with a unit: 1536 -> '1.5 KiB'."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return f"{value:.1f} TiB"
 
 
 def _precision(config: Any, args: Any, counts: ModelSpec, device: str, *, sharded: bool, whole: bool) -> Precision:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from covey.policy.adapters import exclude_parts, freeze_parts, part_names
 from covey.policy.loading import auto_class_of, sees_images
@@ -31,15 +33,14 @@ class SavedActivations(NamedTuple):
 
 
 class VisionEncoderSpec(NamedTuple):
-    layers: int  # blocks
-    channels: int  # numbers per patch that attention and MLP of a block save; 0 where no gradient enters the encoder
-    hidden: int  # channels between blocks
-    readers: int  # linear layers of a block that read a norm
-    passing: int  # channels of products that are not saved
-    merger: int  # numbers that the aligner saves for each token of an image, where it is the encoder's last part
-    aligner: int  # the same where it follows the encoder
-    weights: int  # parameters of encoder and aligner
-    packed: int  # numbers of MKL's packed copies of its linear layers
+    layers: int = 0  # blocks
+    channels: int = 0  # numbers per patch that attention and MLP of a block save; 0 where no gradient enters it
+    hidden: int = 0  # channels between blocks
+    readers: int = 0  # linear layers of a block that read a norm
+    passing: int = 0  # channels of products that are not saved
+    merger: int = 0  # numbers that the aligner saves for each token of an image, where it is the encoder's last part
+    aligner: int = 0  # the same where it follows the encoder
+    packed: int = 0  # numbers of MKL's packed copies of its linear layers
 
 
 class QuantisedWeights(NamedTuple):
@@ -58,7 +59,7 @@ class ModelSpec(NamedTuple):
     saved: SavedActivations | None = None  # None: as if all weights are trained, or all have adapters
     embeddings: int | None = None  # trained matrices of vocabulary x hidden size; None: one if all weights are trained
     head: bool = True  # the output head is one of them
-    vision: VisionEncoderSpec | None = None
+    vision: VisionEncoderSpec = VisionEncoderSpec()  # the default: the model sees no images
 
 
 class DecoderWidths(NamedTuple):
@@ -88,7 +89,7 @@ def count_parameters(
 ) -> ModelSpec:
     """Exact counts of a language model with adapter, quantised weights and frozen parts ("vit", "aligner", "llm")."""
     model = meta_model(config)
-    quantised = dict(_quantised_layers(model, quantization)) if quantization is not None else {}
+    quantised = set(_quantised_layers(model, quantization)) if quantization is not None else set()
     if frozen:
         freeze_parts(model, frozen)
     base = model
@@ -98,15 +99,15 @@ def count_parameters(
         with torch.device("meta"):
             settings = LoraConfig(**{"task_type": "CAUSAL_LM", **peft})
             model = get_peft_model(model, exclude_parts(model, settings, frozen) if frozen else settings)
-    vision = _vision_encoder(model, base) if sees_images(config) else None
-    encoder = {id(m) for m in base.get_encoder(modality="image").modules()} if vision is not None else set()
-    linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in quantised and id(m) not in encoder]
+    vision = _vision_encoder(model, base) if sees_images(config) else VisionEncoderSpec()
+    encoder = set(base.get_encoder(modality="image").modules()) if sees_images(config) else set()
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in quantised and m not in encoder]
     text = config.get_text_config()
     head = {id(p) for p in base.get_output_embeddings().parameters()}
     vocabulary = (text.vocab_size, text.hidden_size)
     embeddings = [id(p) in head for p in model.parameters() if tuple(p.shape) == vocabulary and p.requires_grad]
-    numbers = [layer.weight.numel() for layer in quantised.values()]
-    sizes = [_quantised_bytes(layer, quantization) for layer in quantised.values()]
+    numbers = [layer.weight.numel() for layer in quantised]
+    sizes = [_quantised_bytes(layer, quantization) for layer in quantised]
     return ModelSpec(
         model.num_parameters(),
         model.num_parameters(only_trainable=True),
@@ -137,17 +138,14 @@ def _packed(layers: list[nn.Linear]) -> int:
     return sum((-(-layer.out_features // step) * step + more) * layer.in_features for layer in layers)
 
 
-def _quantised_layers(model: Any, quantization: Any) -> Iterator[tuple[int, nn.Linear]]:
-    """Linear layers that transformers would quantise, by identity: all but the head, tied ones and skipped ones."""
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
+def _quantised_layers(model: Any, quantization: Any) -> Iterator[nn.Linear]:
+    """Linear layers that transformers would quantise: all but the head, tied ones and skipped ones."""
     skipped = HfQuantizer.get_modules_to_not_convert(
         model, quantization.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
     for name, module in model.named_modules():
         if type(module) is nn.Linear and should_convert_module(name, skipped):
-            yield id(module), module
+            yield module
 
 
 def _quantised_bytes(layer: nn.Linear, quantization: Any) -> int:
@@ -250,6 +248,5 @@ def _vision_encoder(model: Any, base: Any) -> VisionEncoderSpec:
         passing=sum(layer.outputs for layer in linear) if linear[0].adapted else 2 * hidden,
         merger=saved_by_aligner(within=True),
         aligner=saved_by_aligner(within=False),
-        weights=sum(named[name].numel() for name, part in parts.items() if part != "llm"),
         packed=_packed([m for m in encoder.modules() if type(m) is nn.Linear]),
     )

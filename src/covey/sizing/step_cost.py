@@ -15,8 +15,6 @@ from covey.sizing.model_spec import DecoderWidths, unit_parameters
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a decoder's matrix products."""
-
     body: int  # weights of the matrices in the layers; of a mixture, those of the experts that a token goes through
     head: int  # weights of the output head (vocabulary x hidden size), tied or not
     layers: int  # decoder layers
@@ -42,12 +40,9 @@ def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
 
         2 * body * (P + sum_i (L_i - 1)) + 2 * head * (1 + sum_i (L_i - 1)) + 4 * layers * width * A
     """
-    pairs = prompt * (prompt + 1) // 2
-    for length in lengths:
-        fed = length - 1
-        pairs += fed * prompt + fed * (fed + 1) // 2
-    heads = 1 + sum(length - 1 for length in lengths)
-    return 2 * size.body * positions(prompt, lengths) + 2 * size.head * heads + 4 * size.layers * size.width * pairs
+    pairs = prompt * (prompt + 1) // 2 + sum((length - 1) * (2 * prompt + length) // 2 for length in lengths)
+    body, heads = positions(prompt, lengths), positions(1, lengths)  # of a prompt the last alone has logits
+    return 2 * size.body * body + 2 * size.head * heads + 4 * size.layers * size.width * pairs
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ class StepCosts:
     sampling_flops: int
     scoring_flops: int  # forward passes alone: old and reference log-probs
     training_flops: int  # forward and backward passes, recomputation included
-    passes: int  # forward and backward passes of a process
-    gathered: int  # weights, in its passes
+    gathered: int  # weights, in the passes of a process
     reduced: int  # gradients
     refreshed: int  # weights, after the optimizer's step
     sync_gathered: int  # weights, so that the first process can send them to servers
@@ -72,16 +66,14 @@ def step_costs(
     """Costs of one optimizer step.
 
     A training pass multiplies three times what a forward pass does (forward, gradients of inputs, of weights), or twice
-    with frozen weights under an adapter; of layers that recompute the forward once more. Sharded weights are
-    received once for the forward pass and once for the backward, except those that stay in memory; gradients are
-    received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
+    with frozen weights under an adapter; of layers that recompute the forward once more.
     """
     text, algebra = config.get_text_config(), args.algebra(spread.processes)
     size, length = ModelSize.of(text), memory.completion_tokens
     group = [length] * algebra.num_generations
     groups = algebra.completions_per_update / algebra.num_generations
     forward = int(groups * forward_flops(size, prompt_tokens, group))
-    in_layers = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
+    in_layers = forward - int(groups * 2 * size.head * positions(1, group))
     recomputed = in_layers * (memory.layers - memory.kept_layers) // memory.layers
     scorings = bool(args.beta) + (not algebra.on_policy or args.penalises_reward)
     received = received_by(spread, memory, unit_parameters(config))
@@ -92,7 +84,6 @@ def step_costs(
         sampling_flops=int(forward * fresh),
         scoring_flops=int(scorings * forward * fresh),
         training_flops=(2 if adapter else 3) * forward + recomputed,
-        passes=passes,
         gathered=received.gathered(passes, int(passes * scorings * fresh)),
         reduced=received.reduced(passes),
         refreshed=received.of_others(whole_weights),
@@ -103,7 +94,11 @@ def step_costs(
 
 @dataclass(frozen=True)
 class Received:
-    """Bytes that a process receives in the phases of a step."""
+    """Bytes that a process receives in the phases of a step.
+
+    Sharded weights are received once for a forward pass and once for its backward, except those that stay in memory;
+    gradients a shard from each other process in every pass, or all sums twice a step (all-reduce).
+    """
 
     spread: ShardCounts
     whole: int  # all weights in the type of products
@@ -115,12 +110,11 @@ class Received:
         return size * (self.spread.processes - 1) // self.spread.processes
 
     def gathered(self, passes: int, forwards: int = 0) -> int:
-        """Weights received in forward and backward passes, and in forward passes alone."""
+        """Weights, in passes of both kinds and in forward passes alone."""
         each = self.of_others(self.whole)
         return (self.spread.weights > 1) * (passes * (2 * each - self.of_others(self.stays)) + forwards * each)
 
     def reduced(self, passes: int) -> int:
-        """Gradients received: a shard from each other process in every pass, or all sums twice a step (all-reduce)."""
         return (passes if self.spread.gradients > 1 else 2) * self.of_others(self.gradients)
 
 
@@ -192,7 +186,7 @@ def step_times(
     Without a server's `sampling_gpus` each training process samples its part.
     """
     n = spread.processes
-    rate = machine.network if n > gpus_of_node else machine.link  # beyond one node
+    rate = machine.network if n > gpus_of_node else machine.link
     gpus = sampling_gpus or 1  # the trainer's own engine holds the model on each GPU
     rows_in_all = costs.sampled_tokens / max(memory.completion_tokens, 1) / (1 if sampling_gpus else n)
     weights = memory.parameters * memory.computed_bytes
@@ -205,10 +199,9 @@ def step_times(
         (weights + rows * mean) / (gpus * machine.memory_rate * machine.decoding),
         rows * 2 * (size.body + size.head) / (gpus * machine.flops * machine.training),
     )
-    computed = (costs.training_flops + costs.scoring_flops) / n / (machine.flops * machine.training)
     return StepTimes(
         sampling=rounds * memory.completion_tokens * token,
-        training=computed,
+        training=(costs.training_flops + costs.scoring_flops) / n / (machine.flops * machine.training),
         moving=(costs.gathered + costs.reduced) / rate,
         refreshing=costs.refreshed / rate,
         sync=costs.sync_gathered / rate + costs.sync_sent / machine.network,

@@ -41,33 +41,9 @@ class EngineMemory:
         return self.weights + self.working + self.smallest_cache
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """vLLM's share of a GPU, and its derivation."""
-
-    share: float  # of the GPU's memory, between 0 and 1, in hundredths: as wanted, or all that is free
-    gpu: int  # bytes of the GPU
-    occupied: int  # bytes of everything else while vLLM holds its share
-    occupied_by: str  # description of everything else
-    engine: EngineMemory  # memory that vLLM wants
-
-    def sentence(self) -> str:
-        """Derivation of the share, for users."""
-        engine = self.engine
-        free = usable(self.gpu) - self.occupied
-        bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are free, so some must wait"
-        return (
-            f"vllm_gpu_memory_utilization=auto is {self.share:.2f} of {readable(self.gpu)}:"
-            f" {readable(self.occupied)} are taken by {self.occupied_by}; vLLM can use {readable(engine.wanted)}"
-            f" ({readable(engine.weights)} weights, {readable(engine.working)} to work with, {readable(engine.cache)}"
-            f" for the keys and values of all completions at once), {bound}."
-        )
-
-
 def engine_memory(
     memory: MemoryEstimate, config: Any, args: Any, prompt_tokens: int = ASSUMED_PROMPT_TOKENS
 ) -> EngineMemory:
-    """Memory of vLLM in one process of a run with this estimate."""
     text, number = config.get_text_config(), memory.computed_bytes
     context = args.vllm_max_model_length or text.max_position_embeddings
     tokens = min(args.max_completion_length or context, max(context - prompt_tokens, 1))  # of the longest completion
@@ -89,8 +65,8 @@ def usable(gpu: int) -> int:
     return int(gpu * (1 - SPARE)) - CONTEXT
 
 
-def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: int) -> Utilization:
-    """vLLM's share of a GPU.
+def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: int) -> tuple[float, str]:
+    """vLLM's share of a GPU, in hundredths: as wanted, or all that is free; and its derivation, for users.
 
     Without sleep mode vLLM holds its share while the policy trains, in addition to training's peak. With it, the two
     alternate, and only weights, reference and optimizer are there while vLLM samples, less what is moved to host
@@ -107,18 +83,25 @@ def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: in
             f" and vLLM needs at least {readable(engine.least)}; {readable(int(missing))} are missing."
             f" {_advice(memory, args)}"
         )
-    return Utilization(share, gpu, occupied, occupied_by, engine)
+    bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are free, so some must wait"
+    sentence = (
+        f"vllm_gpu_memory_utilization=auto is {share:.2f} of {readable(gpu)}: {readable(occupied)} are taken by"
+        f" {occupied_by}; vLLM can use {readable(engine.wanted)} ({readable(engine.weights)} weights,"
+        f" {readable(engine.working)} to work with, {readable(engine.cache)} for the keys and values of all completions"
+        f" at once), {bound}."
+    )
+    return share, sentence
 
 
 def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
     """Bytes of everything but vLLM while it holds its share, and their description."""
     if not args.vllm_enable_sleep_mode:
         return memory.training, "training, during which vLLM stays awake"
-    moved = {"policy": ("model", memory.weights), "optimizer": ("optimizer", memory.optimizer)}
-    moved = {name: (option, size) for name, (option, size) in moved.items() if getattr(args, f"offload_{option}")}
+    moved = {"policy": memory.weights} if args.offload_model else {}
+    moved |= {"optimizer": memory.optimizer} if args.offload_optimizer else {}
     rest = "weights, reference and optimizer, which stay while vLLM is awake"
     rest += f", the {' and '.join(moved)} being in host memory" if moved else ""
-    return memory.resident - sum(size for _, size in moved.values()), rest
+    return memory.resident - sum(moved.values()), rest
 
 
 def _advice(memory: MemoryEstimate, args: Any) -> str:

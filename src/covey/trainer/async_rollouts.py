@@ -145,7 +145,7 @@ class AsyncRollouts:
         if kept:
             self.bring_weights(version)  # on every process, whether or not sampling failed there
         for one in kept:
-            draws = self.prompts.again(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
+            draws = self.prompts(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
             key = one["key"][0], one["key"][1]
             if one["rollouts"] is None:
                 self._fly(one["generation"], key, version, draws)
@@ -175,7 +175,7 @@ class AsyncRollouts:
     def _fly_next(self, version: int) -> None:
         assert self._next is not None, "the dataloader has said where it is"
         self.bring_weights(version)
-        self._fly(self._next, self.next_key(), version, self.prompts.draws(self._next))
+        self._fly(self._next, self.next_key(), version, self.prompts(self._next, None))
         self._next += 1
 
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[PromptSample]) -> None:

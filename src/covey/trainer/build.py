@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.credit import UnreadSettings, signal
+from covey.algorithms.credit import UnreadSettings
 from covey.config.base import OnlineConfig
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
@@ -29,10 +29,11 @@ from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
+from covey.policy.adapters import unwrapped
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.replicas import Reference, starts_as_identity
-from covey.policy.scoring import TokenScorer, Unwrap
+from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
@@ -142,7 +143,7 @@ def build_scorer(args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, v
             " `processing_class=processor.tokenizer` to train on text alone."
         )
     return TokenScorer(
-        Unwrap(accelerator),
+        unwrapped,
         temperature=args.temperature,
         repetition_penalty=args.repetition_penalty if args.keep_sampling_mask else 1.0,
         layout=str(args.attn_layout) if vision is None else "padded",
@@ -388,7 +389,7 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
         context.algebra,
         context.collectives.rank,
         stream,
-        partial(signal, context.algorithm, weights),
+        context.algorithm,
         weights,
         mask_truncated=args.mask_truncated_completions,
         history=history,

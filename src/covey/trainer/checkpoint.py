@@ -201,7 +201,7 @@ class Checkpointer:
     def save_sharded_model(self, folder: str, processing_class: Any) -> None:
         args, loop = self.context.args, self.context.loop
         with self.context.collectives.together("write the model"):
-            save_sharded(self.context.accelerator.unwrap_model(loop.model_wrapped), folder, writes=args.should_save)
+            save_sharded(loop.model_wrapped, folder, writes=args.should_save)
         if args.should_save:
             processing_class.save_pretrained(folder)
             torch.save(args, os.path.join(folder, "training_args.bin"))

@@ -142,10 +142,10 @@ def _vllm_share(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory)
     if gpu is None:
         return "vLLM's share of the memory cannot be worked out without a GPU; give --gpu_memory <GiB>."
     try:
-        auto = utilization(memory, engine, run.args, gpu)
-        text = f"'auto' would be {auto.share:.2f}."
+        auto, sentence = utilization(memory, engine, run.args, gpu)
+        text = f"'auto' would be {auto:.2f}."
         if share == "auto":
-            return auto.sentence()
+            return sentence
     except DoesNotFit as problem:
         text = "By this estimate no share is enough: see the message for 'auto'."
         if share == "auto":
@@ -168,7 +168,7 @@ def communication(run: ExplainedRun) -> Iterator[str]:
     step = step_costs(config, args, memory, spread, prompt_tokens=prompt_tokens, adapter=adapter)
     scoring = f"{step.scoring_flops:.2e} to score, " if step.scoring_flops else ""
     yield f"""One optimizer step, all {spread.processes} processes, full completions: {step.training_flops:.2e}
-    operations to train in {step.passes} pass{"es" * (step.passes != 1)} of {memory.pass_tokens:,} tokens each,
+    operations to train in {memory.passes} pass{"es" * (memory.passes != 1)} of {memory.pass_tokens:,} tokens each,
     {scoring}{step.sampling_flops:.2e} to sample {step.sampled_tokens:,} tokens."""
     parts = {"gather weights": step.gathered, "add up gradients": step.reduced, "after the update": step.refreshed}
     parts |= {"gather for sync": step.sync_gathered, "send to server": step.sync_sent}

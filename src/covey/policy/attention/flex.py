@@ -1,7 +1,6 @@
 """Attention of a token tree on CUDA: FlexAttention, compiled once for all shapes.
 
-The block mask is built once per forward pass: it is in the tree's cache, and every layer, also when gradient
-checkpointing recomputes it, receives the tree as a keyword argument. Uncompiled, the code runs on any device.
+The block mask is in the tree's cache, so it is built once per forward pass. Uncompiled, the code runs on any device.
 """
 
 from collections.abc import Callable

@@ -50,13 +50,6 @@ class Part(NamedTuple):
         return (back >= 0) & (back < window)
 
 
-class Parts(NamedTuple):
-    """The attention of a row as rectangles."""
-
-    own: list[Part]  # attention of segments to themselves; the queries cover the row exactly once
-    ancestors: list[Part]  # attention of segments to their ancestors
-
-
 class TokenTree:
     """The segments of a row; a plain class, so that wrappers that move or cast tensors leave it alone.
 
@@ -91,8 +84,11 @@ class TokenTree:
         lengths = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
         return torch.tensor(self.reaches).repeat_interleave(torch.tensor(lengths))
 
-    def parts(self, window: int | None) -> Parts:
-        """The visible pairs as few large rectangles, cached by window; unmasked where a segment is seen entirely."""
+    def parts(self, window: int | None) -> tuple[list[Part], list[Part]]:
+        """The visible pairs as few large rectangles, cached by window; unmasked where a segment is seen entirely.
+
+        First those of segments and themselves, whose queries cover the row exactly once, then those with ancestors.
+        """
         key = ("parts", window)
         if key in self.cache:
             return self.cache[key]
@@ -114,7 +110,7 @@ class TokenTree:
                         ancestors += self._banded(child, segment, window)
                     continue
             ancestors.append(Part(slice(stop, reach), slice(start, stop)))
-        self.cache[key] = Parts(own, ancestors)
+        self.cache[key] = own, ancestors
         return self.cache[key]
 
     def _banded(self, segment: int, ancestor: int, window: int) -> list[Part]:

@@ -1,13 +1,13 @@
 """Log-probabilities and entropies of chosen tokens, computed from hidden states.
 
-The logits of all positions are never in memory together, backward included, and sums are in float32 at least. A plain
-linear head is computed by tiles (linear.py); any other (LoRA on it, quantised weights, hooks) is called, and called
-again in the backward pass, a chunk at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes
-place inside its call (`score_in_head_call`).
+The logits of all positions are never in memory together, backward included. A plain linear head is computed by tiles
+(linear.py); any other (LoRA on it, quantised weights, hooks) is called, and called again in the backward pass, a chunk
+at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside that call.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +41,12 @@ class Head:
     module: Callable[[Tensor], Tensor]  # the model's output embedding
     scale: float = 1.0  # multiplies the module's output
     soft_cap: float | None = None  # then z -> cap * tanh(z / cap), if any
-    float32: bool = False  # multiply in float32 whatever the weights' dtype
+    float32: bool = False  # scores are computed with products in float32 whatever the weights' dtype
     # the module's forward without its hooks, for code that runs inside its call
     forward: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        call = self.forward or self.module
-        logits = _float32_linear(self.module, hidden) if self.float32 else call(hidden)
+        logits = (self.forward or self.module)(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         return torch.tanh(logits / self.soft_cap) * self.soft_cap if self.soft_cap else logits
@@ -56,8 +55,7 @@ class Head:
 def head_of(model: Any, *, float32: bool = False) -> Head:
     """Head of an unwrapped causal language model, with its scaling and soft-capping."""
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return Head(model.get_output_embeddings(), scale, cap, float32)
 
@@ -76,14 +74,20 @@ def score_hidden(
 
     Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
     wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
-    2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for a shard of a head.
+    2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for such a head that is not
+    plainly linear, and for a shard of a head.
     """
     if hasattr(getattr(head.module, "weight", None), "full_tensor"):
         raise ValueError(
             "The LM head's weight is sharded when tokens are scored: FSDP2 released it after the model's forward pass."
             " Score within that pass: TokenScorer(..., inside_head_call=True)."
         )
-    linear = plain_linear(head.module, called=head.forward is not None)
+    linear = plain_linear(head.module, called=head.forward is not None or head.float32)
+    if linear is None and head.float32:
+        raise ValueError(
+            f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head.module).__name__} (an"
+            " adapter or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
+        )
     if linear is None:
         return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support)
     device = hidden.device.type
@@ -92,26 +96,20 @@ def score_hidden(
     else:
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
     curve = Curve.of(head.scale, head.soft_cap, temperature)
-    weight, bias = linear.weight, linear.bias
-    plan = plan_of(
-        hidden, weight, bias, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support
-    )
-    return TokenScores(*LinearHead.apply(hidden, weight, bias, targets, plan))
+    given = hidden, linear.weight, linear.bias
+    plan = plan_of(*given, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support)
+    return TokenScores(*LinearHead.apply(*given, targets, plan))
 
 
 def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
     """The module, if calling it (or, if `called`, its forward) is hidden @ weight.T + bias alone; else None."""
-    if not _is_linear(module) or type(module.weight.data) is not Tensor:  # quantised tensors multiply differently
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward  # or FSDP2's class of it
+    if not is_linear or type(module.weight.data) is not Tensor:  # quantised tensors multiply differently
         return None
     if called:
         return module
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return None if hooked or "forward" in vars(module) else module
-
-
-def _is_linear(module: Any) -> bool:
-    """True for `nn.Linear` and for the classes that FSDP2 derives from it."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _score_by_calls(
@@ -123,9 +121,7 @@ def _score_by_calls(
     chunk_size: int,
     support: SampledSupport | None,
 ) -> TokenScores:
-    size = chunk_size
-    if words := getattr(head.module, "out_features", None):
-        size = max(1, min(chunk_size, CHUNK_BYTES // (4 * words)))
+    size = max(1, min(chunk_size, CHUNK_BYTES // (4 * getattr(head.module, "out_features", 1))))
     if head.forward is not None:
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
@@ -135,16 +131,11 @@ def _score_by_calls(
         tile = None if support is None else support.tile(part, 0, logits.shape[1])
         return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile)
 
-    scores: list[tuple[Tensor, Tensor | None]] = []
-    for number, states in enumerate(hidden.split(size)):
-        part, cached = slice(number * size, (number + 1) * size), list[RowSums]()
-        if recompute:
-            scores.append(checkpoint(score, states, part, cached, use_reentrant=False))
-        else:
-            scores.append(score(states, part, cached))
-    logprobs = torch.cat([logprobs for logprobs, _ in scores])
-    entropies = [entropies for _, entropies in scores if entropies is not None]
-    return TokenScores(logprobs, torch.cat(entropies) if entropy else None)
+    run = partial(checkpoint, score, use_reentrant=False) if recompute else score
+    chunks = enumerate(hidden.split(size))
+    scores = [run(states, slice(number * size, (number + 1) * size), []) for number, states in chunks]
+    logprobs, entropies = zip(*scores, strict=True)
+    return TokenScores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
 
 
 class LogprobAndEntropy(torch.autograd.Function):
@@ -193,17 +184,6 @@ def _scaled(logits: Tensor, curve: Curve) -> Tensor:
 
 def _tiles_for(x: Tensor) -> TorchTiles:
     return TorchTiles(Curve(), minus_inf=True, size=x.numel(), wide=x.dtype, device=x.device)
-
-
-def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
-    if not _is_linear(head):
-        raise ValueError(
-            f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head).__name__} (an adapter"
-            " or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
-        )
-    with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 ScoreFunction = Callable[[Tensor, Callable[[Tensor], Tensor]], TokenScores]

@@ -4,7 +4,7 @@ A tile is overwritten in place. A faster implementation of `TorchTiles` for some
 Letters: n tokens and v vocabulary entries in a tile, N tokens in all.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -111,16 +111,17 @@ class TargetColumns(NamedTuple):
         tile[each, self.column] = torch.where(inside, values, tile[each, self.column])
 
 
+@dataclass(eq=False)
 class TorchTiles:
-    """Tile arithmetic; `minus_inf`: logits may be -inf; `size`: of the largest tile; `wide`: dtype of all sums."""
+    """Tile arithmetic."""
 
-    def __init__(self, curve: Curve, *, minus_inf: bool, size: int, wide: torch.dtype, device: torch.device):
-        self.curve = curve
-        self.minus_inf = minus_inf
-        self.size = size
-        self.wide = wide
-        self.device = device
-        self._scratch: dict[str, Tensor] = {}
+    curve: Curve
+    _: KW_ONLY
+    minus_inf: bool  # logits may be -inf
+    size: int  # of the largest tile
+    wide: torch.dtype  # of all sums
+    device: torch.device
+    _scratch: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def add(
         self, x: Tensor, targets: TargetColumns, sums: RowSums, *, others: bool = False

@@ -125,7 +125,7 @@ def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> di
     if on_cpu:
         return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, psutil.virtual_memory().available)}
     gpu = torch.cuda.get_device_properties(device).total_memory
-    return {"gpu_memory_utilization": vllm_memory.utilization(estimate, engine, args, gpu).share}
+    return {"gpu_memory_utilization": vllm_memory.utilization(estimate, engine, args, gpu)[0]}
 
 
 def sleeps(args: OnlineConfig, device: torch.device) -> bool:
