@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.core.advantages import EPSILON, group_relative, leave_one_out
+from covey.core.advantages import EPSILON, group_relative, leave_one_out, spread
 from covey.core.credit import (
     CreditMix,
     gather_steps,
@@ -316,4 +316,4 @@ def test_the_optimal_token_baseline_is_the_weighted_mean(seed):
     flat = torch.tensor([e for own in energies for e in own], dtype=torch.float64)
     found = optimal_token_baseline(torch.tensor(rewards).double(), flat, torch.tensor(lengths), 3)
     assert torch.allclose(found.to_go, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
-    assert torch.allclose(found.of_tokens(slice(None)), torch.tensor(expected), atol=1e-6)
+    assert torch.allclose(spread(found, torch.tensor(lengths)), torch.tensor(expected), atol=1e-6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from covey.algorithms import grpo
 from covey.core.batch import collate, join
 from covey.core.engine import SamplingParams
-from covey.core.losses import BatchCounts, micro_batch_tokens, token_weights
+from covey.core.losses import BatchCounts, token_weights
 from covey.core.objective import policy_loss
 from covey.core.packing import pass_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
@@ -27,6 +27,7 @@ from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.trainer.distributed.exchange import RolloutIndex, join_indexes
+from covey.trainer.microbatches import micro_batch_tokens
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 from tests.support.playing import TOKENIZER

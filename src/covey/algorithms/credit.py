@@ -17,12 +17,40 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
-from covey.core.advantages import nanstd, weighted_total
-from covey.core.credit import Credit, credit_to_go, gather_steps, join_steps, optimal_token_baseline
+from covey.core.advantages import Credited, nanstd, spread, weighted_total
+from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
 
 GENERATIONS_WITHOUT_STEPS = 3  # rollout batches without rewards of steps, after which a warning names their settings
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Advantages of N completions."""
+
+    lengths: Tensor  # [N] int64 completion tokens
+    ends: Credited  # advantages at the ends of steps and completions
+
+    def of_tokens(self, rows: slice) -> Tensor:
+        """Advantages of all tokens of some completions, flat, float32."""
+        start, stop, _ = rows.indices(len(self.lengths))
+        mine = (self.ends.rows >= start) & (self.ends.rows < stop)
+        ends = Credited(self.ends.rows[mine] - start, self.ends.ends[mine], self.ends.to_go[mine])
+        return spread(ends, self.lengths[rows])
+
+    def of_completions(self) -> Tensor:
+        """[N] float32, the advantage of each completion's first token, which includes all credit that follows."""
+        first = self.ends.rows.diff(prepend=self.ends.rows.new_tensor([-1])) > 0
+        advantages = torch.zeros(len(self.lengths), dtype=torch.float64)
+        advantages[self.ends.rows[first]] = self.ends.to_go[first]
+        return advantages.float()
+
+    def has_signal(self) -> Tensor:
+        """[N] bool, true where any token of a completion has an advantage other than 0."""
+        signal = torch.zeros(len(self.lengths), dtype=torch.bool)
+        signal[self.ends.rows[self.ends.to_go.float() != 0]] = True
+        return signal
 
 
 def assign_credit(
@@ -54,15 +82,15 @@ def assign_credit(
         if process:
             raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")
         known = torch.where(scores.rewards.isnan().all(1), torch.nan, outcome_N * algorithm.mix.outcome_weight)
-        return optimal_token_baseline(known, energies, lengths, group_size)
+        return Credit(lengths, optimal_token_baseline(known, energies, lengths, group_size))
     if not process:  # the outcome alone, at the last token of each completion that has tokens
         nonempty = lengths.nonzero()[:, 0]
         to_go = outcome_N[nonempty].double() * algorithm.mix.outcome_weight
-        return Credit(lengths, nonempty, lengths[nonempty] - 1, to_go)
+        return Credit(lengths, Credited(nonempty, lengths[nonempty] - 1, to_go))
     groups = torch.arange(len(lengths)) // group_size
     parts = [gather_steps(scores.steps_of(function), scores.lengths) for function in process]
     advantages_S = algorithm.step_advantages(parts, weights_F[process], groups)
-    return credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix)
+    return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
 
 
 def signal_stats(

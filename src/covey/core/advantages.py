@@ -1,12 +1,16 @@
-"""Advantages from rewards, over groups of completions of the same prompt.
+"""Advantages from rewards, over groups of completions of the same prompt, and their spread over tokens.
 
 Rewards are `[P, G]` (one total per completion) or `[P, G, F]` (one per reward function), with NaN where a function
 abstained. A completion without any reward is left out of every mean and deviation, and its advantage is 0. Everything
 is computed in float64 and returned in float32; a group whose rewards are all equal gets exact zeros.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from covey.core.batch import expand, segment_starts
 
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
@@ -82,3 +86,24 @@ def centred(values: Tensor, dim: int = 1) -> Tensor:
     high = values.nan_to_num(-torch.inf).amax(dim, keepdim=True)
     low = torch.where(values.isnan(), torch.inf, values).amin(dim, keepdim=True)
     return torch.where((high == low) & ~values.isnan(), 0.0, difference)
+
+
+class Credited(NamedTuple):
+    """Advantages at the tokens where a step or the completion ends; ordered by completion and end."""
+
+    rows: Tensor  # [K] int64, completion of each end
+    ends: Tensor  # [K] int64, token, counted from the completion's first
+    to_go: Tensor  # [K] float64, advantage of that token and of all before it, back to the previous end
+
+
+def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
+    """[N] float32: the advantage of the first end at or after each token in its completion, 0 after the last."""
+    tokens = torch.arange(int(lengths_B.sum()), device=lengths_B.device)
+    if not len(credited.rows):
+        return torch.zeros(len(tokens), device=lengths_B.device)
+    starts = segment_starts(lengths_B)
+    ends = starts[credited.rows] + credited.ends
+    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step of a token ...
+    last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
+    inside = (ends[following] >= tokens) & (ends[following] <= last)
+    return torch.where(inside, credited.to_go[following], 0.0).float()

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.advantages import EPSILON, nanstd
-from covey.core.batch import expand, segment_ids, segment_starts
+from covey.core.advantages import EPSILON, Credited, nanstd, spread
+from covey.core.batch import segment_ids, segment_starts
 
 COMPARED_WITH = ("group", "turn")
 """Steps are compared with all steps of their group, or with those of the same number (all first turns, ...)."""
@@ -49,44 +49,6 @@ class CreditMix:
     process_weight: float = 1.0  # ω of the steps
     outcome_weight: float = 1.0  # ω of the outcome
     discount: float = 1.0  # γ in [0, 1], once for each step that lies between a token's own step and a later one
-
-
-@dataclass(frozen=True)
-class Credit:
-    """Advantages of B completions at the tokens where a step or the completion ends; ordered by completion and end."""
-
-    lengths: Tensor  # [B] int64, tokens of each completion
-    rows: Tensor  # [K] int64, completion of each end
-    ends: Tensor  # [K] int64, token, counted from the completion's first
-    to_go: Tensor  # [K] float64, advantage of that token and of all before it, back to the previous end
-
-    def of_tokens(self, completions: slice) -> Tensor:
-        """[N] float32, advantages of the tokens of some completions: of the first end at or after each, else 0."""
-        first, after, _ = completions.indices(len(self.lengths))
-        mine = (self.rows >= first) & (self.rows < after)
-        rows, lengths = self.rows[mine] - first, self.lengths[completions]
-        tokens = torch.arange(int(lengths.sum()), device=lengths.device)
-        if not len(rows):
-            return torch.zeros(len(tokens), device=lengths.device)
-        starts = segment_starts(lengths)
-        ends = starts[rows] + self.ends[mine]
-        following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step of a token ...
-        last = expand(starts + lengths - 1, lengths)  # ... if it ends within the token's completion
-        inside = (ends[following] >= tokens) & (ends[following] <= last)
-        return torch.where(inside, self.to_go[mine][following], 0.0).float()
-
-    def of_completions(self) -> Tensor:
-        """[B] float32, the advantage of each completion's first token, which includes all credit that follows."""
-        first = self.rows.diff(prepend=self.rows.new_tensor([-1])) > 0
-        advantages = torch.zeros(len(self.lengths), dtype=torch.float64)
-        advantages[self.rows[first]] = self.to_go[first]
-        return advantages.float()
-
-    def has_signal(self) -> Tensor:
-        """[B] bool, true where any token of a completion has an advantage other than 0."""
-        signal = torch.zeros(len(self.lengths), dtype=torch.bool)
-        signal[self.rows[self.to_go.float() != 0]] = True
-        return signal
 
 
 def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
@@ -126,7 +88,8 @@ def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compare
     cells, count = _cells(steps, groups_B, compared_with)
     centred = _centre(steps.rewards, cells, count)
     if scale == "group":
-        variance = _sums(centred.square(), cells, count) / (_sums(~centred.isnan(), cells, count) - 1).clamp(min=1)
+        known = ~steps.rewards.isnan()
+        variance = _sums(centred.square(), cells, count) / (_sums(known, cells, count) - 1).clamp(min=1)
         centred = centred / (variance.sqrt()[cells] + EPSILON)
     elif scale == "batch" and len(steps.rewards):
         centred = centred / (nanstd(steps.rewards, dim=0) + EPSILON)
@@ -156,6 +119,10 @@ def steps_leave_one_out(
     return advantages.nan_to_num(0.0)
 
 
+StepBaseline = Callable[[Steps, Tensor], Tensor]
+"""(steps of one reward function, the prompt of each completion [B]) -> their advantages [S]."""
+
+
 def join_steps(parts: Sequence[Steps]) -> Steps:
     """The steps of several reward functions, one function's after the other's."""
     if not parts:
@@ -163,9 +130,7 @@ def join_steps(parts: Sequence[Steps]) -> Steps:
     return Steps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def steps_weighted(
-    parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: Callable[[Steps, Tensor], Tensor]
-) -> Tensor:
+def steps_weighted(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: StepBaseline) -> Tensor:
     """ω_f r̃_f: each function's steps compared by `baseline` among themselves, weighted; [S] as in `join_steps`."""
     weighted = [weight * baseline(part, groups_B) for part, weight in zip(parts, weights_F.tolist(), strict=True)]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *weighted])
@@ -190,9 +155,10 @@ def steps_normalized_then_summed(
 
 
 def credit_to_go(
-    steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None, mix: CreditMix
-) -> Credit:
+    steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
+) -> Credited:
     """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there."""
+    mix = mix or CreditMix()
     assert 0 <= mix.discount <= 1, "checked with the config"
     starts = segment_starts(lengths_B)
     at = starts[steps.rows] + steps.ends
@@ -204,10 +170,10 @@ def credit_to_go(
     at, which = at.unique(return_inverse=True)  # sorted, so in the order of completions
     rows = torch.searchsorted(starts, at, right=True) - 1
     to_go = _rewards_to_go(_sums(value, which, len(at)), rows, mix.discount)
-    return Credit(lengths_B, rows, at - starts[rows], to_go)
+    return Credited(rows, at - starts[rows], to_go)
 
 
-def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, group_size: int) -> Credit:
+def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, group_size: int) -> Credited:
     """A_it = R_i - Σ_j W_jt R_j / Σ_j W_jt over the group's completions that reach t (OTB, arXiv 2602.07078).
 
     W_jt = Σ_{s<=t} ‖e_s - π_s‖², the squared norm of the score's gradient in the logits, is the sum of `energies` [N]
@@ -225,8 +191,7 @@ def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Te
     total = _sums(weights, cells, number)
     alone = _sums(weights > 0, cells, number) < 2
     baseline = torch.where(alone, 0.0, _sums(weights * own, cells, number) / torch.where(alone, 1.0, total))
-    to_go = torch.where(weights > 0, own - baseline[cells], 0.0)
-    return Credit(lengths_B, rows, torch.arange(len(rows)) - before, to_go)
+    return Credited(rows, torch.arange(len(rows)) - before, torch.where(weights > 0, own - baseline[cells], 0.0))
 
 
 def token_advantages(
@@ -249,7 +214,7 @@ def token_advantages(
         >>> token_advantages(steps, torch.tensor([1.0, -2.0]), torch.tensor([5])).tolist()
         [-1.0, -1.0, -2.0, -2.0, 0.0]
     """
-    return credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix or CreditMix()).of_tokens(slice(None))
+    return spread(credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix), lengths_B)
 
 
 def _rewards_to_go(values: Tensor, owners: Tensor, discount: float) -> Tensor:

@@ -232,11 +232,6 @@ class BatchCounts:
 Weighting = Callable[[BatchCounts], Tensor]
 
 
-def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:
-    """From the trained tokens of this process's rollouts [B], those of each one's nominal micro-batch of `rows`."""
-    return torch.cat([part.sum().expand(len(part)) for part in tokens.split(rows)])
-
-
 def mean_per_sequence(counts: BatchCounts) -> Tensor:
     """1/B Σ_i 1/|o_i| Σ_t: the sample-level mean of GRPO (arXiv 2402.03300, eq. 3)."""
     return 1.0 / (counts.tokens.clamp(min=1.0) * counts.rows_per_update)

@@ -16,6 +16,14 @@ CLEARLY = 0.85  # ratio of oneDNN's time to MKL's, below which it is used: noise
 LARGE_PRODUCT = 1 << 26  # multiplications of a product from which the libraries are compared
 
 
+def unwrapped(model: Any) -> Any:
+    """The model inside DistributedDataParallel, DeepSpeed's engine and torch.compile."""
+    wrapper = nn.parallel.DistributedDataParallel
+    while hasattr(model, "_orig_mod") or isinstance(model, wrapper) or type(model).__name__ == "DeepSpeedEngine":
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
 def without_adapter(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

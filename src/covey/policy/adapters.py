@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from covey.core.model import without_adapter
+from covey.core.model import unwrapped, without_adapter
 from covey.policy.quantization import quantization_method
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
@@ -81,14 +81,6 @@ def _check_kind(config: Any, name: str) -> None:
             f" rank, init_r={config.init_r}. Call it in a callback's `on_optimizer_step`, or use LoRA.",
             stacklevel=2,
         )
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside DistributedDataParallel, DeepSpeed's engine and torch.compile."""
-    wrapper = nn.parallel.DistributedDataParallel
-    while hasattr(model, "_orig_mod") or isinstance(model, wrapper) or type(model).__name__ == "DeepSpeedEngine":
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model
 
 
 def base_model(model: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from covey.policy.adapters import unwrapped
+from covey.core.model import unwrapped
 from covey.policy.quantization import dequantized_state, is_quantized_layer
 from covey.policy.sharded_tensors import full_shape, full_tensor, is_shard, own_shard, reshard, sent_dtype
 from covey.policy.weights import checkpoint_name

@@ -17,7 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from covey.core.engine import TensorSpec, WeightUpdate
-from covey.policy.adapters import active_adapter, adapter_config, base_model, has_adapter, unwrapped
+from covey.core.model import unwrapped
+from covey.policy.adapters import active_adapter, adapter_config, base_model, has_adapter
 from covey.policy.quantization import (
     dequantized_layer,
     dequantized_specs,

@@ -3,6 +3,8 @@
 import functools
 import inspect
 import math
+import numbers
+import operator
 import pickle
 import threading
 import time
@@ -13,11 +15,13 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, SupportsIndex
+
+import torch
 
 from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
-from covey.rewards.steps import STEPS, STEPS_ADVICE, NotAReward, as_number, as_steps
+from covey.rewards.steps import CharEnd, TurnEnd
 from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import CallTimeout
@@ -30,6 +34,9 @@ RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_stat
 
 NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns that the arguments above replace
 Row = dict[str, Any]  # of the dataset
+STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"  # alternative to a number, for messages
+STEPS_ADVICE = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
+NUMBER_ADVICE = " Give finite numbers of ordinary size, None where there is no reward."
 
 
 @dataclass(frozen=True)
@@ -331,13 +338,51 @@ def _as_value(item: Any, expected: str) -> Value:
         return item
     are_steps = isinstance(item, list | tuple)
     try:
-        return as_steps(item) if are_steps else as_number(item)
-    except NotAReward as error:
+        return _as_steps(item) if are_steps else _as_number(item)
+    except _NotAReward as error:
         advice = str(error)
         if are_steps and not advice:
             advice = STEPS_ADVICE
         text = f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{advice}"
         return FailedReward(RewardError(text), text)
+
+
+class _NotAReward(ValueError):
+    """A value that is no reward; the message is advice, where more than its kind is wrong."""
+
+
+def _as_number(item: Any) -> float | None:
+    """A float, or None where the function abstains; _NotAReward for anything that cannot be a reward."""
+    if item is None:
+        return None
+    with suppress(ValueError, RuntimeError, OverflowError):  # several elements, or an integer that is too large
+        scalar = not isinstance(item, numbers.Real) and hasattr(item, "item")  # of numpy or torch
+        value = item.item() if scalar else item
+        number = float(value) if isinstance(value, numbers.Real) else math.inf
+        if math.isnan(number) or abs(number) <= torch.finfo(torch.float32).max:
+            return number
+    raise _NotAReward(NUMBER_ADVICE if isinstance(item, numbers.Real) else "")
+
+
+def _as_steps(pairs: "list | tuple") -> StepRewards:
+    """Validate `(end, reward)` pairs and round their rewards to float32; _NotAReward if they are no such pairs."""
+    steps: StepRewards = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise _NotAReward
+        reward, end = _as_number(pair[1]), _as_end(pair[0])
+        # Rounded as the matrix of rewards is, so that rewards compare equal in numbers and in pairs.
+        steps.append((end, math.nan if reward is None else torch.tensor(reward, dtype=torch.float32).item()))
+    return steps
+
+
+def _as_end(end: Any) -> int:
+    if isinstance(end, CharEnd | TurnEnd):
+        return end
+    if isinstance(end, SupportsIndex) and not isinstance(end, bool):
+        with suppress(TypeError, ValueError):
+            return operator.index(end)  # numpy's and torch's integers too
+    raise _NotAReward
 
 
 def _hint(returned: Any) -> str:

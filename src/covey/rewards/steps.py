@@ -4,14 +4,11 @@ See also `covey.core.credit` for the advantages of steps.
 """
 
 import math
-import numbers
-import operator
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, SupportsIndex
+from typing import Any
 
-import torch
 from tokenizers.decoders import DecodeStream
 
 from covey.core.records import Rollout, StepRewards
@@ -44,42 +41,8 @@ class TurnEnd(int):
         return f"TurnEnd({int(self)})"
 
 
-STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"  # alternative to a number, for messages
-STEPS_ADVICE = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-NUMBER_ADVICE = " Give finite numbers of ordinary size, None where there is no reward."
-
-
-class NotAReward(ValueError):
-    """A value that is no reward; the message is advice, where more than its kind is wrong."""
-
-
 class StepEndError(ValueError):
     """A step boundary outside the completion; the message names the valid ones."""
-
-
-def as_number(item: Any) -> float | None:
-    """A float, or None where the function abstains; NotAReward for anything that cannot be a reward."""
-    if item is None:
-        return None
-    with suppress(ValueError, RuntimeError, OverflowError):  # several elements, or an integer that is too large
-        scalar = not isinstance(item, numbers.Real) and hasattr(item, "item")  # of numpy or torch
-        value = item.item() if scalar else item
-        number = float(value) if isinstance(value, numbers.Real) else math.inf
-        if math.isnan(number) or abs(number) <= torch.finfo(torch.float32).max:
-            return number
-    raise NotAReward(NUMBER_ADVICE if isinstance(item, numbers.Real) else "")
-
-
-def as_steps(pairs: "list | tuple") -> StepRewards:
-    """Validate `(end, reward)` pairs and round their rewards to float32; NotAReward if they are no such pairs."""
-    steps: StepRewards = []
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise NotAReward
-        reward, end = as_number(pair[1]), _as_end(pair[0])
-        # Rounded as the matrix of rewards is, so that rewards compare equal in numbers and in pairs.
-        steps.append((end, math.nan if reward is None else torch.tensor(reward, dtype=torch.float32).item()))
-    return steps
 
 
 def total(steps: StepRewards) -> float | None:
@@ -126,15 +89,6 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
     if rewarded := {int(end) for end, _ in steps if isinstance(end, TurnEnd)}:
         resolved += [(token, math.nan) for turn, token in enumerate(turns) if turn not in rewarded]
     return sorted(resolved, key=lambda step: step[0])
-
-
-def _as_end(end: Any) -> int:
-    if isinstance(end, CharEnd | TurnEnd):
-        return end
-    if isinstance(end, SupportsIndex) and not isinstance(end, bool):
-        with suppress(TypeError, ValueError):
-            return operator.index(end)  # numpy's and torch's integers too
-    raise NotAReward
 
 
 def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> "CharacterEnds":

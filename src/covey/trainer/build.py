@@ -21,7 +21,7 @@ from covey.config.base import OnlineConfig
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
-from covey.core.model import placeholder_ids
+from covey.core.model import placeholder_ids, unwrapped
 from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream
 from covey.engines.native.settings import read_settings
@@ -29,7 +29,6 @@ from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
-from covey.policy.adapters import unwrapped
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.replicas import Reference, starts_as_identity

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.credit import UnreadSettings, assign_credit, signal_stats, step_stats
+from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
-from covey.core.credit import Credit
-from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens, token_weights
+from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
 from covey.core.stats import Mean
@@ -25,7 +24,7 @@ from covey.policy.scoring import TokenScorer, fused_layers
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.microbatches import MicroBatchRunner, micro_batch_tokens
 from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
 

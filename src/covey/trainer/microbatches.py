@@ -306,3 +306,8 @@ def spread(passes: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]
     """Deal passes out to micro-steps, evenly; the last one is never without."""
     cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
     return [passes[a:b] for a, b in pairwise(cuts)]
+
+
+def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:
+    """From the trained tokens of this process's rollouts [B], those of each one's nominal micro-batch of `rows`."""
+    return torch.cat([part.sum().expand(len(part)) for part in tokens.split(rows)])

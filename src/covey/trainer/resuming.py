@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.policy.adapters import adapter_config, base_model, has_adapter, unwrapped
+from covey.core.model import unwrapped
+from covey.policy.adapters import adapter_config, base_model, has_adapter
 from covey.policy.quantization import quantization_method
 from covey.policy.replicas import QUANTISED, Sample
 from covey.rewards import RewardSuite

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from covey.core.engine import SamplingParams
+from covey.core.engine import SamplingParams, traits_of
 from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
 from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
 from covey.observability.record import Replay
@@ -200,7 +200,8 @@ class RolloutPhase:
 
     def _send_weights(self, version: int) -> None:
         with self.context.phases("sync"):
-            self.context.metrics.add(self.weight_sync.ensure_current(version), self.context.mode)
+            if not traits_of(self.collector.engine).shares_policy:
+                self.context.metrics.add(self.weight_sync.ensure_current(version), self.context.mode)
 
     def state_dict(self) -> dict[str, Any]:
         return {

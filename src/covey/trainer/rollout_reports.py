@@ -217,17 +217,22 @@ class GlobalBatch:
     """The shares of all processes, joined in the order of ranks."""
 
     def __init__(self, shards: list[RankShard], rank: int):
-        kl = [shard.kl for shard in shards if shard.kl is not None]
+        summaries, sizes, kl = [], [], []
+        self.trained_tokens = self.micro_batches = self.staleness = 0
+        for shard in shards:
+            summaries += shard.summaries
+            sizes.append(len(shard.summaries))
+            kl += [] if shard.kl is None else [shard.kl]
+            self.trained_tokens += shard.trained_tokens
+            self.micro_batches += shard.micro_batches
+            self.staleness = max(self.staleness, shard.staleness)
+        self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
         self.kl = torch.cat(kl) if kl else None
-        self.trained_tokens = sum(shard.trained_tokens for shard in shards)
-        self.micro_batches = sum(shard.micro_batches for shard in shards)
-        self.staleness = max(shard.staleness for shard in shards)
-        self.scores = Scores.joined([shard.scores for shard in shards])
-        self.columns = columns_of([summary for shard in shards for summary in shard.summaries])
+        self.columns = columns_of(summaries)
         self.lengths, self.truncated = self.columns["length"], self.columns["truncated"]
         self.processed_tokens = sum(self.lengths) + sum(self.columns["prompt_length"])
-        start = sum(len(shard.summaries) for shard in shards[:rank])
-        self.mine = slice(start, start + len(shards[rank].summaries))  # this process's rollouts
+        start = sum(sizes[:rank])
+        self.mine = slice(start, start + sizes[rank])  # this process's rollouts
 
     def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
         """The completions table over all processes, as arguments of `CompletionLog.add`."""

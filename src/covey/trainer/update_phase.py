@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch, join
-from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens
+from covey.core.losses import BatchCounts, mean_over_update
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.stats import Mean, Stat
@@ -26,7 +26,14 @@ from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_i
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.experience import BehaviourScorer
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold
-from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, nominal_parts, spread
+from covey.trainer.microbatches import (
+    MicroBatchRunner,
+    PartOfStep,
+    RolloutBuffer,
+    micro_batch_tokens,
+    nominal_parts,
+    spread,
+)
 
 
 @dataclass(eq=False)

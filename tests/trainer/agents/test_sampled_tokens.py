@@ -16,13 +16,14 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
-from covey.core.losses import BatchCounts, mean_over_update, micro_batch_tokens, token_weights
+from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.objective import policy_loss
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
 from covey.trainer.engine_check.parity import corrected
+from covey.trainer.microbatches import micro_batch_tokens
 from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64

@@ -333,7 +333,8 @@ class Batch:
             at = slice(None) if alone else torch.tensor(indices, device=logits.device)
             rows = logits[at]
             own: list[list[int]] = []
-            adjusted = self._adjusted(rows, indices)
+            changed = params.extra or params.repetition_penalty != 1.0
+            adjusted = self._adjusted(rows, indices) if changed else None
             chunks.append(sample_tokens(rows, self._seeds[at], self.steps[at], params, adjusted, own))
             masks += own or [[]] * len(indices)
             order += indices

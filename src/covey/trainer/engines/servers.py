@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.base import OnlineConfig
+from covey.core.model import unwrapped
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.server_process import ServerProcess, free_port
@@ -21,7 +22,7 @@ from covey.engines.servers.sglang.weights import SglangWeightApi
 from covey.engines.servers.vllm.api import VllmApi
 from covey.engines.servers.vllm.weights import VllmWeightApi
 from covey.engines.servers.weights.sender import WeightSender
-from covey.policy.adapters import active_adapter, adapter_config, has_adapter, unwrapped, why_not_alone
+from covey.policy.adapters import active_adapter, adapter_config, has_adapter, why_not_alone
 from covey.policy.loading import end_token_ids
 
 
