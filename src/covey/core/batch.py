@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
-from operator import itemgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -201,7 +202,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
-        **distinct_prompts(tuple(rollout.prompt_ids) for rollout in rollouts),
+        **distinct_prompts(map(attrgetter("prompt_ids"), rollouts)),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
         kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if masked else None,
         kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if masked else None,
@@ -213,18 +214,19 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     return batch
 
 
-def distinct_prompts(prompts: Iterable[tuple[int, ...]], device: torch.device | None = None) -> dict[str, Any]:
+def distinct_prompts(prompts: Iterable[Sequence[int]], device: torch.device | None = None) -> dict[str, Any]:
     """Fields of a `TrainBatch` that hold the prompts of its rollouts, each distinct one once."""
     numbers: dict[tuple[int, ...], int] = {}
-    groups = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-    values = {"groups": groups, "prompt_ids": chain.from_iterable(numbers), "prompt_lengths": map(len, numbers)}
-    return {name: torch.tensor(list(value), dtype=torch.long, device=device) for name, value in values.items()}
+    groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+    tensor = partial(torch.tensor, dtype=torch.long, device=device)
+    ids, lengths = list(chain.from_iterable(numbers)), list(map(len, numbers))
+    return {"groups": tensor(groups), "prompt_ids": tensor(ids), "prompt_lengths": tensor(lengths)}
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
     device = batches[0].lengths.device
-    prompts = distinct_prompts((tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()), device)
+    prompts = distinct_prompts((prompt.tolist() for batch in batches for prompt in batch.prompts()), device)
     offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
     rows = torch.cat([batch.groups + offset for batch, offset in zip(batches, offsets, strict=False)])
     prompts["groups"] = prompts["groups"][rows]

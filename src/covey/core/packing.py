@@ -158,8 +158,10 @@ def _packed_bins(costs: _Costs, budget: int, at_least: int) -> list[Unit]:
         else:
             needed.append(list(unit))
     even = list(filter(None, _even_bins(costs, units, max(len(needed), min(at_least, len(units))))))
-    too_long = any(len(rows) > 1 and costs.of(rows) > budget for rows in even)
-    return needed if too_long else even
+    for rows in even:
+        if len(rows) > 1 and costs.of(rows) > budget:
+            return needed
+    return even
 
 
 def _padded_bins(costs: _Costs, budget: int) -> list[Unit]:

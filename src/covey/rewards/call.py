@@ -8,6 +8,7 @@ import asyncio
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -185,7 +186,7 @@ class RewardStream:
     def __init__(self, each: Lanes | None = None, groups: Lanes | None = None):
         self._each, self._groups = each or {}, groups or {}
         self._lanes = self._each | self._groups
-        self._pending: dict[int, dict[int, Future[CallResult]]] = {index: {} for index in self._lanes}
+        self._pending: dict[int, dict[int, Future[CallResult]]] = defaultdict(dict)  # by function and first sample
         self.rollout_spans: list[Span] = []  # begin and end of every rollout, in the order of their ends
         self._began = time.perf_counter()
 
@@ -217,10 +218,10 @@ class RewardStream:
                 self._pending[index][start] = lane.start(batch)
 
     def results(self) -> dict[int, CallResult]:
-        return {
-            index: CallResult.joined([lane.result(future) for _, future in sorted(self._pending[index].items())])
-            for index, lane in self._lanes.items()
-        }
+        results: dict[int, CallResult] = {}
+        for index, lane in self._lanes.items():
+            results[index] = CallResult.joined([lane.result(call) for _, call in sorted(self._pending[index].items())])
+        return results
 
     def spans(self) -> dict[int, list[Span]]:
         return {index: list(lane.spans) for index, lane in self._lanes.items()}

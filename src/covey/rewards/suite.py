@@ -188,21 +188,23 @@ class RewardSuite:
 
     def _score_all(self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
-        others = {index: function for index, function in enumerate(self.functions) if index not in streamed}
-        waiting: Lanes = {
-            index: self._lane(function, trainer_state)
-            for index, function in others.items()
-            if isinstance(function, FunctionReward) and function.is_async
-        }
+        waiting: Lanes = {}
+        others: dict[int, FunctionReward | ModelReward] = {}
+        for index, function in enumerate(self.functions):
+            if index in streamed:
+                continue
+            if isinstance(function, FunctionReward) and function.is_async:
+                waiting[index] = self._lane(function, trainer_state)
+            else:
+                others[index] = function
         with RewardStream(groups=waiting) as started:
             started.on_group(0, batch.rows, batch.rollouts)
-            results = {
-                index: score(function, batch, trainer_state, self.timeout)
-                for index, function in others.items()
-                if index not in waiting
-            }
+            results: dict[int, CallResult] = {}
+            for index, function in others.items():
+                results[index] = score(function, batch, trainer_state, self.timeout)
             results |= started.results() | streamed.results()
-        assert all(len(result.values) == len(batch) for result in results.values()), "every rollout was streamed"
+        for result in results.values():
+            assert len(result.values) == len(batch), "every rollout was streamed"
         return [results[index] for index in range(len(self.functions))]
 
     def _resolve_steps(

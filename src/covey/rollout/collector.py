@@ -4,13 +4,14 @@ A rollout that fails is a result (`FinishReason.ERROR`); an exception of the eng
 """
 
 import asyncio
+import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.records import PER_TOKEN, PromptSample, Rollout, SampleGroup
+from covey.core.records import PromptSample, Rollout, SampleGroup
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
@@ -90,15 +91,16 @@ class Collector:
         if not self._batches:
             self._engine_awake.enter_context(self.engine.awake())
         self._batches += 1
-
-        def leave(*raised: Any) -> None:  # an engine may have to report to other processes that it failed
+        raised: Any = (None, None, None)
+        try:
+            yield
+        except BaseException:
+            raised = sys.exc_info()  # passed on: an engine may have to report to other processes that it failed
+            raise
+        finally:
             self._batches -= 1
             if not self._batches:
                 self._engine_awake.__exit__(*raised)
-
-        with ExitStack() as stack:
-            stack.push(leave)
-            yield
 
     async def _complete(
         self, group: SampleGroup, params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
@@ -122,7 +124,10 @@ class Collector:
                 completion=self.codec.decode(row["prompt"], completion.token_ids),
                 finish=completion.finish,
                 reused=completion.reused,
-                **{name: getattr(completion, name) for name in PER_TOKEN},
+                logprobs=completion.logprobs,
+                entropies=completion.entropies,
+                versions=completion.versions,
+                sampling_mask=completion.sampling_mask,
             )
             for completion in await self.engine.generate(request)
         ]

@@ -118,15 +118,17 @@ class NativeEngine(PolicyEngine):
                 groups.setdefault((request.adapter, tuple(request.prompt_ids)), []).append(sequence)
         continued: list[SequenceState] = []  # all but the end of their prompts is computed already
         new: list[list[SequenceState]] = []
+        lengths: list[int] = []
         for (_, prompt), group in groups.items():
             shared = prompt[: group[0].request.shared]
             if len(group) == 1 and shared != prompt and not group[0].draft and shared in self._prefixes.layers:
                 continued.append(group[0])
             else:
                 new.append(group)
+                lengths.append(len(prompt))
         if continued:
             self._continue_prefixes(continued)
-        for batch in _batches(new, [len(group[0].request.prompt_ids) for group in new]):
+        for batch in _batches(new, lengths):
             self._prefill(batch)
         self._cache.move([], len(self._running))  # drops prompts whose sequences have all finished
         self._admitted.clear()

@@ -304,13 +304,15 @@ class Batch:
         self.history: list[SampledTokens] = []
         self._masks: list[list[list[int]]] = []  # of each step of `history` and each sequence
         self._count = 0
-        self._stops = any(sequence.settings.stop for sequence in sequences)
-        end_ids = {token for sequence in sequences for token in sequence.end_ids}  # another's cost a check, no more
+        self._stops = False
+        end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
         columns = []
         self._by_settings: list[tuple[SamplingParams, list[int]]] = []
         for index, sequence in enumerate(sequences):
             prompt, sampled = sequence.request.prompt_ids, sequence.token_ids
             length = len(prompt) + len(sampled)
+            self._stops |= bool(sequence.settings.stop)
+            end_ids.update(sequence.end_ids)
             columns.append(((sampled or prompt)[-1], length - 1, len(sampled), sequence.seed, sequence.budget))
             params = replace(sequence.request.params, max_tokens=0)  # budgets may differ
             for known, indices in self._by_settings:
