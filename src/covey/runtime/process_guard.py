@@ -1,11 +1,11 @@
 """Parent program of a command that ends the command and all its descendants when the requesting process ends.
 
-`covey.runtime.child_process` runs it by path, so it imports only the sandbox's calls of the kernel, and modules of the
-standard library that load fast. It ends all processes when the command ends (whose exit status it takes), when the
-requesting process ends or closes the pipe (seen by the pipe, or by another parent where a forked process keeps that
-open), or on SIGTERM, SIGINT or SIGHUP. On Linux, descendants outside of the process group are ended as well (it is a
-"subreaper"), and the kernel kills the command if this program is killed. With limits (other than 0) it also ends all
-when they need more MEMORY (resident bytes) or are more PROCESSES.
+`covey.runtime.child_process` runs it by path, so it imports only modules of the standard library that load fast. It
+ends all processes when the command ends (whose exit status it takes), when the requesting process ends or closes the
+pipe (seen by the pipe, or by another parent where a forked process keeps that open), or on SIGTERM, SIGINT or SIGHUP.
+On Linux, descendants outside of the process group are ended as well (it is a "subreaper"), and the kernel kills the
+command if this program is killed. With limits (other than 0) it also ends all when they need more MEMORY (resident
+bytes) or are more PROCESSES.
 
 usage: guard.py PARENT_PID PIPE GRACE MEMORY PROCESSES COMMAND [ARGUMENT ...]
 """
@@ -17,20 +17,21 @@ import sys
 import time
 from contextlib import suppress
 
-sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
-from child import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, linux, passed, reap, set_on_linux
-
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
 LIMIT_SECONDS = 0.05  # between checks of limits
-STATUSES = {"memory": 201, "processes": 202}  # by the limit that was passed
+OVER_MEMORY, OVER_PROCESSES = 201, 202  # exit statuses
 KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
 
 
 def main(argv: list[str]) -> int:
     parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[5:]
-    limits = (int(argv[3]), int(argv[4])) if linux else (0, 0)
+    limits = (int(argv[3]), int(argv[4])) if sys.platform.startswith("linux") else (0, 0)
+    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
     os.set_inheritable(pipe, False)
-    set_on_linux(PR_SET_CHILD_SUBREAPER, 1)
+    linux = sys.platform.startswith("linux")
+    if linux:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action does not wake `poll`
     if os.getppid() != parent:
         return 128 + signal.SIGKILL
-    child = _start(command)
+    child = _start(command, linux)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # they are the command's: its reader must see them close when the command does
         os.dup2(quiet, stream)
@@ -53,11 +54,11 @@ def main(argv: list[str]) -> int:
         ready = dict(waiting.poll(1000 * (LIMIT_SECONDS if all(limits) else POLL_SECONDS)))
         if woken in ready:
             os.read(woken, 4096)
-        status = reap().get(child)
+        status = _reap().get(child)
         if pipe in ready:
             break
-        over = STATUSES.get(passed(*limits), 0) if all(limits) and status is None else 0
-    ended = _end(child, grace if status is None else 0.0)
+        over = _limit_passed(*limits) if all(limits) and status is None else 0
+    ended = _end(child, grace if status is None else 0.0, linux)
     status = ended.get(child, status)
     if over:
         return over
@@ -66,7 +67,17 @@ def main(argv: list[str]) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _start(command: list[str]) -> int:
+def _limit_passed(memory: int, processes: int) -> int:
+    """Exit status that stands for a limit, or 0; by the sandbox's view of descendants."""
+    from child import descendants, resident
+
+    running = descendants(processes)
+    if len(running) > processes:
+        return OVER_PROCESSES
+    return OVER_MEMORY if sum(map(resident, running)) > memory else 0
+
+
+def _start(command: list[str], linux: bool) -> int:
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -74,9 +85,10 @@ def _start(command: list[str]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)  # a group without this program, which is to see its end
-        set_on_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it was killed before the kernel knew
-            os._exit(128 + signal.SIGKILL)
+        if linux:
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guard:  # it was killed before the kernel knew
+                os._exit(128 + signal.SIGKILL)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
@@ -84,24 +96,38 @@ def _start(command: list[str]) -> int:
         os._exit(127)
 
 
-def _end(child: int, grace: float) -> dict[int, int]:
+def _reap() -> dict[int, int]:
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
     """End all processes, first with SIGTERM, then with SIGKILL. Returns the wait statuses of those that ended."""
     ended: dict[int, int] = {}
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
         signalled: set[int] = set()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            ended |= reap()
+            ended |= _reap()
+            _send(-child, number, signalled)
             left = _descendants() if linux else {child} - set(ended)
-            for one in (-child, *left):  # its process group, and what has left that
-                if one not in signalled:
-                    signalled.add(one)
-                    with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
-                        os.kill(one, number)
+            for one in left:
+                _send(one, number, signalled)
             if not left:
                 return ended
             time.sleep(0.01)
     return ended
+
+
+def _send(one: int, number: int, signalled: set[int]) -> None:
+    """Send a signal once; a negative number is a process group."""
+    if one not in signalled:
+        signalled.add(one)
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
+            os.kill(one, number)
 
 
 def _descendants() -> set[int]:
@@ -114,6 +140,12 @@ def _descendants() -> set[int]:
     while new := {one for one, parent in parents.items() if parent in found | {os.getpid()}} - found:
         found |= new
     return found
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The process that starts sandboxed code and watches it. Run by path with one JSON argument.
+"""The process that starts sandboxed code and watches it. Run by path with one JSON argument; nothing imports it.
 
 Three processes: this one takes leave of the network and the like and waits; the watcher it forks, the first process of
 its own namespace where there is one, counts time, memory and processes; and the code itself. Each ends with the one
-above it. What happened is written to the pipe `report` as JSON lines. `covey.runtime.process_guard` alone imports it.
+above it. What happened is written to the pipe `report` as JSON lines.
 """
 
 import contextlib
@@ -26,7 +26,6 @@ WRITE_FILE, WRITING, MOVING, TRUNCATING = 0x2, 0x1FF2, 0x2000, 0x4000
 SIGNALS_AND_SOCKETS = 0x3
 AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 POLL_SECONDS = 0.02
-MOST_REAPED = 1000  # children between two looks at limits
 
 libc = ctypes.CDLL(None, use_errno=True)
 linux = sys.platform == "linux"
@@ -138,7 +137,7 @@ def watch(limits: dict) -> None:
     stopped, status = None, None
     while status is None and stopped is None:
         wait_for_a_child()
-        status = reap().get(child)
+        status = reap(child)
         stopped = None if status is not None else reached(limits, time.monotonic() - started)
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)  # at once, so that nothing is forked in between
@@ -160,34 +159,24 @@ def wait_for_a_child() -> None:
         time.sleep(POLL_SECONDS)
 
 
-def reap() -> dict:
-    """Wait statuses of children that have ended, by their ids.
-
-    Not always of all: of code that starts processes without a pause, some have ended whenever one looks.
-    """
-    ended = {}
-    with contextlib.suppress(ChildProcessError):
-        for _ in range(MOST_REAPED):
+def reap(child: int):
+    while True:
+        try:
             pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            ended[pid] = status
-    return ended
+        except ChildProcessError:
+            return None
+        if pid in (0, child):
+            return status if pid == child else None
 
 
 def reached(limits: dict, elapsed: float):
     """The limit that was reached, or None."""
     if elapsed > limits["timeout"] or signal.SIGTERM in signal.sigpending():
         return "time"
-    return passed(limits["memory"], limits["max_processes"])
-
-
-def passed(memory: int, processes: int):
-    """The limit that the processes below this one have passed, or None."""
-    running = descendants(processes)
-    if len(running) > processes:
+    running = descendants(limits["max_processes"])
+    if len(running) > limits["max_processes"]:
         return "processes"
-    return "memory" if sum(map(resident, running)) > memory else None
+    return "memory" if sum(map(resident, running)) > limits["memory"] else None
 
 
 def descendants(limit: int) -> list:
@@ -228,7 +217,7 @@ def end_all() -> None:
             with contextlib.suppress(OSError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
-        reap()
+        reap(-2)
 
 
 # --- the code ----------------------------------------------------------------------------------------------------
