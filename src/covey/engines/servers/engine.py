@@ -207,7 +207,7 @@ def _end(thread: LoopThread, sender: WeightSender) -> None:
 
     try:
         if not thread.is_current_thread():  # collected as garbage there: waiting would be a deadlock
-            with contextlib.suppress(Exception):  # of the clean-up: those before it are the ones to report
+            with contextlib.suppress(Exception):  # of the clean-up: an earlier error is the one to report
                 thread.run(close_sender(), QUICK_SECONDS)
     finally:
         thread.close(seconds=10.0)
