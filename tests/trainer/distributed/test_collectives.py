@@ -114,3 +114,30 @@ def test_processes_that_have_all_failed_may_begin_anew(tmp_path):
         for process in processes:
             process.kill()
             process.wait()
+
+
+EXITS = """
+import sys, threading, time
+import torch, torch.distributed as dist
+from covey.trainer.distributed import collectives
+
+class Slow:
+    def __del__(self):
+        freeing.set()
+        time.sleep(0.5)
+
+collectives.EXIT_SECONDS = 2.0
+freeing = threading.Event()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+processes = collectives.Collectives(0, 2, 10.0, lambda: 0)
+tensor, sys.kept_alive = torch.ones(1), dist.group.WORLD
+tensor.slow = Slow()
+work = dist.all_reduce(tensor, async_op=True)
+del tensor, work
+assert freeing.wait(10.0)  # in gloo's thread
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_exits_well_while_gloo_frees_tensors(tmp_path):
+    launch([sys.executable, "-c", EXITS, str(tmp_path / "store")])

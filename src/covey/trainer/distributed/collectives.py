@@ -4,6 +4,7 @@ Each process notes its activity in the run's key-value store, so that an error l
 Objects travel over gloo, as waiting for it can be interrupted; NCCL starts once all have met (`Collectives.together`).
 """
 
+import atexit
 import io
 import itertools
 import json
@@ -36,6 +37,7 @@ GROUP_GRACE = 5.0  # seconds by which gloo's own deadline is later than ours, so
 WATCH_EVERY = 2.0  # seconds between two such checks, while this process computes
 PATIENCE = 3.0  # seconds before it: a main thread that waits for other processes notices the failure by itself
 LAST_RESORT = 60.0  # seconds from the interruption to the end of a process that does not react to it
+EXIT_SECONDS = 0.2  # for gloo's threads when Python exits
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
 """SIGURG is ignored by default and rarely used; SIGINT does not reach a background process of a shell."""
 
@@ -208,6 +210,17 @@ class Collectives:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
         return _in_time(read, [None] * len(keys))
+
+
+@atexit.register
+def _let_gloo_finish() -> None:
+    """Let gloo's threads free the tensors of the last collectives, for which they need the GIL.
+
+    One that waits for it while Python exits aborts the process, and destroying a group ends its threads only where
+    nothing refers to the group any more: a model of DDP does.
+    """
+    if next(_numbers):
+        time.sleep(EXIT_SECONDS)
 
 
 class PeerFailure(KeyboardInterrupt):
