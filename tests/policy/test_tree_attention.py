@@ -106,6 +106,7 @@ def test_prompt_is_one_rectangle_for_all_completions():
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 12])
 def test_rectangles_cover_what_is_visible_exactly_once(seed, window, monkeypatch):
     monkeypatch.setattr(tree, "BAND_BLOCK", 4)
+    monkeypatch.setattr(tree, "CAUSAL_BLOCK", 3)
     row = random_tree(seed)
     count = torch.zeros(row.size, row.size)
     for part in itertools.chain(*row.parts(window)):
@@ -121,6 +122,7 @@ def test_rectangles_cover_what_is_visible_exactly_once(seed, window, monkeypatch
 @pytest.mark.parametrize("sinks", [False, True])
 def test_merged_rectangles_are_the_softmax_over_all(seed, window, cap, sinks, monkeypatch):
     monkeypatch.setattr(tree, "BAND_BLOCK", 4)
+    monkeypatch.setattr(tree, "CAUSAL_BLOCK", 3)
     monkeypatch.setattr(tree, "SCORES_AT_ONCE", 200)
     assert_same(merged_attention, random_tree(seed), window=window, cap=cap, sinks=sinks)
 

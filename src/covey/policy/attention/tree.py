@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+CAUSAL_BLOCK = 128  # most tokens of a square on the diagonal, half of which is computed for nothing
 BAND_BLOCK = 256  # most queries of a part with a sliding window, whose mask is [256, 256 + window] at most
 
 
@@ -87,7 +88,7 @@ class TokenTree:
     def parts(self, window: int | None) -> tuple[list[Part], list[Part]]:
         """The visible pairs as few large rectangles, cached by window; unmasked where a segment is seen entirely.
 
-        First those of segments and themselves, whose queries cover the row exactly once, then those with ancestors.
+        First those on the diagonal, whose queries cover the row exactly once, then those of earlier keys.
         """
         key = ("parts", window)
         if key in self.cache:
@@ -96,7 +97,11 @@ class TokenTree:
         ancestors: list[Part] = []
         for segment, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
             if window is None or stop - start <= window:
-                own.append(Part(slice(start, stop), slice(start, stop), causal=True))
+                for first in range(start, stop, CAUSAL_BLOCK):
+                    block = slice(first, min(first + CAUSAL_BLOCK, stop))
+                    own.append(Part(block, block, causal=True))
+                    if first > start:
+                        ancestors.append(Part(block, slice(start, first)))
             else:
                 own += self._banded(segment, segment, window)
             reach = self.reaches[segment]
