@@ -123,6 +123,8 @@ class RowStream(IterableDataset):
 
 
 class EvaluationStream(RowStream):
+    """Evaluation batches, once through the rows."""
+
     def __iter__(self) -> Iterator[list[PromptSample]]:
         for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
             yield self._share(chunk, self.algebra.eval_group)

@@ -94,14 +94,14 @@ class TokenTree:
         if key in self.cache:
             return self.cache[key]
         own: list[Part] = []
-        ancestors: list[Part] = []
+        earlier: list[Part] = []
         for segment, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
             if window is None or stop - start <= window:
                 for first in range(start, stop, CAUSAL_BLOCK):
                     block = slice(first, min(first + CAUSAL_BLOCK, stop))
                     own.append(Part(block, block, causal=True))
                     if first > start:
-                        ancestors.append(Part(block, slice(start, first)))
+                        earlier.append(Part(block, slice(start, first)))
             else:
                 own += self._banded(segment, segment, window)
             reach = self.reaches[segment]
@@ -112,10 +112,10 @@ class TokenTree:
                 end = max(self.offsets[c] + self.stops[c] - self.starts[c] for c in children)
                 if end - self.offsets[segment] > window:
                     for child in children:
-                        ancestors += self._banded(child, segment, window)
+                        earlier += self._banded(child, segment, window)
                     continue
-            ancestors.append(Part(slice(stop, reach), slice(start, stop)))
-        self.cache[key] = own, ancestors
+            earlier.append(Part(slice(stop, reach), slice(start, stop)))
+        self.cache[key] = own, earlier
         return self.cache[key]
 
     def _banded(self, segment: int, ancestor: int, window: int) -> list[Part]:
@@ -289,12 +289,12 @@ class _Merged(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = _by_head(query, key, value)
         kv_heads, repeats, tokens, _ = q.shape
-        own, ancestors = tree.parts(window)
+        own, earlier = tree.parts(window)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         result = lse.new_empty(1, tokens, kv_heads * repeats, v.shape[-1])
         out = _grouped(result, kv_heads)
         with torch.autocast(query.device.type, enabled=False):
-            for index, part in enumerate([*own, *ancestors]):
+            for index, part in enumerate([*own, *earlier]):
                 at, of = part.queries, part.keys
                 result_of_part = kernel.forward(part, q[:, :, at], k[:, :, of], v[:, :, of])
                 if index < len(own):
@@ -306,7 +306,7 @@ class _Merged(torch.autograd.Function):
             _merge(out, lse, out.new_zeros(()), sink_lse)
         result = result.to(value.dtype)
         ctx.save_for_backward(query, key, value, sinks, result, lse)
-        ctx.parts, ctx.kernel = (own, ancestors), kernel
+        ctx.parts, ctx.kernel = (own, earlier), kernel
         return result
 
     @staticmethod
@@ -315,13 +315,13 @@ class _Merged(torch.autograd.Function):
         q, k, v = _by_head(query, key, value)
         kv_heads, repeats, _, _ = q.shape
         grad, out = _grouped(grads[0], kv_heads), _grouped(result, kv_heads)
-        own, ancestors = ctx.parts
+        own, earlier = ctx.parts
         # Squares on the diagonal cover everything once, so they may be written rather than added.
         squares = all(map(attrgetter("causal"), own))
         new = partial(torch.empty if squares else torch.zeros, dtype=lse.dtype, device=lse.device)
         d_q, d_k, d_v = totals = new(q.shape), new(k.shape), new(v.shape)  # sums in float32 at least
         with torch.autocast(query.device.type, enabled=False):
-            for index, part in enumerate([*own, *ancestors]):
+            for index, part in enumerate([*own, *earlier]):
                 at, of = part.queries, part.keys
                 gradients = ctx.kernel.backward(
                     part, grad[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at]
