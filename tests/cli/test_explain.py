@@ -10,6 +10,7 @@ from transformers import LlamaConfig, MambaConfig
 from covey.cli.explain.command import explain as explain_run
 from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan
 from covey.cli.main import main as covey
+from covey.config.algebra import planning_for
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 from covey.sizing.memory import ShardCounts
@@ -431,6 +432,26 @@ def test_shards_have_traffic_and_a_gpu_has_seconds(run_file, capsys):
     assert "Operations and communication One optimizer step, all 2 processes, full completions:" in text
     assert "gather weights" in text and "add up gradients 15.7 KiB" in text  # half of 8016 gradients of 4 bytes, once
     assert "On h100 GPUs, at 40% of their operations in passes" in text and "sampling and training in turns" in text
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("flags", [["--gpu", "a100"], ["--gpu_memory", "24"]], ids=" ".join)
+def test_a_gpu_is_planned_in_its_own_precision(run_file, capsys, monkeypatch, flags, here):
+    """With and without bfloat16 on this machine, and a config that asks for neither type."""
+    monkeypatch.setattr("covey.config.base.multiplies_bf16", lambda use_cpu: here)
+    assert main([run_file, *flags]) == 0
+    assert "computing in bfloat16" in words(capsys.readouterr().out)
+    assert main([run_file, *flags, "--fp16", "true"]) == 0
+    shown = words(capsys.readouterr().out)
+    assert "computing in float16" in shown and "fp16" not in shown.partition("Warnings")[2]
+
+
+def test_a_planned_gpu_changes_neither_later_configs_nor_this_machine(monkeypatch):
+    monkeypatch.setattr("covey.config.base.multiplies_bf16", lambda use_cpu: False)
+    with planning_for(None, gpu=True):
+        planned = GRPOConfig()
+    assert planned.bf16 and planned.with_changes(bf16=None, beta=0.1).bf16
+    assert not GRPOConfig().bf16
 
 
 def test_a_run_too_large_for_the_gpu_is_announced(run_file, capsys, monkeypatch):

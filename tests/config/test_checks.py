@@ -344,6 +344,14 @@ def test_a_doubtful_setting_is_pointed_out_once(cls, settings, named):
     assert [warning.filename for warning in caught] == [__file__]
 
 
+def test_an_ignored_precision_is_refused_on_no_machine(monkeypatch):
+    """transformers asks this of the hardware, here as on a CPU without bfloat16 and on one that multiplies it."""
+    for supported in (False, True):
+        monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda answer=supported: answer)
+        with pytest.warns(UserWarning, match="bf16_full_eval"):
+            assert GRPOConfig(bf16_full_eval=True, bf16=False).bf16_full_eval
+
+
 @pytest.mark.parametrize(("cls", "settings", "reason"), WITHOUT_EFFECT, ids=label)
 def test_a_setting_without_effect_is_pointed_out_once(cls, settings, reason):
     name, value = list(settings.items())[-1]

@@ -113,10 +113,12 @@ def load_run(
     *,
     method: str | None = None,
     world_size: int | None = None,
+    gpu: bool = False,
 ) -> RunConfig:
     """Read a run file (None: flags alone) or take its values, apply flags on top (`--field value`), and make a config.
 
-    A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running.
+    A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running;
+    precision for the hardware of this machine, or for a `gpu`.
     An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
@@ -138,7 +140,7 @@ def load_run(
     if unknown := [name for name in values if name not in known]:
         kind = f"no setting of a {method.upper()} run"
         raise TypeError(" ".join(f"`{name}` is {kind}{hint(name, known)}" for name in unknown))
-    with planning_for(world_size):
+    with planning_for(world_size, gpu):
         args = config_class(**typed(values, config_class))
     run |= {name: _as_list(run.get(name) or []) for name in _LISTS}
     run |= {name: _as_mapping(name, run.get(name)) for name in _MAPPINGS}

@@ -90,10 +90,11 @@ def read_run(
     method: str | None,
     needed: Sequence[str] | None = None,
     world_size: int | None = None,
+    gpu: bool = False,
 ) -> RunConfig:
     """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
     try:
-        run = load_run(path, flags, method=method, world_size=world_size)
+        run = load_run(path, flags, method=method, world_size=world_size, gpu=gpu)
     except TypeError as error:  # an unknown setting, or a value of another type
         raise ValueError(str(error)) from error
     run.require(*(run.needed if needed is None else needed))

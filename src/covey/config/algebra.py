@@ -16,17 +16,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", default=None)  # of `planning_for`
+
+@dataclass(frozen=True)
+class PlannedMachine:
+    """The machine that a config is planned for, which need not be this one."""
+
+    world_size: int | None = None  # training processes; None: the running ones
+    gpu: bool = False  # a GPU that multiplies bfloat16; False: the hardware of this machine
+
+
+THIS_MACHINE = PlannedMachine()
+PLANNED: ContextVar[PlannedMachine] = ContextVar("planned_machine", default=THIS_MACHINE)
 
 
 @contextmanager
-def planning_for(world_size: int | None) -> Iterator[None]:
-    """Resolve configs within this context for `world_size` processes rather than for those that are running."""
-    token = PLANNED_WORLD_SIZE.set(world_size)
+def planning_for(world_size: int | None, gpu: bool = False) -> Iterator[None]:
+    """Resolve configs within this context for another machine: its number of processes, and a GPU of its own."""
+    token = PLANNED.set(PlannedMachine(world_size, gpu))
     try:
         yield
     finally:
-        PLANNED_WORLD_SIZE.reset(token)
+        PLANNED.reset(token)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages
 from covey.algorithms.registered import register_loss_of_file
 from covey.config import engines, objective, rules, sampling, training
-from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
+from covey.config.algebra import PLANNED, BatchAlgebra, planning_for, steps_of
 from covey.config.aliases import AcceptsAliases
 from covey.config.fields import DICT_FIELDS, FILE_FIELDS, SAMPLING_FIELDS
 from covey.config.hardware import (
@@ -101,12 +101,15 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     """`grpo` or `rloo`."""
 
     def __post_init__(self) -> None:
+        self.planned = PLANNED.get()
         self._normalise()
         rules.check_fields(self)  # before transformers, whose errors seldom name a field
         self._settle_names()
         self._settle_hardware()
         self._settle_best_metric()
+        full_eval, self.bf16_full_eval = self.bf16_full_eval, False  # refused without bfloat16, but ignored here
         super().__post_init__()
+        self.bf16_full_eval = full_eval
         self._settle_direction()
         rules.check_batch_settings(self)
         self._settle_batches()
@@ -169,7 +172,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def algebra(self, world_size: int | None = None) -> BatchAlgebra:
         """Division of this run's batches for `world_size` processes; by default those that run or are planned for."""
-        processes = world_size or self._planned_world_size or self.world_size
+        processes = world_size or self.planned.world_size or self.world_size
         assert self.num_generations is not None, "checked by a rule"
         steps, total = self.steps_per_generation, self.generation_batch_size
         if self._generation_batch_size_given and total is not None:
@@ -188,7 +191,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             "lr_scheduler_kwargs": self._scheduler_kwargs_given,
         }
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        return type(self)(**{**values, **filled_in, **changes})
+        with planning_for(self.planned.world_size, self.planned.gpu):
+            return type(self)(**{**values, **filled_in, **changes})
 
     def _normalise(self) -> None:
         for name, known, register in (
@@ -239,9 +243,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         if self.use_cpu:
             meet_on_cpu(self.ddp_timeout, self.ddp_backend)
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
+            self.bf16 = not self.fp16 and (self.planned.gpu or multiplies_bf16(self.use_cpu))
             if self.bf16 and not has_accelerator():
                 self.use_cpu = True  # TrainingArguments wants bfloat16 on a CPU to be asked for by this name
+        elif self.planned.gpu and not has_accelerator():
+            self.use_cpu = True  # what this machine lacks, the planned GPU may have
 
     def _settle_best_metric(self) -> None:
         """Default `metric_for_best_model` to the reward: the loss is not a measure of quality."""
@@ -258,9 +264,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.lr_scheduler_kwargs = {"mode": mode, **(given or {})}
 
     def _settle_batches(self) -> None:
-        self._planned_world_size = PLANNED_WORLD_SIZE.get()
         given, steps = self.generation_batch_size, self.steps_per_generation
-        micro_batch = self.per_device_train_batch_size * (self._planned_world_size or self.world_size)
+        micro_batch = self.per_device_train_batch_size * (self.planned.world_size or self.world_size)
         if given is not None and steps is not None and given != micro_batch * steps:
             raise ValueError(
                 f"generation_batch_size={given} and steps_per_generation={steps} contradict each other: "

@@ -209,7 +209,7 @@ def supervised_options_are_off(args: Args) -> None:
     ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
     predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics")
     ignored(args, predictions, "an evaluation keeps no predictions, only metrics")
-    if args.fp16 and not has_accelerator():
+    if args.fp16 and not (has_accelerator() or args.planned.gpu):
         ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
     loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
     ignored(args, loader, "prompts are read one rollout batch at a time, and an incomplete one is left out")

@@ -37,10 +37,9 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     path, argv = take_config(argv)
     flags, settings = take_flags(argv)
-    if flags.gpu is not None and gpu_bytes() is None:
-        settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
+    planned_gpu = flags.gpu is not None or flags.gpu_memory is not None
     with warnings.catch_warnings(record=True, action="always") as caught:
-        run = read_run(path, settings, None, needed=(), world_size=flags.world_size)
+        run = read_run(path, settings, None, needed=(), world_size=flags.world_size, gpu=planned_gpu)
         start = check_start(run, run.args.algebra(flags.world_size))
     explained = ExplainedRun(
         run.args,

@@ -118,7 +118,7 @@ def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:
 
 def _colocated_vllm(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory) -> Iterator[str]:
     args = run.args
-    if run.gpu is None and args.device.type == "cpu":
+    if run.gpu is None and run.device == "cpu":
         cache = cpu_cache_bytes(engine, psutil.virtual_memory().available)
         yield f"""vLLM adds a copy of the weights ({readable(engine.weights)}) and, on this CPU, a cache of
         {readable(cache)}: all completions at once need {readable(engine.cache)}, and it takes a quarter of the free

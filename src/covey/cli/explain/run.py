@@ -124,13 +124,19 @@ class ExplainedRun:
     def scores_old(self) -> bool:
         return not self.algebra.on_policy or self.args.penalises_reward
 
+    @property
+    def device(self) -> str:
+        """Type of device that the run is planned for: of another machine if one is named."""
+        named = self.args.planned.gpu or (self.cluster is not None and self.cluster.machine is not None)
+        return "cuda" if named else self.args.device.type
+
     @cached_property
     def memory(self) -> MemoryEstimate | None:
         if self.model.config is None:
             return None
         machine = self.cluster.machine if self.cluster else None
         available = int(MACHINES[machine].memory) if machine else self.gpu or 0
-        if machine is None and self.args.device.type == "cpu":
+        if self.device == "cpu":
             available = available_memory() // self.algebra.world_size
         return estimate(
             self.model.config,
@@ -140,7 +146,7 @@ class ExplainedRun:
             peft=self.model.peft,
             quantization=self.model.quantization,
             spread=self.cluster.spread if self.cluster else None,
-            device="cuda" if machine else None,
+            device=self.device,
             device_bytes=available,
         )
 
