@@ -224,9 +224,15 @@ def test_asking_for_fp16_or_float32_is_heeded():
     ("flags", "able"),
     [("fpu sse avx2", False), ("fpu avx512f avx512_bf16", True), ("fpu amx_bf16 amx_tile", True), ("", False)],
 )
-def test_cpu_flags_tell_whether_bf16_is_multiplied(tmp_path, flags, able):
+def test_cpu_flags_tell_whether_bf16_is_multiplied(tmp_path, monkeypatch, flags, able):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    assert hardware.cpu_multiplies_bf16(str(cpuinfo)) is able
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx2")  # as on a processor without them
+    assert hardware.cpu_multiplies_bf16(str(cpuinfo)) is False
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
     assert hardware.cpu_multiplies_bf16(str(cpuinfo)) is able
 
 

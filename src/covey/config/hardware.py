@@ -12,6 +12,8 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What launchers set in the environment of each process."""
+ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})
+"""Values of oneDNN's ONEDNN_MAX_CPU_ISA under which it multiplies no bfloat16."""
 
 
 def has_accelerator() -> bool:
@@ -102,9 +104,14 @@ def multiplies_bf16(use_cpu: bool = False) -> bool:
     return bool(is_torch_bf16_gpu_available())
 
 
-@cache
 def cpu_multiplies_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """True if /proc/cpuinfo lists AMX or AVX512-BF16; False without such a file."""
+    """True if /proc/cpuinfo lists AMX or AVX512-BF16, and the environment lets oneDNN use them."""
+    limits = {os.environ.get(name, "").upper() for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
+    return limits.isdisjoint(ISAS_WITHOUT_BF16) and _lists_bf16(cpuinfo)
+
+
+@cache
+def _lists_bf16(cpuinfo: str) -> bool:
     path = Path(cpuinfo)
     lines = path.read_text().splitlines() if path.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
