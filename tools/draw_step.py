@@ -1,4 +1,4 @@
-"""Draw docs/step.svg, the picture of a training step in the README.
+"""Draw docs/step.svg, the picture of a training step in docs/architecture.md.
 
 Usage: python tools/draw_step.py [FILE]
 """

@@ -46,14 +46,31 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def short(results: dict[str, Any]) -> str:
-    """The ratios of steps for the first page, and the machine."""
-    steps = _of(results.get("records", []), "step")
-    if not steps:
+    """The ratios of steps for the first page, and the machine in a sentence."""
+    by_workload = _by_workload(_of(results.get("records", []), "step"))
+    rows = []
+    for case, name in FIRST_PAGE.items():
+        found = by_workload.get(case, {})
+        if {"trl_default", "covey_default"} <= found.keys():
+            seconds = [figure(found[who]["seconds"]) for who in ("trl_default", "covey_default")]
+            ratios = [_ratio(found, *RATIOS[kind]) for kind in ("TRL / Covey, defaults", "TRL / Covey, best")]
+            rows.append([name, *seconds, *(f"{ratio:.1f} x" if ratio else "-" for ratio in ratios)])
+    if not rows:
         return NOT_MEASURED
-    header = ["time of a step on a GPU, 1.5B, bf16", *RATIOS]
-    return "\n\n".join([table(header, _ratios(steps)), machine_line(results["machine"])])
+    header = ["one training step", "TRL, s", "Covey, s", "faster", "both at their best settings"]
+    machine = results["machine"]
+    versions = machine["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("trl", "torch", "transformers") if name in versions)
+    sentence = f"{machine['device'].split(' HBM')[0]}, a model of 1.5 billion parameters in bfloat16, {named}."
+    return "\n\n".join([table(header, rows), sentence])
 
 
+FIRST_PAGE = {
+    "W1": "short prompts, completions of equal length",
+    "W2": "long prompts",
+    "W3": "uneven lengths, half of the groups without a signal",
+}
+"""Workloads of the first page, in words."""
 RATIOS = {
     "TRL / Covey, defaults": ("trl_default", "covey_default"),
     "TRL / Covey, best": ("trl_best", "covey_best"),

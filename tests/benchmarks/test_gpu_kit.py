@@ -174,4 +174,4 @@ def test_ratios_of_steps():
         return {"part": "step", "job": job, "case": "W1", "seconds": seconds}
 
     results = {"machine": MACHINE, "records": [step("trl_default", 6.0), step("covey_default", 2.0)]}
-    assert "| W1 | 3.00 | - | - |" in table.short(results)
+    assert f"| {table.FIRST_PAGE['W1']} | 6.00 | 2.00 | 3.0 x | - |" in table.short(results)

@@ -70,8 +70,8 @@ def test_every_page_is_in_the_index():
     assert not [name for name in pages if f"]({name})" not in index]
 
 
-def test_the_readme_lists_every_command():
-    rows = re.findall(r"^\| (`covey .*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+def test_the_page_of_the_command_line_lists_every_command():
+    rows = re.findall(r"^\| (`covey .*?) \|", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`covey ([\w-]+)", row)} == {*COMMANDS}
 
 
