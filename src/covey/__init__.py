@@ -8,8 +8,6 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from covey import moved as _moved  # noqa: F401
-
 if TYPE_CHECKING:
     from covey.config.grpo import GRPOConfig as GRPOConfig
     from covey.config.rloo import RLOOConfig as RLOOConfig

@@ -115,7 +115,6 @@ class Checkpointer:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        state = from_version_0_1(state) if "experience" in state else state
         for name, part in self.parts.items():
             if name in state:  # earlier checkpoints hold fewer counts
                 part.load_state_dict(state[name])
@@ -267,21 +266,6 @@ def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: 
         trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
         return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
-
-
-def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
-    """The method state of a checkpoint of version 0.1, in today's layout."""
-    return {
-        "updates": {"buffer": state["experience"], "entropy": state["entropy"], "token_limit": state["pass_limit"]},
-        "rollouts": {
-            "generations": state["generations"],
-            "async_rollouts": state.get("ahead"),
-            **{name: state.get(name) for name in ("prompts", "speculation")},
-        },
-        "behaviour": {"reference": state["reference"]},
-        "credit": {"num_tokens": state["num_tokens"]},
-        "metrics": state["metrics"],
-    }
 
 
 def superfluous_checkpoints(

@@ -25,7 +25,7 @@ from covey.policy.scoring import FusedLayer, TokenScorer, find_fused_layers, fus
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
 from covey.trainer.context import RunContext
-from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
+from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex
 
 
 class MicroBatchRunner:
@@ -282,17 +282,12 @@ class RolloutBuffer:
             "taken": self.taken,
         }
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0, ranks: int = 1) -> None:
-        """Continue on the process that saved `state`; older ones hold the batch of all processes."""
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0) -> None:
+        """Continue on the process that saved `state`; others have no rollouts of it."""
         self.own, self.index = None, None
-        batch = None if state["batch"] is None else TrainBatch.of_state(state["batch"])
-        if batch is not None and "index" not in state:
-            shares = torch.arange(len(batch)).view(ranks, -1)
-            self.index = join_indexes([RolloutIndex.of(batch.select(rows), n) for n, rows in enumerate(shares)])
-            self.own = OwnRollouts(batch.select(shares[rank]).to(device), rank)
-        elif batch is not None and state["rank"] == rank:
+        if state["batch"] is not None and state["rank"] == rank:
             self.index = RolloutIndex(**state["index"])
-            self.own = OwnRollouts(batch.to(device), rank)
+            self.own = OwnRollouts(TrainBatch.of_state(state["batch"]).to(device), rank)
         self.parts, self.passes, self.taken = state["parts"], state["passes"], state["taken"]
 
 

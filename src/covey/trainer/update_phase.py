@@ -247,8 +247,7 @@ class UpdatePhase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        collectives = self.context.collectives
-        self.buffer.load_state_dict(state["buffer"], self.context.device, collectives.rank, collectives.size)
+        self.buffer.load_state_dict(state["buffer"], self.context.device, self.context.collectives.rank)
         if self.entropy is not None and state["entropy"] is not None:
             self.entropy.load_state_dict(state["entropy"])
         self.runner.limit = state["token_limit"]

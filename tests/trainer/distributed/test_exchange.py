@@ -207,28 +207,16 @@ def test_a_resumed_process_has_its_rollouts_and_the_sizes_of_all():
     batches = [batch_of(rank, images=True) for rank in range(2)]
     for rank, buffer in enumerate(buffers(batches)):
         resumed = RolloutBuffer()
-        resumed.load_state_dict(buffer.state_dict(), torch.device("cpu"), rank, 2)
+        resumed.load_state_dict(buffer.state_dict(), torch.device("cpu"), rank)
         part, expected = resumed.take(1), buffer.take(1)
         assert_same(part.own.batch, batches[rank])
         assert part.index.owners.tolist() == [0, 1] and part.index.rows.tolist() == [1, 1]
         assert part.tokens == expected.tokens and torch.equal(part.index.prompt_keys, expected.index.prompt_keys)
 
 
-def test_a_checkpoint_with_the_batch_of_all_processes_resumes():
-    batches = [batch_of(rank) for rank in range(2)]
-    old = {"batch": join(batches).state(), "parts": [torch.tensor([0, 4]), torch.tensor([1, 5])]}
-    for rank, buffer in enumerate(buffers(batches)):
-        resumed = RolloutBuffer()
-        resumed.load_state_dict({**old, "passes": 1, "taken": 1}, torch.device("cpu"), rank, 2)
-        part, expected = resumed.take(1), buffer.take(1)
-        assert all(map(torch.equal, part.own.batch.completions(), batches[rank].completions()))
-        for name, value in vars(expected.index).items():
-            assert torch.equal(getattr(part.index, name), value) if torch.is_tensor(value) else value in (None, 0)
-
-
 def test_rollouts_of_another_process_are_not_resumed():
     buffer = buffers([batch_of(0), batch_of(1)])[0]
     resumed = RolloutBuffer()
-    resumed.load_state_dict(buffer.state_dict(), torch.device("cpu"), 1, 2)
+    resumed.load_state_dict(buffer.state_dict(), torch.device("cpu"), 1)
     with pytest.raises(ValueError, match="save_only_model"):
         resumed.take(1)
