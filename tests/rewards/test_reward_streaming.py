@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from covey.rewards import RewardError, RewardSuite, RewardWarning
+from covey.rewards import RewardError, RewardSuite, RewardWarning, per_completion
+from covey.runtime import deadlines
 
 GROUPS = 4
 SIZE = 3
@@ -160,10 +161,13 @@ def test_a_group_is_scored_before_the_next_is_there(context, rollout):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_hanging_group_costs_that_group_alone(streamed, kind):
+def test_a_hanging_group_costs_that_group_alone(streamed, kind, monkeypatch):
+    monkeypatch.setattr(deadlines, "RETURN_SECONDS", 0.1)
+    monkeypatch.setattr(deadlines, "STOP_INTERVAL", 0.05)
+
     def hangs(completions, **kwargs):
-        if number_of(completions) == 1:
-            time.sleep(30)
+        while number_of(completions) == 1:
+            time.sleep(0.01)
         return [1.0] * len(completions)
 
     async def hangs_async(completions, **kwargs):
@@ -178,18 +182,68 @@ def test_a_hanging_group_costs_that_group_alone(streamed, kind):
     assert stats[f"rewards/{suite.names[0]}/timeouts"] == 3
 
 
-def test_a_function_that_is_always_late_is_given_up(streamed):
+def test_a_function_that_is_always_late_is_given_up(streamed, monkeypatch):
     called = []
 
     def hangs(completions, **kwargs):
         called.append(number_of(completions))
-        time.sleep(30)
+        while True:
+            time.sleep(0.01)
 
+    monkeypatch.setattr(deadlines, "RETURN_SECONDS", 0.1)
+    monkeypatch.setattr(deadlines, "STOP_INTERVAL", 0.05)
     suite = RewardSuite(hangs, timeout=0.1)
     with pytest.warns(RewardWarning, match="did not score 12 of 12 samples"):
         rewards, _ = streamed(suite)
     assert all(map(math.isnan, rewards))
     assert called == ORDER[:3]  # three groups late, and the fourth is not tried
+
+
+@pytest.mark.filterwarnings("ignore::covey.runtime.deadlines.LateCallWarning")
+@pytest.mark.parametrize("groups", [False, True], ids=["per_completion", "stream_rewards"])
+def test_calls_never_overlap_and_a_hang_costs_one_thread(context, rollout, groups, monkeypatch):
+    """A call that nothing can stop: in this batch and the next, the function is not called until it has returned."""
+    monkeypatch.setattr(deadlines, "WAIT_SECONDS", 0.1)
+    release, calls, inside, most = threading.Event(), [], 0, 0
+
+    def hangs_on_bad(completions, **kwargs):
+        nonlocal inside, most
+        calls.append(completions)
+        inside += 1
+        most = max(most, inside)
+        if "bad" in completions:
+            release.wait()
+        inside -= 1
+        return [1.0] * len(completions)
+
+    suite = RewardSuite(hangs_on_bad if groups else per_completion(hangs_on_bad), timeout=0.05)
+    before = threading.active_count()
+
+    def step():
+        with suite.stream(None, groups=groups) as stream:
+            for place, text in enumerate(["ok", "bad", "ok"]):
+                (stream.on_group if groups else stream.on_rollouts)(place, [{"prompt": ""}], [rollout(text)])
+            return stream.results()[0]
+
+    first = step()
+    assert [type(one.error) for one in first.failures.values()] == [deadlines.CallTimeout, deadlines.StillRunning]
+    assert first.values[0] == 1.0
+    for _ in range(3):
+        assert all(isinstance(one.error, deadlines.StillRunning) for one in step().failures.values())
+    batch = [{"prompt": ""}], [rollout("ok")]
+    assert suite(*batch, context).rewards.isnan().all()  # nor by a call on the main thread
+    wait_for(lambda: threading.active_count() <= before + 2)  # the call, and the thread that tries to stop it
+    release.set()
+    wait_for(lambda: not suite.functions[0].late.running())
+    assert suite(*batch, context).rewards.tolist() == [[1.0]]
+    assert most == 1 and calls == [["ok"], ["bad"], ["ok"]]
+
+
+def wait_for(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 def test_a_coroutine_that_blocks_the_loop_ends_too(streamed):

@@ -10,7 +10,24 @@ import time
 import pytest
 import torch
 
-from covey.runtime.deadlines import CallTimeout, WorkerThread, call_with_deadline, run_in_thread, torch_settings
+from covey.runtime import deadlines
+from covey.runtime.deadlines import (
+    MAX_STILL_RUNNING,
+    CallTimeout,
+    LateCalls,
+    LateCallWarning,
+    StillRunning,
+    WorkerThread,
+    torch_settings,
+)
+
+
+def call_with_deadline(function, seconds):
+    return deadlines.call_with_deadline(function, seconds, LateCalls("example"))
+
+
+def run_in_thread(function, seconds):
+    return deadlines.run_in_thread(function, seconds, LateCalls("example"))
 
 
 def sleeps():
@@ -169,12 +186,80 @@ def test_a_cancelled_call_logs_nothing(caplog):
 
 
 def test_a_late_call_of_a_worker_leaves_its_thread_behind():
-    worker, release = WorkerThread("covey-example"), threading.Event()
+    worker, release, late = WorkerThread("covey-example"), threading.Event(), LateCalls("waits")
     with pytest.raises(CallTimeout):
-        worker.call(release.wait, 0.05)
-    assert worker.call(lambda: 4, 5.0) == 4
+        worker.call(release.wait, 0.05, late)
+    assert worker.call(lambda: 4, 5.0, late) == 4
+    assert len(late.running()) == 1
     release.set()
+    wait_until(lambda: not late.running())
     worker.close()
+
+
+def test_a_late_call_of_a_worker_is_stopped_after_a_grace(monkeypatch):
+    monkeypatch.setattr(deadlines, "RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(deadlines, "STOP_INTERVAL", 0.05)
+    worker, late, returned = WorkerThread("covey-example"), LateCalls("spins", 1), []
+
+    def spins():
+        while True:
+            time.sleep(0.001)
+
+    def returns_late():
+        time.sleep(0.05)
+        returned.append(True)
+
+    for function in (returns_late, spins):
+        with pytest.raises(CallTimeout):
+            worker.call(function, 0.01, late)
+        late.wait()
+        late.check()
+    assert returned == [True]
+    worker.close()
+
+
+def test_calls_that_still_run_are_counted_and_bounded(monkeypatch):
+    monkeypatch.setattr(deadlines, "WAIT_SECONDS", 0.1)
+    release, late = threading.Event(), LateCalls("waits")
+
+    async def use(calls):
+        outcomes = await asyncio.gather(
+            *(deadlines.run_in_thread(release.wait, 0.02, late) for _ in range(calls)), return_exceptions=True
+        )
+        return list(map(type, outcomes))
+
+    assert asyncio.run(use(MAX_STILL_RUNNING)) == [CallTimeout] * MAX_STILL_RUNNING
+    with pytest.warns(LateCallWarning):
+        assert asyncio.run(use(3)) == [StillRunning] * 3  # and no thread is started
+    assert sum(one.name == "covey-tool" for one in threading.enumerate()) == MAX_STILL_RUNNING
+    late.wait()  # not longer than WAIT_SECONDS: nothing stops them
+    release.set()
+    wait_until(lambda: not late.running())
+    late.check()
+    assert asyncio.run(use(1)) == [bool]
+
+
+def test_a_call_that_is_no_longer_awaited_counts_from_its_deadline_on():
+    release, late = threading.Event(), LateCalls("waits", 1)
+
+    async def cancelled(seconds):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await deadlines.run_in_thread(release.wait, seconds, late)
+
+    asyncio.run(cancelled(30.0))
+    assert not late.is_full  # it is not late
+    asyncio.run(cancelled(0.05))
+    wait_until(lambda: late.is_full)
+    release.set()
+    wait_until(lambda: not late.is_full)
+
+
+def wait_until(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 def test_other_threads_compute_with_as_many_as_their_maker():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from covey.runtime.deadlines import CallTimeout
+from covey.runtime.deadlines import MAX_STILL_RUNNING, CallTimeout, LateCalls, StillRunning
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import UserCodeError
 from tests.support import forking, launching
@@ -167,19 +167,23 @@ async def spins():
         pass
 
 
+def call(loop, function, seconds):
+    return loop.call(function, seconds, LateCalls("example"))
+
+
 @pytest.mark.parametrize("hostile", [starts_what_exits, stops_the_loop])
 def test_a_coroutine_that_stops_the_loop_stops_no_other(hostile):
     loop = LoopThread("covey-async-tools")
 
     async def both():
-        return await asyncio.gather(loop.call(fine, 5.0), loop.call(hostile, 5.0))
+        return await asyncio.gather(call(loop, fine, 5.0), call(loop, hostile, 5.0))
 
     assert asyncio.run(both()) == ["fine", "fine"]
 
 
 def test_system_exit_in_a_coroutine_is_its_error():
     with pytest.raises(UserCodeError) as raised:
-        asyncio.run(LoopThread("covey-async-tools").call(exits, 5.0))
+        asyncio.run(call(LoopThread("covey-async-tools"), exits, 5.0))
     assert raised.value.text == "SystemExit: 0" and isinstance(raised.value.error, SystemExit)
 
 
@@ -187,10 +191,10 @@ def test_a_spinning_coroutine_is_stopped_and_others_go_on():
     loop = LoopThread("covey-async-tools")
 
     async def both():
-        spinning = asyncio.ensure_future(loop.call(spins, 0.2))
-        other = await loop.call(fine, 20.0)
+        spinning = asyncio.ensure_future(call(loop, spins, 0.2))
+        other = await call(loop, fine, 20.0)
         await asyncio.wait({spinning})
-        return other, spinning.exception(), await loop.call(fine, 5.0)
+        return other, spinning.exception(), await call(loop, fine, 5.0)
 
     before, late, after = asyncio.run(both())
     assert (before, type(late), after) == ("fine", CallTimeout, "fine")
@@ -200,7 +204,7 @@ def test_several_spinning_coroutines_are_stopped():
     before, loop = threads(), LoopThread("covey-async-tools")
 
     async def several():
-        spinning = [asyncio.ensure_future(loop.call(spins, 0.2)) for _ in range(3)]
+        spinning = [asyncio.ensure_future(call(loop, spins, 0.2)) for _ in range(3)]
         await asyncio.wait(spinning)
         return [one.exception() for one in spinning]
 
@@ -221,8 +225,8 @@ def test_a_replaced_loop_ends_when_it_is_no_longer_blocked():
 
     async def use():
         with pytest.raises(CallTimeout):
-            await loop.call(blocks, 0.1)
-        return await loop.call(fine, 5.0)
+            await call(loop, blocks, 0.1)
+        return await call(loop, fine, 5.0)
 
     assert asyncio.run(use()) == "fine"
     assert len(threads() - before) == 2
@@ -232,10 +236,60 @@ def test_a_replaced_loop_ends_when_it_is_no_longer_blocked():
     wait_until(lambda: threads() <= before)
 
 
+@pytest.mark.filterwarnings("ignore::covey.runtime.deadlines.LateCallWarning")
+def test_a_function_that_blocks_every_loop_is_not_called_for_ever(monkeypatch):
+    """Each call that blocks costs a loop until it returns: a bounded number of them, of this function alone."""
+    monkeypatch.setattr("covey.runtime.loop_thread.RESPONSE_SECONDS", 0.02)
+    before, release, late, others = threads(), threading.Event(), LateCalls("blocks"), LateCalls("fine")
+    loop, called = LoopThread("covey-async-tools"), []
+
+    async def blocks():
+        called.append(1)
+        release.wait()
+
+    async def use():
+        for _ in range(MAX_STILL_RUNNING):
+            with pytest.raises(CallTimeout):
+                await loop.call(blocks, 0.02, late)
+        for _ in range(3):
+            with pytest.raises(StillRunning):
+                await loop.call(blocks, 0.02, late)
+        return await loop.call(fine, 5.0, others)
+
+    assert asyncio.run(use()) == "fine"
+    assert len(called) == MAX_STILL_RUNNING and len(threads() - before) == MAX_STILL_RUNNING + 1
+    release.set()
+    wait_until(lambda: not late.is_full)
+    asyncio.run(loop.call(blocks, 5.0, late))
+    loop.close()
+    wait_until(lambda: threads() <= before)
+
+
+def test_a_blocking_task_counts_for_the_calls_under_way(monkeypatch):
+    monkeypatch.setattr("covey.runtime.loop_thread.RESPONSE_SECONDS", 0.02)
+    release, late, loop = threading.Event(), LateCalls("gathers", 1), LoopThread("covey-async-tools")
+
+    async def blocks():
+        release.wait()
+
+    async def gathers():
+        await asyncio.gather(blocks())
+
+    async def use():
+        with pytest.raises(CallTimeout):
+            await loop.call(gathers, 0.02, late)
+
+    asyncio.run(use())
+    assert late.is_full
+    release.set()
+    wait_until(lambda: not late.is_full)
+    loop.close()
+
+
 def test_a_loop_ends_with_the_last_reference_to_it():
     before = threads()
     loop = LoopThread("covey-async-tools")
-    assert asyncio.run(loop.call(fine, 5.0)) == "fine"
+    assert asyncio.run(call(loop, fine, 5.0)) == "fine"
     del loop
     gc.collect()
     wait_until(lambda: threads() <= before)
@@ -243,7 +297,7 @@ def test_a_loop_ends_with_the_last_reference_to_it():
 
 EXITS = """
 import asyncio, sys, time, torch
-from covey.runtime.deadlines import CallTimeout, WorkerThread
+from covey.runtime.deadlines import CallTimeout, LateCalls, WorkerThread
 from covey.runtime.loop_thread import LoopThread
 
 matrix = torch.randn(200, 200)
@@ -261,7 +315,7 @@ loop, worker, late = LoopThread("loop"), WorkerThread("worker"), WorkerThread("l
 loop.start(multiply_for_ever())
 worker.submit(multiply)
 try:
-    late.call(multiply, 0.1)
+    late.call(multiply, 0.1, LateCalls("multiply"))
 except CallTimeout:
     sys.exit(3)
 """

@@ -22,7 +22,8 @@ from covey.rewards.functions import FailedReward, FunctionReward, IsolatedReward
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
 from covey.runtime import deadlines
-from covey.runtime.loop_thread import LoopThread
+from covey.runtime.deadlines import LateCalls
+from covey.runtime.loop_thread import LoopThread, begin_call
 from covey.runtime.user_code import format_error
 
 LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; then its event loop counts as blocked
@@ -99,9 +100,12 @@ def score(
     batch: RewardBatch,
     trainer_state: Any,
     timeout: float,
-    call: Callable[[Callable[[], CallResult], float], CallResult] = deadlines.call_with_deadline,
+    call: Callable[[Callable[[], CallResult], float, LateCalls], CallResult] = deadlines.call_with_deadline,
 ) -> CallResult:
     """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask.
+
+    While a call that was late still runs, the next one waits for it (`LateCalls.wait`), then fails: the function is not
+    called before the late call has returned.
 
     An isolated one has half of the time for the batch, so that one sample on which it hangs costs that one: the other
     half is for the samples alone.
@@ -122,11 +126,17 @@ def score(
                 return CallResult.failed(len(samples), error)
 
         try:
-            return function.call(run, seconds) if isinstance(function, IsolatedReward) else call(run, seconds)
+            if isinstance(function, IsolatedReward):
+                return function.call(run, seconds)
+            function.late.check()
+            return call(run, seconds, function.late)
+        except deadlines.StillRunning as refused:
+            return CallResult.failed(len(samples), refused)
         except deadlines.CallTimeout:
             return CallResult.timed_out(len(samples), timeout)
 
     with function.turn if isinstance(function, FunctionReward) else nullcontext():
+        function.late.wait()
         start = time.monotonic()
         whole = attempt(batch, timeout / 2 if alone and len(batch) > 1 else timeout)
         parts, samples = [], _samples_to_retry(whole, batch, alone and len(batch) > 1)
@@ -144,7 +154,9 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
 
     async def run(samples: RewardBatch) -> CallResult:
         log = Log(len(samples))
+        begin_call(function.late)
         try:
+            function.late.check()
             return CallResult.of(await function.call_async(samples, trainer_state, log), log)
         except BaseException as error:  # SystemExit would end the loop; a cancelled call is no longer awaited
             return CallResult.failed(len(samples), error)

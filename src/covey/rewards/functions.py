@@ -24,7 +24,7 @@ from covey.rewards.contract import MissingArgument, RewardError, is_per_completi
 from covey.rewards.steps import CharEnd, TurnEnd
 from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
-from covey.runtime.deadlines import CallTimeout
+from covey.runtime.deadlines import MAX_STILL_RUNNING, CallTimeout, LateCalls
 from covey.runtime.isolation import FunctionWorker, WorkerFailed, WorkerLate
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
@@ -203,6 +203,7 @@ class FunctionReward:
         self.function, self.name = function, name
         self.is_async = is_async(function)
         self.turn = threading.Lock()  # several batches may be scored at a time, and it need not be thread-safe
+        self.late = LateCalls(f"reward function {name!r}", MAX_STILL_RUNNING if self.is_async else 1)
         self._takes_all, self._names, self._required = _read_signature(function, name)
         self.per_completion = is_per_completion(function) and "trainer_state" not in self._names
         self._bound = function.keywords if isinstance(function, functools.partial) else {}

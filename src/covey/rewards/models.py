@@ -9,6 +9,7 @@ from torch import nn
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import Log, RewardBatch
 from covey.rewards.text import completion_text
+from covey.runtime.deadlines import LateCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,7 @@ class ModelReward:
 
     def __init__(self, model: nn.Module, processing_class: Any, name: str, batch_size: int = 8, device: Device = None):
         self.name, self.batch_size = name, batch_size
+        self.late = LateCalls(f"reward model {name!r}", 1)
         self.config: Any = model.config
         num_labels = getattr(self.config, "num_labels", None)
         if num_labels != 1:

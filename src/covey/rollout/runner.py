@@ -18,7 +18,7 @@ from covey.rollout.tool_agent import Agent
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutValidator
-from covey.runtime.deadlines import CallTimeout, run_in_thread
+from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error
 
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
@@ -55,6 +55,7 @@ class RolloutSpec:
     limits: RolloutValidator | None = None  # of tokens that the user's code may have written
     max_turn_length: int | None = None
     trained_turns: str = "all"
+    late: LateCalls = field(default_factory=partial(LateCalls, "reading a failed rollout"))
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         if hasattr(self.play, "release"):
@@ -126,7 +127,9 @@ class GroupRunner:
                     rollouts = [await play(row, engine)]
         except Exception as error:
             text = error.release() if isinstance(error, UserCodeError) else format_error(error)
-            if isinstance(error, TimeoutError):
+            if isinstance(error, StillRunning):
+                text = f"the rollout function failed: {error}"
+            elif isinstance(error, TimeoutError):
                 text = f"the rollout took longer than rollout_timeout={timeout:g} s"
             rollouts = [await self._failed(sample.row, engine, text) for sample in samples]
         finally:
@@ -149,7 +152,7 @@ class GroupRunner:
 
         if engine.episodes:
             with suppress(UserCodeError, CallTimeout):  # the user's code may have put anything into its episode
-                return await run_in_thread(salvage, SALVAGE_SECONDS)
+                return await run_in_thread(salvage, SALVAGE_SECONDS, self.spec.late)
         try:
             return failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)
         except ValueError as no_prompt:

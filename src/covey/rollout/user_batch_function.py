@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.user_functions import RolloutError, RolloutValidator
 from covey.rollout.vision import Encoded, Vision
-from covey.runtime.deadlines import CallTimeout, run_in_thread
+from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in_thread
 from covey.runtime.user_code import UserCodeError
 
 
@@ -87,6 +88,7 @@ class BatchFunction:
     limits: RolloutValidator
     end_ids: Collection[int]  # any other last token means that a completion was cut off
     _samplers: list[BatchSampler] = field(default_factory=list, init=False)  # of the batches in flight
+    _late: LateCalls = field(default_factory=partial(LateCalls, "rollout_func"), init=False)
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """See `OnlineTrainer.generate_completions`."""
@@ -113,7 +115,9 @@ class BatchFunction:
         self._samplers.append(sampler)
         token = _CURRENT.set(sampler)
         try:
-            return await run_in_thread(run, self.timeout)
+            return await run_in_thread(run, self.timeout, self._late)
+        except StillRunning as refused:
+            raise RolloutError(f"rollout_func failed: {refused}") from None
         except CallTimeout:
             raise RolloutError(
                 f"rollout_func took longer than rollout_timeout={self.timeout:g} s for {len(prompts)} prompts. Raise"

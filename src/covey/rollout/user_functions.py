@@ -14,6 +14,7 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.core.strands import longest
 from covey.rollout.episode import EpisodeEngine
+from covey.runtime.deadlines import LateCalls
 from covey.runtime.loop_thread import LoopThread, send_to
 from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
 
@@ -32,6 +33,7 @@ class _IsolatedFunction:
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: "RolloutValidator"):
         self._function, self._timeout, self._limits = function, timeout, limits
         self._loop = LoopThread("covey-async-tools")
+        self._late = LateCalls("rollout_func")
 
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
         """`check` of the function's result; on that loop too, since the result's own code may hang."""
@@ -52,7 +54,7 @@ class _IsolatedFunction:
 
         engine.send = submit
         try:
-            return await self._loop.call(play, self._timeout)
+            return await self._loop.call(play, self._timeout, self._late)
         except UserCodeError as raised:
             if isinstance(raised.error, RolloutError):
                 raise raised.error from None

@@ -2,7 +2,8 @@
 
 On the main thread a call is interrupted by a signal, as by Ctrl-C, because reward functions are written for it:
 `signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread. Elsewhere it
-runs on a thread of its own, which is abandoned when it is late. Code that only a killed process stops runs in a
+runs on a thread of its own, which is asked to stop when it is late, abandoned, and counted until it ends: `LateCalls`
+bounds the threads that a function which hangs can cost. Code that only a killed process stops runs in a
 `covey.runtime.isolation.FunctionWorker`.
 """
 
@@ -15,6 +16,7 @@ import ctypes
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -34,11 +36,22 @@ INTERRUPT_INTERVAL = 1.0  # seconds between two interrupts of a call, for its cl
 SPACED_INTERRUPTS = 3  # that a call may catch; then every instruction outside the handler raises until the call ends
 STOP_INTERVAL = 1.0  # seconds between two attempts to stop a thread
 STOP_ATTEMPTS = 60
+RETURN_SECONDS = 2.0  # that a late call has to return by itself where the next call waits for it
+WAIT_SECONDS = 5.0  # after a call was late: until then the next call waits for it
+MAX_STILL_RUNNING = 4  # calls of one function that were late and still run; then it is not called
 EXIT_SECONDS = 2.0  # for calls under way when Python exits
 
 
 class CallTimeout(TimeoutError):
     """The deadline of a call has passed."""
+
+
+class StillRunning(CallTimeout):
+    """A function was not called, because calls of it that were late still run."""
+
+
+class LateCallWarning(UserWarning):
+    """A function of a user is not called for now: calls of it were late, still run, and cannot be stopped."""
 
 
 class Interrupt(BaseException):
@@ -49,31 +62,89 @@ class StopThread(BaseException):
     """Raised in a thread that is to stop."""
 
 
-def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
+class LateCalls:
+    """Calls of one function that were late and still run. With `limit` of them it is not called: `StillRunning`.
+
+    Nothing stops a thread that waits in C code, so each late call may cost one for as long as the process lives. With a
+    limit of 1, calls that begin one after another never overlap.
+    """
+
+    def __init__(self, name: str, limit: int = MAX_STILL_RUNNING):
+        self._name, self._limit = name, limit
+        self._calls: dict[Future[Any], float] = {}  # with the times at which they were late
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def add(self, call: "Future[Any]", late_in: float = 0.0) -> None:
+        """Count a call until it ends, from `late_in` seconds on."""
+        with self._lock:
+            self._calls[call] = time.monotonic() + late_in
+
+    def running(self) -> "dict[Future[Any], float]":
+        with self._lock:
+            self._calls = {call: since for call, since in self._calls.items() if not call.done()}
+            return {call: since for call, since in self._calls.items() if since <= time.monotonic()}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.running()) >= self._limit
+
+    def wait(self) -> None:
+        """Wait until the function may be called, but not longer than `WAIT_SECONDS` after the last call was late."""
+        while len(running := self.running()) >= self._limit:
+            left = max(running.values()) + WAIT_SECONDS - time.monotonic()
+            if left <= 0 or not concurrent.futures.wait(running, left, concurrent.futures.FIRST_COMPLETED).done:
+                return
+
+    def check(self) -> None:
+        """Raise StillRunning, the first time with a warning, while the limit is reached."""
+        running = self.running()
+        if len(running) < self._limit:
+            return
+        calls = f"{len(running)} calls of it that were late still run" if len(running) > 1 else "a late call still runs"
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._name} is not called again until one of its late calls has returned: {calls} and cannot be"
+                " stopped, as in C code or while it waits. Give whatever it waits for (a connection, a lock, a program)"
+                " a timeout of its own; a reward function can be marked with covey.isolated, which kills its process.",
+                LateCallWarning,
+                stacklevel=2,
+            )
+        raise StillRunning(f"it was not called, because {calls} ({time.monotonic() - min(running.values()):.0f} s)")
+
+
+def call_with_deadline(function: Callable[[], T], seconds: float, late: LateCalls) -> T:
     """Return `function()`, or raise `CallTimeout`.
 
     On the main thread a late function is interrupted; one that catches that is interrupted again every second, and
-    finally at every instruction. C code that neither returns nor checks for signals cannot be interrupted.
+    finally at every instruction. C code that neither returns nor checks for signals cannot be interrupted. Elsewhere a
+    late call is in `late` until it ends.
     """
     if seconds <= 0:
         raise CallTimeout
     if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
         return _call_interruptibly(function, seconds)
     with closing(WorkerThread("covey-reward", torch_settings())) as worker:
-        return worker.call(function, seconds)
+        return worker.call(function, seconds, late)
 
 
 # ---- from coroutines -------------------------------------------------------------------------------------------------
 
 
-async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`, run on a new thread, or raise UserCodeError; CallTimeout stops a late one."""
-    worker = WorkerThread("covey-tool", wrap_errors=True)
+async def run_in_thread(function: Callable[[], T], seconds: float, late: LateCalls) -> T:
+    """Return `function()`, run on a new thread, or raise UserCodeError; CallTimeout stops a late one.
+
+    One that is not awaited any longer is in `late` from its deadline until it ends.
+    """
+    late.check()
+    worker, until = WorkerThread("covey-tool", wrap_errors=True), time.monotonic() + seconds
     future = worker.submit(partial(contextvars.copy_context().run, function))
     worker.close()
     try:
         return await await_future(future, seconds)
     except (CallTimeout, asyncio.CancelledError):
+        late.add(future, until - time.monotonic())
         worker.stop()
         raise
 
@@ -190,13 +261,17 @@ class WorkerThread:
             self._thread.start()
         return future
 
-    def call(self, function: Callable[[], T], seconds: float) -> T:
-        """Return `function()`, or raise `CallTimeout` and leave the thread to it: the next call starts another."""
+    def call(self, function: Callable[[], T], seconds: float, late: LateCalls) -> T:
+        """Return `function()`, or raise `CallTimeout`; a late call is in `late`, and the next one starts a new thread.
+
+        A late call is stopped if it does not return within `RETURN_SECONDS`.
+        """
         if seconds <= 0:
             raise CallTimeout
         future = self.submit(function)
         if not concurrent.futures.wait([future], seconds).done:
-            self.close()
+            late.add(future)
+            self.stop(RETURN_SECONDS)
             self._jobs, self._thread = SimpleQueue(), None
             raise CallTimeout
         return future.result()
@@ -205,15 +280,16 @@ class WorkerThread:
         """End the thread after the functions that were submitted."""
         self._jobs.put(None)
 
-    def stop(self) -> None:
-        """Raise `StopThread` in the function that runs, and end the thread."""
+    def stop(self, grace: float = 0.0) -> None:
+        """Raise `StopThread` in the function that runs, after `grace` seconds, and end the thread."""
         self._jobs.put(None)
         if self._thread is not None:
             thread = self._thread
-            stop_thread(thread, lambda: thread in _busy)
+            stop_thread(thread, lambda: thread in _busy, grace)
 
     def _work(self, jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
         thread = threading.current_thread()
+        future: Future[Any] | None = None
         with suppress(StopThread), self._settings():  # it may arrive between two functions
             while (job := jobs.get()) is not None:
                 future, function = job
@@ -225,8 +301,11 @@ class WorkerThread:
                 except BaseException as error:  # SystemExit too, which would end the thread in silence
                     settle(future, error=error, wrap=self._wrap_errors)
                 _busy.discard(thread)
-                del job, future, function  # or the thread keeps the last result alive while it waits
+                del job, function  # or the thread keeps the last result alive while it waits
+                future = None
         _busy.discard(thread)
+        if future is not None:  # stopped just before or after its function ran
+            settle(future, error=StopThread(), wrap=self._wrap_errors)
 
 
 _busy: set[threading.Thread] = set()  # of worker threads
@@ -260,33 +339,35 @@ def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager
     return settings
 
 
-def stop_thread(thread: threading.Thread, is_running: Callable[[], bool]) -> None:
+def stop_thread(thread: threading.Thread, is_running: Callable[[], bool], grace: float = 0.0) -> None:
     """Raise `StopThread` in the Python code that a thread runs, again every second until `is_running()` is false.
 
-    Code that catches it meets it again, at most `STOP_ATTEMPTS` times. A call into C does not notice before it returns.
+    The first time at once, or about `grace` seconds later. Code that catches it meets it again, at most `STOP_ATTEMPTS`
+    times. A call into C does not notice before it returns.
     """
-    _raise_in(thread)
+    if not grace:
+        _raise_in(thread)
     with _stopping:
         idle = not _stop_attempts
-        _stop_attempts[thread] = 0, is_running
+        _stop_attempts[thread] = 0, time.monotonic() + grace, is_running
         if idle:
             threading.Thread(target=_repeat_stops, name="covey-stopping", daemon=True).start()
 
 
 _stopping = threading.Lock()
-_stop_attempts: dict[threading.Thread, tuple[int, Callable[[], bool]]] = {}  # threads that are to stop
+_stop_attempts: dict[threading.Thread, tuple[int, float, Callable[[], bool]]] = {}  # attempts, begin, is it running?
 
 
 def _repeat_stops() -> None:
     while True:
         time.sleep(STOP_INTERVAL)
         with _stopping:
-            for thread, (attempts, is_running) in list(_stop_attempts.items()):
-                if attempts < STOP_ATTEMPTS and is_running():
-                    _stop_attempts[thread] = attempts + 1, is_running
-                    _raise_in(thread)
-                else:
+            for thread, (attempts, begin, is_running) in list(_stop_attempts.items()):
+                if attempts == STOP_ATTEMPTS or not is_running():
                     del _stop_attempts[thread]
+                elif begin <= time.monotonic():
+                    _stop_attempts[thread] = attempts + 1, begin, is_running
+                    _raise_in(thread)
             if not _stop_attempts:
                 return
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from covey.runtime.deadlines import EXIT_SECONDS, CallTimeout, await_future, stop_thread, torch_settings
+from covey.runtime.deadlines import EXIT_SECONDS, CallTimeout, LateCalls, await_future, stop_thread, torch_settings
 from covey.runtime.user_code import settle
 
 T = TypeVar("T")
@@ -29,7 +29,8 @@ class LoopThread:
 
     The loop ends with `close`, or soon after the last reference to this object. A coroutine that raises SystemExit or
     stops the loop ends only itself. If one blocks the loop beyond a deadline, the next coroutine gets a new loop, and
-    the blocked one is stopped and ends with the last of its coroutines.
+    the blocked one is stopped and ends with the last of its coroutines. Until then it is in the `LateCalls` of the
+    function that blocks it.
 
     With `no_grad` gradients are off there, and the CUDA device is that of the thread that makes this object.
     """
@@ -72,16 +73,18 @@ class LoopThread:
             future.cancel()
             raise
 
-    async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
+    async def call(self, function: Callable[[], Awaitable[T]], seconds: float, late: LateCalls) -> T:
         """Return `await function()` of a user, or raise UserCodeError; CallTimeout cancels a late one.
 
         Calls of one iteration of the caller's loop begin in one iteration of this one.
         """
+        late.check()
         current = self._ensure_running()
         future: Future[T] = Future()
         task: list[asyncio.Task[None]] = []
 
         async def work() -> None:
+            begin_call(late)
             try:
                 settle(future, await function())
             except BaseException as error:  # SystemExit would end the loop
@@ -117,7 +120,11 @@ class LoopThread:
         with self._lock:
             if self._current is blocked:
                 self._current = None
-        blocked.replaced = True
+        if not blocked.replaced:
+            blocked.replaced = True
+            for late in blocked.blocking_calls():
+                blocked.track(unblocked := blocked.ping())
+                late.add(unblocked)
         blocked.is_blocked()
         stop_thread(blocked.thread, blocked.is_blocked)
         blocked.end_if_unused()
@@ -158,6 +165,13 @@ class _RunningLoop:
         blocked = self.thread.is_alive() and self._last_ping is not None and not self._last_ping.done()
         self._last_ping = self.ping()
         return blocked
+
+    def blocking_calls(self) -> set[LateCalls]:
+        """Of the call that runs now; of all calls under way where a task that a call has started runs."""
+        running = asyncio.current_task(self.loop)
+        if running is not None and running in _calls:
+            return {_calls[running]}
+        return {late for task, late in list(_calls.items()) if task.get_loop() is self.loop and not task.done()}
 
     def cancel_tasks(self) -> None:
         for task in asyncio.all_tasks(self.loop):
@@ -209,6 +223,14 @@ class _RunningLoop:
 
 
 _running: weakref.WeakSet[_RunningLoop] = weakref.WeakSet()
+_calls: weakref.WeakKeyDictionary[asyncio.Task[Any], LateCalls] = weakref.WeakKeyDictionary()  # of users' functions
+
+
+def begin_call(late: LateCalls) -> None:
+    """Note whose function the current task calls: if it blocks the loop, the loop counts among its late calls."""
+    task = asyncio.current_task()
+    assert task is not None, "runs in a coroutine"
+    _calls[task] = late
 
 
 @atexit.register

@@ -11,6 +11,7 @@ import pytest
 
 from covey.core.records import FinishReason
 from covey.rollout.environments import EnvironmentPool, EnvironmentWarning
+from covey.runtime.deadlines import MAX_STILL_RUNNING
 from tests.support import forking, launching
 from tests.support.playing import call, play, says, text_agent, tool_agent
 
@@ -197,6 +198,40 @@ def test_a_discarded_environment_affects_no_other_rollout():
     second = play(agent, says("1"), [{"prompt": prompt}] * 2)
     assert [rollout.finish for rollout in second] == [FinishReason.STOP] * 2
     assert not [rollout for rollout in second if rollout.extras["environments"].where]
+
+
+@pytest.mark.filterwarnings("ignore::covey.runtime.deadlines.LateCallWarning")
+def test_environments_that_hang_cost_a_bounded_number_of_threads():
+    """Methods that nothing can stop: no environment is made while several hang, and those at hand are used."""
+    release, made = threading.Event(), []
+
+    class Hangs(Text):
+        def __init__(self):
+            made.append(self)
+
+        def step(self, text):
+            return ("on", 1.0, True, {}) if self.where != "step" else release.wait()
+
+    prompt = [{"role": "user", "content": "go"}]
+    agent = text_agent(Hangs, 0.05)
+    before = threading.active_count()
+
+    def rollouts(*where):
+        played = play(agent, says("1"), [{"prompt": prompt, "where": one} for one in where])
+        agent.release(played)
+        return played
+
+    rollouts("reset", *["step"] * MAX_STILL_RUNNING)
+    for _ in range(3):
+        assert [one.finish for one in rollouts("step", "step")] == [FinishReason.ERROR] * 2
+    assert len(made) <= MAX_STILL_RUNNING + 2
+    assert threading.active_count() <= before + 2 * MAX_STILL_RUNNING + 4
+    release.set()
+    until = time.monotonic() + 20
+    while (rollout := rollouts("")[0]).finish is not FinishReason.STOP:
+        assert time.monotonic() < until, rollout.error
+        time.sleep(0.02)
+    agent.pool.close()
 
 
 def test_the_row_that_an_environment_changes_is_its_own_copy():

@@ -20,6 +20,7 @@ from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, call_stats, count_outcomes
+from covey.runtime.deadlines import MAX_STILL_RUNNING
 
 
 class Unit(enum.Enum):
@@ -526,6 +527,31 @@ def test_a_tool_that_hangs_is_given_up_and_costs_only_itself(function):
     assert time.monotonic() - started < 15
     assert (hung.failure, hung.content) == (Failure.TIMEOUT, "Error: t took longer than 1 s and was given up")
     assert (added.content, waited.content) == ("2", "awake")
+
+
+@pytest.mark.filterwarnings("ignore::covey.runtime.deadlines.LateCallWarning")
+def test_a_tool_that_always_hangs_costs_a_bounded_number_of_threads():
+    """Each turn calls a function that nothing can stop; another box with the same tool, as of an environment."""
+    release, calls = threading.Event(), []
+
+    def hangs():
+        calls.append(1)
+        release.wait()
+
+    hanging = tool(hangs)
+    before = threading.active_count()
+    for _ in range(MAX_STILL_RUNNING + 4):
+        box = Toolbox([hanging, add], timeout=0.02)
+        hung, added = ask(box, ("t", {}), ("add", {"a": 1}))
+        assert hung.failure is Failure.TIMEOUT and added.failure in (None, Failure.TIMEOUT)
+    assert len(calls) == MAX_STILL_RUNNING
+    assert threading.active_count() <= before + MAX_STILL_RUNNING + 2  # threads that stop others, and `add`
+    release.set()
+    until = time.monotonic() + 20
+    while hanging.late.running():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert ask(Toolbox([hanging], timeout=20.0), ("t", {}))[0].failure is None
 
 
 def test_a_late_thread_that_runs_python_is_stopped():

@@ -150,6 +150,9 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Choose one, or register your own ([agents](agents.md#reading-calls))."
         ),
         "Gave tools or rollouts no time, or endless time": "Give seconds, such as 60.",
+        "Wrote a tool, or another function, that hangs in C code": (
+            "Its threads stay until the calls return: give connections, locks and programs in it a timeout."
+        ),
         "Counted rounds of tool calls below 0": "",
     },
     "Environments": {

@@ -1,10 +1,16 @@
 """Mistakes about tools, rollout functions and environments."""
 
+import asyncio
 import re
+import threading
 from typing import Any
 
 from covey.rewards import CharEnd, RewardError
+from covey.rollout.tools.calls import AssistantTurn, ToolCall
+from covey.rollout.tools.tool import Tool
+from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.user_functions import RolloutError
+from covey.runtime.deadlines import MAX_STILL_RUNNING, LateCallWarning
 from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
@@ -18,6 +24,18 @@ def conversations(bench: Bench, template: str = TEMPLATE, **arguments: Any) -> A
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
     return bench.build(**{"train_dataset": tiny.rows(conversational=True), "processing_class": tokenizer, **arguments})
+
+
+async def many_hang():
+    """Calls of a tool that waits where nothing can stop it, each for its whole deadline."""
+    waits = threading.Event()
+    search = Tool("search", {"type": "function", "function": {"name": "search"}}, lambda: waits.wait(60))
+    box, call = Toolbox([search], timeout=0.02), AssistantTurn("", [ToolCall("search", {})])
+    try:
+        for _ in range(MAX_STILL_RUNNING + 1):
+            await box.answer(call)
+    finally:
+        waits.set()
 
 
 def without_hints(a, b):
@@ -196,6 +214,16 @@ AGENTS = [
             when=CONFIG,
         )
         for name, value in {"tool_timeout": 0, "rollout_timeout": float("inf")}.items()
+    ),
+    Mistake(
+        "Wrote a tool, or another function, that hangs in C code",
+        lambda b: asyncio.run(many_hang()),
+        (
+            "tool 'search' is not called again until one of its late calls has returned",
+            "cannot be stopped",
+            "a timeout of its own",
+        ),
+        kind=LateCallWarning,
     ),
     Mistake(
         "Counted rounds of tool calls below 0",

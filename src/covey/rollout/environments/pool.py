@@ -5,6 +5,7 @@ One that hung or failed is discarded. Each is closed exactly once, at the latest
 
 import asyncio
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from covey.rollout.environments.interface import EnvironmentFailed
-from covey.runtime.deadlines import CallTimeout, WorkerThread, await_future
+from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, WorkerThread, await_future
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
 
@@ -30,8 +31,8 @@ class EnvironmentWarning(UserWarning):
 class Lease:
     """An environment that a rollout uses, called once at a time; a deadline includes the wait for earlier calls."""
 
-    def __init__(self, loop: LoopThread, seconds: float, environment: Any = None):
-        self.loop, self.seconds = loop, seconds
+    def __init__(self, loop: LoopThread, seconds: float, late: LateCalls, environment: Any = None):
+        self.loop, self.seconds, self.late = loop, seconds, late
         self.environment = environment  # None until it is made
         self.lost: str | None = None  # why the environment can no longer be used
         self.thread = WorkerThread("covey-environment", wrap_errors=True)
@@ -51,6 +52,8 @@ class Lease:
         """The same of a function, under one deadline, since looking at a value may run the value's own code."""
         try:
             return await self.raw_call(name, function, check, *args, **kwargs)
+        except StillRunning as refused:
+            raise EnvironmentFailed(f"{name}: {refused}") from None
         except CallTimeout:
             raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
         except UserCodeError as raised:
@@ -66,12 +69,14 @@ class Lease:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
             return await self._on_loop(name, partial(function, *args, **kwargs), check)
+        until = time.monotonic() + self.seconds
         future = self.thread.submit(lambda: check(call_and_wait(function, *args, **kwargs), name))
         try:
             return await await_future(future, self.seconds)
         except (CallTimeout, asyncio.CancelledError):
             if not (future.cancel() or future.done()):  # it has begun
                 self.lose(name)
+                self.late.add(future, until - time.monotonic())
                 self.thread.stop()
             raise
 
@@ -92,7 +97,7 @@ class Lease:
                 return check(await function(), name)
 
         try:
-            return await self.loop.call(take_turn, self.seconds)
+            return await self.loop.call(take_turn, self.seconds, self.late)
         except (CallTimeout, asyncio.CancelledError):
             if begun:
                 self.lose(name)
@@ -134,7 +139,8 @@ class EnvironmentPool:
                     lease = known.idle.pop()
                     known.leased[id(lease.environment)] = lease
                     return lease
-                may_make = self.limit is None or len(known.leased) + self._making < self.limit
+                under_way = len(known.leased) + self._making
+                may_make = (self.limit is None or under_way < self.limit) and not (known.late.is_full and under_way)
                 turn: Future[None] = Future()
                 if may_make:
                     self._making += 1
@@ -149,8 +155,10 @@ class EnvironmentPool:
                 raise
 
     async def _make(self) -> Lease:
-        lease, known = Lease(self.loop, self.seconds), self._environments
+        known = self._environments
+        lease = Lease(self.loop, self.seconds, known.late)
         try:
+            self._environments.late.check()
             environment = lease.environment = await lease.run("environment_factory", self.factory, unchanged)
             with known.lock:
                 if id(environment) in known.leased or any(one.environment is environment for one in known.idle):
@@ -160,9 +168,11 @@ class EnvironmentPool:
                     )
                 known.leased[id(environment)] = lease
             return lease
-        except BaseException:
+        except BaseException as error:
             lease.thread.close()
             self._wake_next()
+            if isinstance(error, StillRunning):
+                raise EnvironmentFailed(f"no environment was made: {error}") from None
             raise
         finally:
             with known.lock:
@@ -206,6 +216,7 @@ class _Environments:
         self.idle: list[Lease] = []
         self.leased: dict[int, Lease] = {}
         self.errors: list[str] = []
+        self.late = LateCalls("an environment")  # one that hangs takes its thread with it, and another is made
 
     def close(self) -> None:
         with self.lock:
@@ -233,7 +244,7 @@ class _Environments:
         try:
             if callable(close):
                 # The thread of one that was abandoned may never come back.
-                closing = lease if lease.lost is None else Lease(self.loop, self.seconds, lease.environment)
+                closing = lease if lease.lost is None else Lease(self.loop, self.seconds, self.late, lease.environment)
                 await closing.call("close", unchanged)
                 closing.thread.close()
         except Exception as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from covey.rollout.tools.calls import decode_json
+from covey.runtime.deadlines import LateCalls
 from covey.runtime.user_code import unwrap_partial
 
 _HINT = (
@@ -28,8 +29,10 @@ class Tool:
     schema: dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
     function: Callable[..., Any]  # called with the arguments by name; ordinary or `async`
     enums: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    late: LateCalls = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "late", LateCalls(f"tool {self.name!r}"))
         function = self.schema.get("function") if isinstance(self.schema, dict) else None
         if not isinstance(function, dict) or function.get("name") != self.name:
             wanted = (

@@ -18,7 +18,7 @@ from covey.core.records import Message, Rollout
 from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool, WrongArgument
-from covey.runtime.deadlines import CallTimeout, run_in_thread
+from covey.runtime.deadlines import CallTimeout, StillRunning, run_in_thread
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
 
@@ -134,6 +134,8 @@ class Toolbox:
             return _failed(name, call_id, Failure.WRONG_ARGUMENT, _short(str(wrong)))
         try:
             return ToolResult(name, call_id, await self._call(tool, arguments))
+        except StillRunning as refused:
+            failure, text = Failure.TIMEOUT, f"{name}: {refused}"
         except CallTimeout:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
         except UserCodeError as raised:
@@ -151,9 +153,9 @@ class Toolbox:
                 result = await tool.function(**arguments)
                 return render(await result if inspect.isawaitable(result) else result)
 
-            return await self._loop.call(run_async, self.timeout)
+            return await self._loop.call(run_async, self.timeout, tool.late)
 
-        return await run_in_thread(lambda: render(call_and_wait(tool.function, **arguments)), self.timeout)
+        return await run_in_thread(lambda: render(call_and_wait(tool.function, **arguments)), self.timeout, tool.late)
 
 
 def _failed(name: str, call_id: str, failure: Failure, text: str) -> ToolResult:
