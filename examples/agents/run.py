@@ -22,8 +22,7 @@ def once(play):
     """Play the rollout that this process was started for, and leave its reward."""
     row = json.load(sys.stdin)
     reward = asyncio.run(play(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
-    with open(os.environ["COVEY_REWARD"], "w") as file:
-        file.write(str(reward))
+    os.write(int(os.environ["COVEY_REWARD_FD"]), str(reward).encode())
 
 
 async def serve(play, url, at_once, patience):

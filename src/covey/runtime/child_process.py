@@ -1,9 +1,11 @@
 """Child processes that end with this one, however it ends, `kill -9` included."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,10 +27,19 @@ class Quota(NamedTuple):
 class ChildProcess:
     """Command that runs under `covey.runtime.process_guard`, in a session of its own, which Ctrl-C does not reach.
 
-    On systems that are not POSIX it is an ordinary child. `grace` is the time between SIGTERM and the kill.
+    On systems that are not POSIX it is an ordinary child. `grace` is the time between SIGTERM and the kill. The command
+    inherits `descriptor`, if one is given, as its descriptor 3.
     """
 
-    def __init__(self, command: Sequence[str], *, grace: float = 0.0, limits: Quota | None = None, **options: Any):
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        grace: float = 0.0,
+        limits: Quota | None = None,
+        descriptor: int | None = None,
+        **options: Any,
+    ):
         self._owner = os.getpid()
         self._grace = grace
         self._pipe: int | None = None
@@ -37,12 +48,20 @@ class ChildProcess:
             return
         ours, self._pipe = os.pipe()
         memory, processes, _ = limits or (0, 0, 0)
-        numbers = (self._owner, ours, grace, int(memory * (1 << 30)), processes)
+        numbers = (
+            self._owner,
+            ours,
+            grace,
+            int(memory * (1 << 30)),
+            processes,
+            -1 if descriptor is None else descriptor,
+        )
+        inherited = (ours,) if descriptor is None else (ours, descriptor)
         self._mark = f"COVEY_CHILD={os.urandom(8).hex()}"
         options["env"] = {**(options.get("env") or os.environ), "COVEY_CHILD": self._mark.partition("=")[2]}
         guard = [sys.executable, "-I", "-S", str(GUARD), *map(str, numbers)]
         try:
-            self.process = subprocess.Popen([*guard, *command], start_new_session=True, pass_fds=(ours,), **options)
+            self.process = subprocess.Popen([*guard, *command], start_new_session=True, pass_fds=inherited, **options)
         except BaseException:
             self._close_pipe()
             raise
@@ -61,6 +80,50 @@ class ChildProcess:
     def poll(self) -> int | None:
         """Exit status (128 + n after signal n), or None while it runs. Always None in a forked process."""
         return self.process.poll() if self.is_own else None
+
+    async def wait(self) -> int:
+        """`poll` once it has ended: by an event of the kernel on Linux, by a thread that waits elsewhere."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def settle() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        if (status := self.process.poll()) is not None:
+            return status
+        try:
+            handle = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # another system, or an old kernel
+
+            def wait() -> None:
+                self.process.wait()
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(settle)
+
+            threading.Thread(target=wait, name="covey-child", daemon=True).start()
+            await ended
+            return self.process.wait()
+        loop.add_reader(handle, settle)
+        try:
+            await ended
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        return self.process.wait()
+
+    def descendants(self) -> set[int]:
+        """Ids of the processes of the command, as the kernel lists them; on Linux."""
+        found: set[int] = set()
+        todo = {self.pid}
+        while todo:
+            tasks, children = Path(f"/proc/{todo.pop()}/task"), set[int]()
+            with suppress(OSError):  # it ended meanwhile
+                for task in tasks.iterdir():
+                    children |= set(map(int, (task / "children").read_text().split()))
+            todo |= children - found
+            found |= children
+        return found
 
     def end(self) -> None:
         """End the command and all its descendants, and wait for that. Does nothing in a forked process."""

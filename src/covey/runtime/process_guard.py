@@ -5,9 +5,9 @@ ends all processes when the command ends (whose exit status it takes), when the 
 pipe (seen by the pipe, or by another parent where a forked process keeps that open), or on SIGTERM, SIGINT or SIGHUP.
 On Linux, descendants outside of the process group are ended as well (it is a "subreaper"), and the kernel kills the
 command if this program is killed. With limits (other than 0) it also ends all when they need more MEMORY (resident
-bytes) or are more PROCESSES.
+bytes) or are more PROCESSES. The command has DESCRIPTOR (unless -1) as its descriptor 3.
 
-usage: guard.py PARENT_PID PIPE GRACE MEMORY PROCESSES COMMAND [ARGUMENT ...]
+usage: guard.py PARENT_PID PIPE GRACE MEMORY PROCESSES DESCRIPTOR COMMAND [ARGUMENT ...]
 """
 
 import os
@@ -21,11 +21,12 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
 LIMIT_SECONDS = 0.05  # between checks of limits
 OVER_MEMORY, OVER_PROCESSES = 201, 202  # exit statuses
+INHERITED = 3  # number of the command's inherited descriptor, which shells can name: one digit
 KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
 
 
 def main(argv: list[str]) -> int:
-    parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[5:]
+    parent, pipe, grace, descriptor, command = int(argv[0]), int(argv[1]), float(argv[2]), int(argv[5]), argv[6:]
     limits = (int(argv[3]), int(argv[4])) if sys.platform.startswith("linux") else (0, 0)
     sys.path.append(os.path.join(os.path.dirname(__file__), "..", "sandbox"))
     os.set_inheritable(pipe, False)
@@ -41,7 +42,9 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action does not wake `poll`
     if os.getppid() != parent:
         return 128 + signal.SIGKILL
-    child = _start(command, linux)
+    child = _start(command, linux, descriptor)
+    if descriptor >= 0:
+        os.close(descriptor)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # they are the command's: its reader must see them close when the command does
         os.dup2(quiet, stream)
@@ -77,7 +80,7 @@ def _limit_passed(memory: int, processes: int) -> int:
     return OVER_MEMORY if sum(map(resident, running)) > memory else 0
 
 
-def _start(command: list[str], linux: bool) -> int:
+def _start(command: list[str], linux: bool, descriptor: int) -> int:
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -89,6 +92,10 @@ def _start(command: list[str], linux: bool) -> int:
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guard:  # it was killed before the kernel knew
                 os._exit(128 + signal.SIGKILL)
+        if descriptor >= 0:
+            os.dup2(descriptor, INHERITED)
+            if descriptor != INHERITED:
+                os.close(descriptor)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())

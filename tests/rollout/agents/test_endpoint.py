@@ -30,9 +30,9 @@ def program(steps, **options):
         async with AgentEndpoint() as endpoint, aiohttp.ClientSession() as client:
             key = endpoint.open(session)
 
-            async def ask(messages=None, path="/v1/chat/completions", key=key, data=None, **body):
+            async def ask(messages=None, path="/v1/chat/completions", key=key, data=None, charset="utf-8", **body):
                 body = {"model": "policy", **({} if messages is None else {"messages": messages}), **body}
-                headers = {"Authorization": f"Bearer {key}"}
+                headers = {"Authorization": f"Bearer {key}", "Content-Type": f"application/json; charset={charset}"}
                 data = json.dumps(body) if data is None else data
                 async with client.post(endpoint.url + path, data=data, headers=headers) as response:
                     text = await response.text()
@@ -546,3 +546,48 @@ def test_an_engine_that_fails_ends_the_batch():
 
     with pytest.raises(OSError, match="gone"):
         play(program(steps), Fails())
+
+
+@pytest.mark.parametrize("error", [KeyError("role"), IndexError("no turn"), ValueError("3 values"), TypeError("None")])
+def test_an_error_of_the_session_is_not_one_of_the_body(error):
+    """Of a session, a template or an engine: the answer and the session say which."""
+
+    async def steps(ask):
+        async def answer(request):
+            raise error
+
+        works, ask.session.answer = ask.session.answer, answer
+        broken = await ask(START)
+        ask.session.answer = works
+        return broken, ask.session.refused, (await ask(START))[0]
+
+    (rollout,) = play(program(steps), says("1"))
+    (status, body), refused, then = rollout.extras["result"]
+    assert (status, body["error"]["code"], then) == (500, "server_error", 200)
+    assert body["error"]["message"] == refused == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ({"data": b"{"}, 400),
+        ({"data": b"\xff"}, 400),
+        ({"data": b"[" * 100_000}, 400),
+        ({"data": b"9" * 10_000}, 400),
+        ({"data": b"{}", "charset": "no-such"}, 400),
+        ({"data": b"x" * (module.MAX_BODY + 1)}, 413),
+        ({"messages": [{"role": "user", "content": 1}]}, 400),
+    ],
+    ids=["no JSON", "no text", "deep", "a long number", "unknown encoding", "too large", "another type"],
+)
+def test_each_refusal_of_a_request_is_remembered(sent, status):
+    async def steps(ask):
+        refused = await ask(**sent)
+        first = ask.session.refused
+        await ask(data=b"not this one")
+        await ask(START)
+        return refused, first, ask.session.refused
+
+    (rollout,) = play(program(steps), says("1"))
+    (found, body), first, last = rollout.extras["result"]
+    assert found == status and body["error"]["message"] == first == last

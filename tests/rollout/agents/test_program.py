@@ -7,6 +7,7 @@ import socket
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from covey.core.records import FinishReason
 from covey.rollout.agents import AgentProgram, RemoteAgents, with_agent
 from covey.rollout.agents.session import AgentSession
+from covey.rollout.environments import EnvironmentWarning
 from covey.rollout.environments.agent import REWARD, PlayedEnvironment
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.user_functions import RolloutValidator
@@ -106,10 +108,50 @@ def test_a_program_plays_and_gives_its_reward(run):
         row = json.load(sys.stdin)
         assert row == json.load(open(sys.argv[1])) == json.load(open(os.environ["COVEY_ROW"]))
         reply = ask(row["question"])
-        open(os.environ["COVEY_REWARD"], "w").write(str(float(reply == "1")))
+        os.write(int(os.environ["COVEY_REWARD_FD"]), str(float(reply == "1")).encode())
     """)
     assert rollout.error is None and rollout.extras == {REWARD: 1.0} and rollout.finish is FinishReason.STOP
     assert rollout.prompt == [{"role": "user", "content": "1+1"}] and rollout.completion[0]["content"] == "1"
+
+
+ATTEMPTS = {
+    "the name in its environment": 'eval "echo 9 > $COVEY_REWARD"; eval "echo 9 >&$COVEY_REWARD_FD"',
+    "its parent's descriptor": "echo 9 > /proc/$PPID/fd/3",
+    "an inherited descriptor": "echo 9 >&3",
+    "many times": "for i in $(seq 2000); do echo 9 >&3; done",
+    "a process that outlives its shell": "(sleep 0.2; echo 9 >&3) & sleep 0.4",
+    "the endpoint, with the key of the session": 'curl -s -d 9 -H "x-api-key: $OPENAI_API_KEY" $OPENAI_BASE_URL/reward',
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel names senders on Linux")
+@pytest.mark.parametrize("close_fds", [True, False])
+def test_what_the_policy_runs_does_not_give_the_reward(run, close_fds):
+    """Shell commands of a tool, that close the agent's descriptors or not: the agent's own reward counts."""
+    text = f"""
+        ask()
+        command = {ATTEMPTS!r}[json.load(sys.stdin)["name"]]
+        subprocess.run(["bash", "-c", command], close_fds={close_fds}, stderr=subprocess.DEVNULL)
+        os.write(3, b"0.5")
+        subprocess.run(["bash", "-c", command], close_fds={close_fds}, stderr=subprocess.DEVNULL)
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EnvironmentWarning)
+        rollouts = run(text, rows=[{"prompt": None, "name": name} for name in ATTEMPTS], seconds=60.0)
+    found = {name: (one.error, one.extras.get(REWARD)) for name, one in zip(ATTEMPTS, rollouts, strict=True)}
+    assert found == dict.fromkeys(ATTEMPTS, (None, 0.5))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel names senders on Linux")
+def test_processes_from_before_the_first_reply_may_give_the_reward(run):
+    """An agent that another program starts, such as a shell or `uv run`."""
+    (rollout,) = run("""
+        if len(sys.argv) == 2:
+            sys.exit(subprocess.run([sys.executable, *sys.argv, "inner"], close_fds=False).returncode)
+        ask()
+        os.write(3, b"0.25")
+    """)
+    assert rollout.error is None and rollout.extras == {REWARD: 0.25}
 
 
 def test_the_environment_is_cut_to_what_is_named(run, monkeypatch):
@@ -155,12 +197,13 @@ HOSTILE = {
     "writes without end": ("ask()\nwhile True: os.write(2, b'x' * (1 << 20))", "more than 16 MiB"),
     "takes all memory": ("ask(); held = bytearray(1 << 30); time.sleep(9)", "0.25 GiB of memory"),
     "forks without end": ("ask()\nwhile True:\n  try: os.fork()\n  except OSError: pass", "processes"),
-    "gives words as a reward": ("ask(); open(os.environ['COVEY_REWARD'], 'w').write('good')", "no number"),
-    "gives a huge file as a reward": (
-        "ask(); open(os.environ['COVEY_REWARD'], 'w').truncate(1 << 36)",
-        "no number",
+    "gives words as a reward": ("ask(); os.write(3, b'good')", "no number"),
+    "gives a long text as a reward": ("ask(); os.write(3, b'1' * 200)", "no number"),
+    "gives nan as a reward": ("ask(); os.write(3, b'nan')", "finite number"),
+    "lets a tool give the reward": (
+        "ask(); subprocess.run('echo 1 >&3', shell=True, close_fds=False)",
+        "after the policy's first reply",
     ),
-    "gives nan as a reward": ("ask(); open(os.environ['COVEY_REWARD'], 'w').write('nan')", "finite number"),
     "uses another key": ("assert post('/chat/completions', {'messages': []}, key='x') == 401", "without a reply"),
 }
 

@@ -64,7 +64,7 @@ def test_agents_take_rollouts_and_reward_them():
             _, session = await post("/sessions")
             assert (await asked(post, session))[0] == 200
             reward = float(session["row"]["question"])
-            status, _ = await post(f"/sessions/{session['id']}/reward", session["api_key"], reward=reward)
+            status, _ = await post(f"/sessions/{session['id']}/reward", session["reward_key"], reward=reward)
             return status, (await post(f"/sessions/{session['id']}/reward", reward=1.0))[0]
 
         return await asyncio.gather(*(one() for _ in range(3)))
@@ -96,19 +96,23 @@ def test_keys_and_bodies_are_checked(monkeypatch):
 
 
 def test_a_session_ends_no_other():
-    """The key of one session opens neither the other's end nor new sessions."""
+    """The keys of one session open neither the other's end nor new sessions; that of samples gives no reward."""
 
     async def agent(post):
         (_, one), (_, other) = await post("/sessions"), await post("/sessions")
-        refused = await post(f"/sessions/{other['id']}/reward", one["api_key"], reward=9)
-        more = await post("/sessions", one["api_key"])
+        refused = [
+            (await post(f"/sessions/{id_}/reward", key, reward=9))[0]
+            for id_, key in ((other["id"], one["reward_key"]), (one["id"], one["api_key"]), (one["id"], "other"))
+        ]
+        refused += [(await post("/sessions", one[key]))[0] for key in ("api_key", "reward_key")]
+        refused.append((await asked(post, {**one, "api_key": one["reward_key"]}))[0])
         for session in (one, other):
             await asked(post, session)
-            await post(f"/sessions/{session['id']}/reward", session["api_key"], reward=1)
-        return refused[0], more[0]
+            await post(f"/sessions/{session['id']}/reward", session["reward_key"], reward=1)
+        return refused
 
     rollouts, statuses = played(agent, [{"prompt": None, "question": "1"}] * 2)
-    assert statuses == (401, 401) and [one.extras[REWARD] for one in rollouts] == [1.0, 1.0]
+    assert statuses == [401] * 6 and [one.extras[REWARD] for one in rollouts] == [1.0, 1.0]
 
 
 def test_the_runner_of_the_examples_serves_many_rollouts():
@@ -162,7 +166,7 @@ def test_an_agent_that_fails_for_want_of_room_is_cut_off():
     async def agent(post):
         _, session = await post("/sessions")
         statuses = [(await asked(post, session))[0] for _ in range(2)]
-        await post(f"/sessions/{session['id']}/reward", session["api_key"], error="the second request was refused")
+        await post(f"/sessions/{session['id']}/reward", session["reward_key"], error="the second request was refused")
         return statuses
 
     rows = [{"prompt": None, "question": "1"}]

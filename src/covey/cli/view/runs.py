@@ -19,6 +19,10 @@ CACHED = 24  # tables of generations in memory
 QUIET = 600.0  # seconds without a new file after which a run without an end counts as stopped
 
 
+class NotRecorded(LookupError):
+    """A request for a rollout or image that the record does not hold."""
+
+
 class RecordedRun:
     """A run's record; what is read is kept until its files change."""
 
@@ -71,11 +75,13 @@ class RecordedRun:
         return found
 
     def rollout(self, name: str) -> dict[str, Any]:
-        """A rollout by `generation.rank.row`; LookupError where there is none."""
+        """A rollout by `generation.rank.row`; NotRecorded where there is none."""
         key, _, row = name.rpartition(".")
-        generation = self._generation(key, self._files()[key])
-        if not 0 <= int(row) < generation.table.num_rows:
-            raise LookupError(f"generation {key} has no rollout {row}")
+        if (path := self._files().get(key)) is None:
+            raise NotRecorded(f"there is no generation {key}")
+        generation = self._generation(key, path)
+        if not row.isdecimal() or int(row) >= generation.table.num_rows:
+            raise NotRecorded(f"generation {key} has no rollout {row}")
         return generation.rollout(int(row), key, self._words)
 
     def generation(self, key: str) -> list[dict[str, Any]]:
@@ -97,10 +103,10 @@ class RecordedRun:
         return found
 
     def image(self, name: str) -> Path:
-        """A small PNG file of the record; LookupError for any other."""
+        """A small PNG file of the record; NotRecorded for any other."""
         path = self.record / "images" / Path(name).name
         if path.suffix != ".png" or not path.is_file():
-            raise LookupError(f"there is no image {name}")
+            raise NotRecorded(f"there is no image {name}")
         return path
 
     def _files(self) -> dict[str, Path]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from covey.cli.view.runs import RecordedRun
+from covey.cli.view.runs import NotRecorded, RecordedRun
+from covey.runtime.user_code import format_error
 
 PAGE = Path(__file__).with_name("page")
 SCRIPTS = ("core.js", "charts.js", "lists.js", "tokens.js", "run.js", "page.js")
@@ -63,14 +64,16 @@ def application(runs: list[RecordedRun]) -> web.Application:
         try:
             async with lock:
                 value = await asyncio.to_thread(lambda: json.dumps(read(request)))
-        except (LookupError, ValueError, OSError) as error:
+        except (NotRecorded, OSError) as error:  # a file may have been removed meanwhile
             return web.Response(status=404, text=str(error))
+        except (LookupError, ValueError, TypeError) as error:
+            return web.Response(status=500, text=f"the record cannot be read ({format_error(error)})")
         return web.json_response(text=value)
 
     async def image(request: web.Request) -> web.StreamResponse:
         try:
             data = run_of(request).image(request.match_info["name"]).read_bytes()
-        except LookupError as error:
+        except NotRecorded as error:
             return web.Response(status=404, text=str(error))
         return web.Response(body=data, content_type="image/png")
 

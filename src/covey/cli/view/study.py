@@ -15,6 +15,7 @@ from covey.cli.view.server import HEADERS, PAGE, guard, send_text
 from covey.observability.plots import Panel
 from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of
+from covey.runtime.user_code import format_error
 from covey.study.commands import CURVES_FILE, Command, read_state, send
 from covey.study.report import curves_of, drawn, title_and_sections
 from covey.study.variants import Variant
@@ -52,9 +53,13 @@ def application(folder: Path) -> web.Application:
         try:
             asked = await request.json()
             words = [line.strip() for line in str(asked["changes"]).splitlines() if line.strip()]  # field=value in each
-            wanted = (str(asked["kind"]), str(asked["name"]), changes_of(words), asked["to"] or None)
-            return web.Response(text=send(folder, Command(*wanted, fresh=asked["fresh"] is True)))
-        except (TypeError, AttributeError, ValueError, LookupError, OSError) as error:
+            wanted = (str(asked["kind"]), str(asked["name"]), asked["to"] or None, asked["fresh"] is True)
+        except (TypeError, ValueError, LookupError) as error:
+            return web.Response(status=400, text=f"This is no command: {format_error(error)}")
+        kind, name, to, fresh = wanted
+        try:
+            return web.Response(text=send(folder, Command(kind, name, changes_of(words), to, fresh=fresh)))
+        except (ValueError, OSError) as error:  # what the command asks for cannot be done
             return web.Response(status=400, text=str(error))
 
     app = web.Application(middlewares=[guard])

@@ -18,6 +18,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from covey.rollout.agents.session import FULL, AgentSession, RequestError, Seat
 from covey.rollout.agents.wire import APIS, Api, read_request
 from covey.rollout.environments.pool import EnvironmentWarning
+from covey.runtime.user_code import format_error
 
 MAX_BODY = 16 << 20  # bytes of a request
 MAX_AT_ONCE = 64  # requests of a session that are being answered
@@ -80,11 +81,14 @@ class AgentEndpoint:
         api, key = _refused(request), self._key(request)
 
         def refuse(message: str, code: str, status: int, param: str | None = None) -> web.Response:
+            if session is not None and code != FULL:
+                session.refused = session.refused or message
             return web.json_response(api.error(message, code, status, param), status=status)
 
-        if key is None:
+        session = None if key is None else self._sessions[key]
+        if key is None or session is None:
             return refuse("this key has no session.", "invalid_api_key", 401)
-        session, busy = self._sessions[key], self._busy[key]
+        busy = self._busy[key]
         if len(busy) >= MAX_AT_ONCE:
             return refuse(f"{MAX_AT_ONCE} requests of this session are being answered.", "rate_limit_exceeded", 429)
         task = asyncio.ensure_future(self._answer(request, session, api))
@@ -93,31 +97,23 @@ class AgentEndpoint:
         try:
             return await task
         except RequestError as error:
-            if error.code != FULL:
-                session.refused = session.refused or str(error)
             return refuse(str(error), error.code, error.status, error.param)
-        except web.HTTPRequestEntityTooLarge:
-            return refuse(f"a request has at most {MAX_BODY} bytes.", "request_too_large", 413)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, LookupError):
-            return refuse("the request's body is not JSON.", "invalid_request_error", 400)
-        except ValueError as error:  # the chat template, or a limit of the model
-            session.refused = session.refused or str(error)
-            return refuse(str(error), "invalid_request_error", 400)
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise
             return refuse("the session has ended.", "session_ended", 400)
-        except Exception as error:
-            session.refused = session.refused or f"{type(error).__name__}: {error}"
-            return refuse(session.refused, "server_error", 500)
+        except Exception as error:  # of the session, the chat template or the engine: the rollout's error says which
+            return refuse(format_error(error), "server_error", 500)
 
     async def _answer(self, request: web.Request, session: AgentSession, api: Api) -> web.StreamResponse:
-        body = await request.json()
+        body = await _body(request)
         asked = read_request(api, body)
         seat = session.seats.get(body.get("model"))
         if isinstance(seat, Seat):
+            session.reply()
             return await self._forward(seat, request, body)
         answers = await (session.answer(asked) if seat is None else session.answer_from(seat, asked))
+        session.reply()
         if seat is None and (request.transport is None or request.transport.is_closing()):
             session.return_later(asked, answers)
             return web.Response(status=499)  # to nobody
@@ -153,6 +149,16 @@ class AgentEndpoint:
             raise RequestError(
                 f"the seat {body['model']!r} at {seat.url} does not answer: {error}", status=502
             ) from error
+
+
+async def _body(request: web.Request) -> Any:
+    """The JSON of a request."""
+    try:
+        return await request.json()
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestError(f"a request has at most {MAX_BODY} bytes.", "request_too_large", 413) from None
+    except (ValueError, RecursionError, LookupError) as error:  # no JSON, no text, or text of an unknown encoding
+        raise RequestError(f"the request's body is not JSON: {format_error(error)}.") from None
 
 
 def _refused(request: web.Request) -> Api:

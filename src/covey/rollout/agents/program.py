@@ -13,27 +13,25 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any, BinaryIO
+from typing import Any
 
 from aiohttp import web
 
 from covey.core.records import Rollout
+from covey.rollout.agents.descriptors import OutputPipe, RewardSocket
 from covey.rollout.agents.endpoint import AgentEndpoint, Service
 from covey.rollout.agents.session import AgentSession, checked_seats
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number
 from covey.rollout.episode import EpisodeEngine
 from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
-from covey.runtime.safe_text import printable
 
 AgentFunction = Callable[[dict[str, Any], str, str], Awaitable[float | None]]  # (row, base URL, key) -> the reward
 
-MAX_OUTPUT = 16 << 20  # bytes that a program may write to its standard error
-SHOWN = 500  # characters of it in the message of a failure
-POLL = 0.01  # seconds
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")  # variables that every program gets
 PATIENCE = 30.0  # seconds that a request for a session waits for a rollout
 KEY_VARIABLE = "COVEY_AGENTS_KEY"
@@ -84,7 +82,8 @@ class AgentProgram(_ServedAgent):
     Args:
         agent: a command, as one text or as a list, in which `{row}` becomes the path of a file with the dataset row as
             JSON; or `async (row, base_url, api_key) -> reward or None`. A command reads the row from its standard
-            input, too, and may write a number into the file that the variable COVEY_REWARD names: the rollout's reward.
+            input, too, and may write a number to the descriptor whose number is in the variable COVEY_REWARD_FD: the
+            rollout's reward. No process that it starts after the policy's first reply can.
         directory: where the command runs; the trainer's working directory by default.
         environment: names of the trainer's variables that the command gets, or their values by name. In addition it
             gets PATH and the URLs and keys; HOME and TMPDIR are a folder that is deleted after the rollout.
@@ -133,39 +132,34 @@ class AgentProgram(_ServedAgent):
         if self.function is not None:
             return await self.function(row, f"{url}/v1", key)
         folder = Path(tempfile.mkdtemp(prefix="covey-agent-"))
-        task, reward, log = folder / "row.json", folder / "reward", folder / "stderr"
+        task = folder / "row.json"
         task.write_text(json.dumps(row, default=str))
         variables = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        variables |= {"HOME": str(folder), "TMPDIR": str(folder), "COVEY_ROW": str(task), "COVEY_REWARD": str(reward)}
+        variables |= {"HOME": str(folder), "TMPDIR": str(folder), "COVEY_ROW": str(task), "COVEY_REWARD_FD": "3"}
         variables |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
         variables |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key} | self.environment
         child: ChildProcess | None = None
         try:
-            with task.open("rb") as stdin, log.open("w+b") as stderr:  # the program may delete it
+            with RewardSocket() as reward, OutputPipe() as output, task.open("rb") as stdin:
                 child = ChildProcess(
                     [part.replace("{row}", str(task)) for part in self.command],
                     limits=self.limits,
+                    descriptor=reward.given,
                     stdin=stdin,
                     stdout=DEVNULL,
-                    stderr=stderr,
+                    stderr=output.given,
                     cwd=self.directory,
                     env=variables,
                 )
-                while (status := child.poll()) is None:
-                    if os.fstat(stderr.fileno()).st_size > MAX_OUTPUT:
-                        raise EnvironmentFailed(
-                            f"the agent wrote more than {MAX_OUTPUT >> 20} MiB to its standard error"
-                        )
-                    await asyncio.sleep(POLL)
+                session.before_reply = partial(_trust_processes, reward, child)
+                status = await output.until_end(child)
                 if status and not session.full:
-                    raise EnvironmentFailed(self._failure(status, stderr))
-            return _read_reward(reward)
+                    raise EnvironmentFailed(self._failure(status, output.end()))
+                return reward.value()
         finally:
             await asyncio.shield(asyncio.to_thread(_clear, child, folder))
 
-    def _failure(self, status: int, log: BinaryIO) -> str:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - SHOWN))
-        end = printable(log.read(SHOWN).decode(errors="replace")).strip()
+    def _failure(self, status: int, end: str) -> str:
         limit = OVER_LIMITS.get(status, f"it ended with status {status}").format(*self.limits)
         return f"the agent failed: {limit}{f'. Its last output: {end}' if end else ''}"
 
@@ -176,15 +170,8 @@ def _clear(child: ChildProcess | None, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read_reward(path: Path) -> float | None:
-    try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            text = file.read(100).decode().strip()
-        return float(text) if text else None
-    except ValueError as error:
-        raise EnvironmentFailed("the agent wrote a reward that is no number into the file COVEY_REWARD") from error
+def _trust_processes(reward: RewardSocket, child: ChildProcess) -> None:
+    reward.trust(child.descendants())
 
 
 @dataclass(eq=False)
@@ -194,13 +181,16 @@ class _Open:
     row: dict[str, Any]
     key: str  # of its session at the endpoint
     reward: asyncio.Future[Any]
+    reward_key: str = field(default_factory=partial(secrets.token_urlsafe, 24))  # which no request for samples needs
 
 
 class RemoteAgents(_ServedAgent):
     """Rollouts for agents that run elsewhere; `rollout_timeout` includes the wait for an agent.
 
-    `POST /sessions` returns `{"id", "row", "base_url", "api_key"}` of a rollout, `POST /sessions/ID/reward` with
-    `{"reward": number or null}`, or with `{"error": text}`, ends it. Both need the key as `Authorization: Bearer`.
+    `POST /sessions` returns `{"id", "row", "base_url", "api_key", "reward_key"}` of a rollout; `POST
+    /sessions/ID/reward` with `{"reward": number or null}`, or with `{"error": text}`, ends it. The first needs the key
+    as `Authorization: Bearer`, the second that or the rollout's `reward_key`; the `api_key`, which what a policy runs
+    may know, only samples.
 
     Args:
         port: of the endpoint.
@@ -258,15 +248,15 @@ class RemoteAgents(_ServedAgent):
             return _error("the agent has gone.", 499)
         number = secrets.token_hex(8)
         self._open[number] = one
-        access = {"base_url": f"http://{request.host}/v1", "api_key": one.key}
+        access = {"base_url": f"http://{request.host}/v1", "api_key": one.key, "reward_key": one.reward_key}
         return web.json_response(
             {"id": number, "row": one.row, **access}, dumps=lambda value: json.dumps(value, default=str)
         )
 
     async def _end(self, request: web.Request) -> web.Response:
         one = self._open.get(request.match_info["id"])
-        if not self._allowed(request, "" if one is None else one.key):
-            return _error("this is not the key of the session.", 401)
+        if not self._allowed(request, "" if one is None else one.reward_key):
+            return _error("this is not the reward_key of the session, nor the key for sessions.", 401)
         if one is None or one.reward.done():
             return _error("there is no such session, or it has ended.", 404)
         try:

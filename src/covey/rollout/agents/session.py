@@ -7,7 +7,7 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -129,7 +129,8 @@ class AgentSession:
     engine: EpisodeEngine
     seats: Seats = field(default_factory=dict)  # other models, by the name in a request
     full: bool = False  # a request found no room
-    refused: str | None = None  # the first request that could not be read
+    refused: str | None = None  # the first request that could not be answered, and why
+    before_reply: Callable[[], None] | None = None  # called once, before the first reply leaves
     _strands: list[_Strand] = field(default_factory=list)
     _known: dict[bytes, _Turn] = field(default_factory=dict)
     _seen: set[bytes] = field(default_factory=set)
@@ -148,6 +149,12 @@ class AgentSession:
     def asked(self) -> bool:
         return bool(self._turns)
 
+    def reply(self) -> None:
+        """Note that a reply is about to leave: what the program starts from now on may do what a model has written."""
+        if self.before_reply is not None:
+            self.before_reply()
+            self.before_reply = None
+
     async def answer(self, request: ChatRequest) -> list[Answer]:
         """Sample the completions of a request; RequestError if it cannot be answered."""
         digest = request.digest()
@@ -165,7 +172,10 @@ class AgentSession:
     async def answer_from(self, seat: SeatEngine, request: ChatRequest) -> list[Answer]:
         """Completions of another engine, with the policy's tokenizer, that are no part of the rollout."""
         kwargs = self.engine.row.get("chat_template_kwargs")
-        encoded = self.engine.templates.codec.read(request.messages, kwargs, request.tools)
+        try:
+            encoded = self.engine.templates.codec.read(request.messages, kwargs, request.tools)
+        except ValueError as error:  # the chat template, or the length
+            raise RequestError(str(error), param="messages") from error
         params = replace(self.engine.params, max_tokens=min(request.max_tokens or self._most, self._most))
         seeds = [self.engine.seed(encoded.ids, ("seat",)) for _ in range(request.n)]
         sampled = await seat.generate(SampleRequest(encoded.ids, request.n, params, seeds, media=encoded.media))
@@ -211,7 +221,9 @@ class AgentSession:
             try:
                 episode = self.engine.begin(request.messages, tools=request.tools)
             except PromptTooLong as error:
-                raise self._no_room(str(error)) if self.asked else error from None
+                raise self._no_room(str(error)) if self.asked else RequestError(str(error), param="messages") from None
+            except ValueError as error:  # the chat template
+                raise RequestError(str(error), param="messages") from error
             own_prompt: Any = self.engine.row.get("prompt")
             if are_messages(own_prompt) and digests[-1] == replace(request, messages=own_prompt).digest():
                 self.engine.own_ids = episode.prompt_ids

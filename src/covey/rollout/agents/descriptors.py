@@ -1,0 +1,148 @@
+"""Descriptors between this process and a program: the reward that it gives, and its standard error."""
+
+import asyncio
+import os
+import socket
+import struct
+import sys
+import warnings
+from typing import Any, Self
+
+from covey.rollout.environments.interface import EnvironmentFailed
+from covey.rollout.environments.pool import EnvironmentWarning
+from covey.runtime.child_process import ChildProcess
+from covey.runtime.safe_text import printable
+
+MAX_OUTPUT = 16 << 20  # bytes that a program may write to its standard error
+SHOWN = 500  # characters of it in the message of a failure
+MAX_REWARD = 100  # bytes of a number
+MAX_MESSAGES = 1000  # that are read at a time: more than the kernel holds
+CREDENTIALS = struct.Struct("3i")  # process, user and group of the sender of a message, as the kernel tells them
+SCM_CREDENTIALS = 2  # of Linux
+
+
+class RewardSocket:
+    """Socket whose other end, `given`, a program inherits to write its reward to: a number, as text.
+
+    What the policy runs, in a shell tool for instance, must not give the reward. Programs close the descriptor in what
+    they start, or not; it cannot be opened by way of /proc; and the kernel names the sender of each message: only
+    processes that ran before the policy's first reply are believed (`trust`), on Linux.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._ours.setblocking(False)
+        self._knows_senders = sys.platform.startswith("linux")
+        if self._knows_senders:
+            self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._trusted: set[int] | None = None  # None: all, as the policy has not replied yet
+        self._text: bytes | None = None
+        self._refused = False
+
+    @property
+    def given(self) -> int:
+        return self._theirs.fileno()
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._ours, self._receive)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._loop.remove_reader(self._ours)
+        self._ours.close()
+        self._theirs.close()
+
+    def trust(self, processes: set[int]) -> None:
+        """From now on believe these processes alone."""
+        self._receive()
+        self._trusted = processes
+
+    def value(self) -> float | None:
+        """The reward, or None; EnvironmentFailed if it is no number, or came from what the policy may have run."""
+        self._receive()
+        if self._text is None and self._refused:
+            raise EnvironmentFailed(
+                "the reward came from a process that was started after the policy's first reply, as what the policy"
+                " runs is: write it to COVEY_REWARD_FD in the agent itself, or in a process that runs before it asks"
+            )
+        if self._text is None:
+            return None
+        if self._refused:
+            warnings.warn(
+                "a process that an agent started after the policy's first reply wrote a reward to COVEY_REWARD_FD,"
+                " which is ignored: the agent's own counts. Close the descriptor in the tools of the agent.",
+                EnvironmentWarning,
+                stacklevel=2,
+            )
+        try:
+            return float(self._text)
+        except ValueError as error:
+            raise EnvironmentFailed("the agent wrote a reward that is no number to COVEY_REWARD_FD") from error
+
+    def _receive(self) -> None:
+        """Read the messages that have come; the last one counts."""
+        for _ in range(MAX_MESSAGES):
+            try:
+                text, more, flags, _ = self._ours.recvmsg(MAX_REWARD, socket.CMSG_SPACE(CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            senders = {CREDENTIALS.unpack(data)[0] for _, kind, data in more if kind == SCM_CREDENTIALS}
+            if not self._knows_senders or self._trusted is None or (senders and senders <= self._trusted):
+                cut = b"..." if flags & socket.MSG_TRUNC else b""  # it is no number
+                self._text = text + cut if text.strip() else self._text
+            else:
+                self._refused = True
+
+
+class OutputPipe:
+    """Pipe to whose end `given` a program writes; what it has written last is kept."""
+
+    def __init__(self) -> None:
+        self._ours, self.given = os.pipe()
+        os.set_blocking(self._ours, False)
+        self._written, self._last = 0, b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        os.close(self._ours)
+        os.close(self.given)
+
+    async def until_end(self, child: ChildProcess) -> int:
+        """Read until the child has ended, whose exit status is returned; EnvironmentFailed if it writes too much."""
+        loop = asyncio.get_running_loop()
+        full = loop.create_future()
+
+        def read() -> None:
+            self._read()
+            if self._written > MAX_OUTPUT and not full.done():
+                full.set_result(None)
+
+        ended = asyncio.ensure_future(child.wait())
+        loop.add_reader(self._ours, read)
+        try:
+            await asyncio.wait({ended, full}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                raise EnvironmentFailed(f"the agent wrote more than {MAX_OUTPUT >> 20} MiB to its standard error")
+            return ended.result()
+        finally:
+            loop.remove_reader(self._ours)
+            ended.cancel()
+
+    def end(self) -> str:
+        """The last characters that were written."""
+        while self._read():
+            pass
+        return printable(self._last[-SHOWN:].decode(errors="replace")).strip()
+
+    def _read(self) -> int:
+        """Read what the pipe holds, once."""
+        try:
+            data = os.read(self._ours, 1 << 16)
+        except BlockingIOError:
+            return 0
+        self._written += len(data)
+        self._last = (self._last + data)[-SHOWN:]
+        return len(data)
