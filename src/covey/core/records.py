@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from covey.core.media import Media, images_of
-from covey.core.transcript import RolloutSummary
 
 StepRewards = list[tuple[int, float]]
 """Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
@@ -234,11 +233,14 @@ class ScoredRollouts:
 
 @dataclass(frozen=True)
 class RankShard:
-    """One process's share of a generation, as it is sent to the others."""
+    """One process's share of a generation, as it is sent to the others: numbers alone."""
 
     scores: Scores  # rewards of its n completions
     kl: Tensor | None  # [n] KL penalty of each completion, or None
     trained_tokens: int  # of all of them
     micro_batches: int  # nominal micro-batches
     staleness: int  # optimizer steps by which the weights that sampled a token are older than the current ones, at most
-    summaries: list[RolloutSummary]  # n
+    lengths: list[int]  # n, sampled tokens
+    truncated: list[bool]  # n, it was cut off
+    prompt_tokens: int  # of all of them
+    entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or unasked

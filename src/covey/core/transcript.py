@@ -102,11 +102,9 @@ class Counts:
 
 
 class RolloutSummary(NamedTuple):
-    """One rollout as all processes know it: its sizes, and its row of the completions table."""
+    """One rollout as the first process, which writes it, knows it: its row of the completions table."""
 
     length: int  # sampled tokens
-    truncated: bool  # it was cut off
-    prompt_length: int  # tokens of the prompt
     prompt: Any  # text or messages
     completion: Any
     finish: str  # a `FinishReason`

@@ -50,6 +50,7 @@ from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, named_parts
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
+from covey.trainer.rollout_reports import logs_completions
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -320,7 +321,7 @@ def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
         num_to_print=args.num_completions_to_print,
         unique_prompts=args.log_unique_prompts,
         report_to=args.report_to or (),
-        enabled=main_process and (args.record != "off" or args.log_completions),
+        enabled=main_process and logs_completions(args),
     )
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import MicroBatchRunner, micro_batch_tokens
 from covey.trainer.rollout_phase import RolloutBatch
-from covey.trainer.rollout_reports import GlobalBatch, entropy_stats, sampling_entropy, summarize, token_ages
+from covey.trainer.rollout_reports import (
+    GlobalBatch,
+    entropy_stats,
+    logs_completions,
+    mean_entropies,
+    sampling_entropy,
+    summarize,
+    token_ages,
+)
 
 
 @dataclass(eq=False)
@@ -219,7 +228,10 @@ class CreditAssigner:
             trained_tokens=int(batch.sampled.sum()),
             micro_batches=-(-len(scored.rollouts) // context.micro_batch_rows),
             staleness=max(token_ages(scored.rollouts, context.step), default=0),
-            summaries=summarize(scored, context.args),
+            lengths=[rollout.num_sampled for rollout in scored.rollouts],
+            truncated=[rollout.truncated for rollout in scored.rollouts],
+            prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
+            entropies=mean_entropies(scored.rollouts, context.args),
         )
         purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
         return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
@@ -241,10 +253,13 @@ class CreditAssigner:
         stats |= step_stats(sampled.scores, weights, names, context.group_size)
         alone = credit if everyone.kl is None else None  # the rewards' own
         stats |= signal_stats(context.algorithm, weights, everyone.scores, context.group_size, alone)
-        stats |= entropy_stats(everyone.columns["entropy"]) if context.args.log_entropy else {}
+        stats |= entropy_stats(everyone.entropies) if context.args.log_entropy else {}
         context.metrics.add(stats, context.mode)
-        if log is not None and log.enabled:
-            log.add(context.step + context.training, **everyone.table(names, credit.of_completions()))
+        if log is not None and logs_completions(context.args):
+            mine = summarize(rollouts.scored, context.args)
+            summaries = list(chain.from_iterable(context.collectives.to_first(mine, "put the completions together")))
+            if log.enabled:
+                log.add(context.step + context.training, **everyone.table(summaries, names, credit.of_completions()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tokens": self.num_tokens}

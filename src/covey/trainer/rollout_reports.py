@@ -183,9 +183,23 @@ def as_logged(columns: dict[str, list[Any]], rewards: Tensor, functions: Sequenc
     }
 
 
+def logs_completions(args: OnlineConfig) -> bool:
+    """True where the first process writes or shows the completions of all."""
+    return args.record != "off" or args.log_completions
+
+
+def mean_entropies(rollouts: Sequence[Rollout], args: OnlineConfig) -> list[float | None]:
+    """Mean entropy over each completion's sampled tokens, if the config asks for them; None if unknown."""
+    if not args.log_entropy:
+        return [None] * len(rollouts)
+    known = [list(compress(rollout.entropies or (), rollout.sampled)) for rollout in rollouts]
+    return [fmean(entropies) if entropies else None for entropies in known]
+
+
 def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary]:
     """A summary of each rollout, with small images and its entropy if the config asks for them."""
     known: dict[int, bytes] = {}
+    entropies = mean_entropies(scored.rollouts, args)
     found = []
     for index, (sample, rollout) in enumerate(zip(scored.draws, scored.rollouts, strict=True)):
         # Messages show calls that were not executed, too; the rollout's own counts know their results.
@@ -193,13 +207,10 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
         extras = {"solution": sample.row["solution"]} if "solution" in sample.row else {}
         if scored.columns:
             extras |= {name: values[index] for name, values in scored.columns.items()}
-        entropies = list(compress(rollout.entropies or (), rollout.sampled)) if args.log_entropy else []
         failed = executed - rollout.calls.get("ok", 0) if executed else shown.failed_calls
         found.append(
             RolloutSummary(
                 length=rollout.num_sampled,
-                truncated=rollout.truncated,
-                prompt_length=len(rollout.prompt_ids),
                 prompt=rollout.asked(sample.row) or "",
                 completion=rollout.completion,
                 finish=str(rollout.finish),
@@ -207,7 +218,7 @@ def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary
                 error=rollout.error,
                 images=thumbnails(rollout.images, known) if args.log_multimodal and rollout.media else [],
                 extras=extras,
-                entropy=fmean(entropies) if entropies else None,
+                entropy=entropies[index],
             )
         )
     return found
@@ -217,26 +228,30 @@ class GlobalBatch:
     """The shares of all processes, joined in the order of ranks."""
 
     def __init__(self, shards: list[RankShard], rank: int):
-        summaries, sizes, kl = [], [], []
-        self.trained_tokens = self.micro_batches = self.staleness = 0
+        sizes, kl = [], []
+        self.lengths: list[int] = []
+        self.truncated: list[bool] = []
+        self.entropies: list[float | None] = []
+        self.trained_tokens = self.micro_batches = self.staleness = prompt_tokens = 0
         for shard in shards:
-            summaries += shard.summaries
-            sizes.append(len(shard.summaries))
+            self.lengths += shard.lengths
+            self.truncated += shard.truncated
+            self.entropies += shard.entropies
+            sizes.append(len(shard.lengths))
+            prompt_tokens += shard.prompt_tokens
             kl += [] if shard.kl is None else [shard.kl]
             self.trained_tokens += shard.trained_tokens
             self.micro_batches += shard.micro_batches
             self.staleness = max(self.staleness, shard.staleness)
         self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
         self.kl = torch.cat(kl) if kl else None
-        self.columns = columns_of(summaries)
-        self.lengths, self.truncated = self.columns["length"], self.columns["truncated"]
-        self.processed_tokens = sum(self.lengths) + sum(self.columns["prompt_length"])
+        self.processed_tokens = sum(self.lengths) + prompt_tokens
         start = sum(sizes[:rank])
         self.mine = slice(start, start + sizes[rank])  # this process's rollouts
 
-    def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
-        """The completions table over all processes, as arguments of `CompletionLog.add`."""
-        logged = as_logged(self.columns, self.scores.rewards, names)
+    def table(self, summaries: Sequence[RolloutSummary], names: list[str], advantages: Tensor) -> dict[str, Any]:
+        """The completions table of summaries of all processes, as arguments of `CompletionLog.add`."""
+        logged = as_logged(columns_of(summaries), self.scores.rewards, names)
         for function in self.scores.process_functions:  # last token and reward of each step
             logged["extras"][f"{names[function]}_steps"] = [
                 [[float(end), None if reward != reward else reward] for end, reward in pairs]

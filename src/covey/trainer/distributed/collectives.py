@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from covey.runtime.deadlines import WorkerThread
+from covey.runtime.deadlines import LateCalls, WorkerThread
 
 T = TypeVar("T")
 
@@ -95,6 +95,11 @@ class Collectives:
                 sent, own = torch.cat(messages), sizes[self.rank]
                 finish(dist.all_to_all_single(received, sent, incoming, own, group=self._group, async_op=True))
         return [unpack(part) if len(part) else None for part in received.split(incoming)]
+
+    def to_first(self, mine: Any, what: str) -> list[Any]:
+        """Send an object to the first process, which gets those of all, in the order of ranks; others get none."""
+        received = self.exchange([mine, *[None] * (self.size - 1)], what)
+        return received if self.rank == 0 else []
 
     def named(self, what: str) -> Callable[[Any], list[Any]]:
         return partial(self.gather, what=what)
@@ -322,6 +327,11 @@ def _done(work: Any, seconds: float) -> bool:
 
 def _in_time(function: Callable[[], T], otherwise: T) -> T:
     """`function()`, or `otherwise` if it raises or is late, as when the process that holds the store is gone."""
+    if _late.is_full:
+        return otherwise
     with closing(WorkerThread("covey-store")) as worker, suppress(Exception):
-        return worker.call(function, STORE_SECONDS)
+        return worker.call(function, STORE_SECONDS, _late)
     return otherwise
+
+
+_late = LateCalls("the store of the processes")

@@ -117,15 +117,16 @@ class EvaluationPhase:
             with context.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, params=params)
                 mine = self._grades(scored, judge)
-            summaries = summarize(scored, context.args)
-            shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
+            sizes = [(rollout.num_sampled, rollout.truncated) for rollout in scored.rollouts]
+            shards = context.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
             for grades, scores, rows in shards:
-                columns = columns_of(rows)
                 graded += grades
                 rewards.append(scores)
-                lengths += columns["length"]
-                truncated += columns["truncated"]
-                self._record(log, grades, scores, columns)
+                lengths += [length for length, _ in rows]
+                truncated += [cut for _, cut in rows]
+            summaries = context.collectives.to_first(summarize(scored, context.args), "put the completions together")
+            for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
+                self._record(log, grades, scores, columns_of(texts))
             on_batch()
         stats = generation_stats(
             lengths=lengths,
