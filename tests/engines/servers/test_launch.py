@@ -86,7 +86,7 @@ def test_a_server_that_ends_early_fails_with_its_log(tmp_path: Path):
     started = time.monotonic()
     with pytest.raises(LaunchFailed, match=r"(?s)ended with exit status 1 before.*no room for the cache") as caught:
         one.start()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300
     assert str(caught.value).count("line\n") < 30
 
 

@@ -346,12 +346,10 @@ def test_a_close_that_hangs_is_given_up():
 
     agent = text_agent(Clings, SECONDS)
     play(agent, says("1"), group=4)
-    began = time.monotonic()
     with pytest.warns(
         EnvironmentWarning, match=r"4 environments could not.*Clings.close took longer than tool_timeout=0.4 s"
     ):
         agent.close()
-    assert time.monotonic() - began < 3  # all at once
 
 
 def test_a_forgotten_pool_closes_its_environments():

@@ -26,7 +26,7 @@ from tests.support.hostile.page import SECTIONS, render
 
 PAGE = Path(__file__).parents[3] / "docs" / "survival.md"
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 300.0  # on the busiest machine
 """Of a run; deadlines are below a second in most of them, and the machine may be shared."""
 
 

@@ -28,7 +28,7 @@ RESUMED = {
 }
 """After one fault of a kind the run is resumed; after the others its checkpoint is looked at."""
 
-MOST_SECONDS = 30.0
+MOST_SECONDS = 300.0  # on the busiest machine; deadlines of what hangs here are shorter than a second
 """Until an outcome; deadlines are 2 seconds in most of these runs, and the machine may be shared."""
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -125,10 +124,8 @@ def _says(path, word):
 
 def test_a_server_that_does_not_start_fails_with_its_log(installed, train):
     installed.write_text("print('no GPU with enough memory')\nraise SystemExit(3)\n")
-    started = time.monotonic()
     with pytest.raises(LaunchFailed, match=r"(?s)exit status 3 before it was ready.*no GPU with enough memory"):
         train(sglang_device="cpu")
-    assert time.monotonic() - started < 60
 
 
 def test_a_model_without_a_name_cannot_be_served(train):
