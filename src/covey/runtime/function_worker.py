@@ -12,7 +12,6 @@ import inspect
 import numbers
 import os
 import pickle
-import sys
 import traceback
 
 
@@ -47,17 +46,20 @@ def main() -> None:
 
 
 def load(function: bytes, files: dict):
-    """Unpickle the function; modules that are not found under their names are loaded from their files."""
+    """Unpickle the function; modules that are not found under their names are loaded from their files.
+
+    The training script, among them or imported by them, is not run again.
+    """
+    from covey.runtime.definitions import definitions_only, load_file
+
+    definitions_only().__enter__()  # for good
     for name, path in files.items():
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):
             spec = None
         if spec is None or spec.origin is None or os.path.abspath(spec.origin) != path:
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None and spec.loader is not None, "a module has a file that can be run"
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            load_file(name, path)
     return pickle.loads(function)
 
 

@@ -2,12 +2,20 @@
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+from covey.runtime.definitions import (
+    ADVICE,
+    RunsWhenLoaded,
+    definitions_only,
+    load_file,
+    names_of_functions,
+    script_line,
+)
 from covey.runtime.user_code import format_error
 
 FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
@@ -21,7 +29,11 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -> Any:
-    """Import a function, or any object unless it `needs_call`; ValueError for text without one of the `forms`."""
+    """Import a function, or any object unless it `needs_call`; ValueError for text without one of the `forms`.
+
+    A training script is not run again: of a file that trains at its top level only what the name needs is executed.
+    `RunsWhenLoaded` where that is what trains.
+    """
     text = text.strip()
     if not is_reference(text):
         raise ValueError(f"{kind} {text!r} names no function. Write {forms}.")
@@ -33,12 +45,16 @@ def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -
         module = _load_file(path)
     else:
         module = _import(source, f"{kind} {text!r}", forms)
-    found = getattr(module, attribute, None)
+    try:
+        found = getattr(module, attribute, None)
+    except (KeyboardInterrupt, RunsWhenLoaded):
+        raise
+    except BaseException as error:  # of what a script's function needs
+        raise _not_run(source, error) from error
     if found is not None and (callable(found) or not needs_call):
         return found
-    functions = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
     reason = "is not callable" if found is not None else "does not exist"
-    there = ", ".join(functions[:30]) or "no functions"
+    there = ", ".join(names_of_functions(module)[:30]) or "no functions"
     raise ValueError(f"{kind} {text!r}: {attribute!r} {reason}. There: {there}.")
 
 
@@ -50,8 +66,9 @@ def _import(module: str, what: str, forms: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return importlib.import_module(module)
-    except KeyboardInterrupt:
+        with definitions_only(named=module):
+            return importlib.import_module(module)
+    except (KeyboardInterrupt, RunsWhenLoaded):
         raise
     except BaseException as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -65,17 +82,19 @@ def _load_file(path: Path) -> Any:
     name = path.stem
     while name in sys.modules:  # never replace a module
         name = f"covey_file_{name}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that what it defines can be pickled
     try:
-        spec.loader.exec_module(module)
+        module = load_file(name, path)
+    except (KeyboardInterrupt, RunsWhenLoaded):
+        raise
     except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise _not_run(str(path), error) from error
+    if (line := script_line(module)) is not None:
+        warnings.warn(
+            f"line {line} of {path} runs something whenever the file is imported, so the file was not run: the"
+            f" functions that are asked for were taken from it, and what they need. {ADVICE}",
+            UserWarning,
+            stacklevel=4,
+        )
     return module
 
 

@@ -28,6 +28,7 @@ from covey.policy.loading import load_processing_class
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.data_files import refusing_objects
+from covey.runtime.definitions import refuse_while_loading
 from covey.runtime.files import locked
 from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
@@ -118,6 +119,7 @@ class OnlineTrainer(Trainer):
         model_init: Callable[..., Any] | None = None,
         agent: Any = None,
     ):
+        refuse_while_loading(f"a {type(self).__name__} was made")
         if model is not None and model_init is not None:
             raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
         model = model if model_init is None else search.make_model(model_init)
