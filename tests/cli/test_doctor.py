@@ -62,10 +62,13 @@ def test_other_columns_are_tried_while_there_is_time():
         return torch.zeros(len(rows))
 
     base = SimpleNamespace(samples=[SimpleNamespace(row=row)])
+    left_out = []
     run = SimpleNamespace(
         base=base, failure=None, seconds=75.0, left=50.0, totals=totals, answering=lambda row, text: text
     )
+    run.leave_out = lambda *noted: left_out.append(noted)
     assert _other_column(run, 0.0) is None and len(tried) == 3
+    assert left_out == [("time", "data-columns")]
 
 
 def test_a_gold_answer_with_a_line_break_is_found():
@@ -159,15 +162,19 @@ def test_a_recorded_run_is_examined_with_its_rewards(recorded, capsys):
     assert main([str(recorded), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert shown["findings"][0]["code"] == "reward-constant"
+    assert not (recorded / "record" / "findings.json").exists(), "a run is read, and not written to"
+    assert main([str(recorded), "--json", "--write"]) == 1
     assert json.loads((recorded / "record" / "findings.json").read_text()) == shown["findings"]
 
 
-def test_a_record_alone_is_enough_for_a_warning(tmp_path, capsys):
+def test_a_record_alone_shows_that_there_is_no_signal(tmp_path, capsys):
     parts = {"reward_funcs": lambda completions, **kwargs: [0.25] * len(completions)}
     runs.trainer(tmp_path, parts=parts, record="tokens").train()
-    assert main([str(tmp_path), "--json"]) == 0
+    assert main([str(tmp_path), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert shown["findings"][0]["code"] in ("signal-sparse", "completions-cut") and not shown["summary"]["rebuilt"]
+    found, summary = shown["findings"][0], shown["summary"]
+    assert (found["code"], found["level"]) == ("signal-sparse", "error") and not summary["rebuilt"]
+    assert summary["not_examined"]["template"] == "part" and summary["verdict"] == "errors"
 
 
 def batch(prompt, texts):

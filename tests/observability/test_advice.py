@@ -71,17 +71,90 @@ def test_a_short_run_is_told_at_its_end():
     assert advice(logs(1), ARGS, ended=True) == {}
 
 
-def test_the_callback_warns_once():
-    state = TrainerState(is_world_process_zero=True)
-    callback = Advice()
-    with pytest.warns(UserWarning, match="same reward"):
-        for entry in logs(5):
-            state.log_history.append(entry)
-            callback.on_log(ARGS, state, TrainerControl())
+def test_the_callback_warns_once_whatever_logging_steps_is():
+    """It looks at the metrics of each step, and nothing is logged here."""
+    entries = iter(logs(6))
+    state, callback = TrainerState(is_world_process_zero=True), Advice(lambda: next(entries))
+
+    def step():
+        state.global_step += 1
+        callback.on_step_end(ARGS, state, TrainerControl())
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        callback.on_log(ARGS, state, TrainerControl())
+        for _ in range(4):
+            step()
+    with pytest.warns(UserWarning):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
         callback.on_train_end(ARGS, state, TrainerControl())
+
+
+def codes(history):
+    return set(advice(history, ARGS))
+
+
+def course(*parts, **constant):
+    """Logs of a course: of each part a number of steps and what differs in it."""
+    learns = {"reward": 0.5, "reward_std": 0.2, "frac_reward_zero_std": 0.0, "frac_advantage_zero": 0.0}
+    entries = [{**learns, **constant, **changes} for count, changes in parts for _ in range(count)]
+    return [{"step": step, **entry} for step, entry in enumerate(entries, 1)]
+
+
+ACROSS, INSIDE, RIGHT = (f"completions/distinct{end}" for end in ("_across_prompts", "", "_references"))
+
+
+def test_one_answer_to_all_prompts_is_told():
+    """Eight prompts, of whose right answers half are distinct; at the end one answer for all: 1 / 8 are distinct."""
+    before, after = {ACROSS: 0.9, INSIDE: 1.0}, {ACROSS: 0.125, INSIDE: 0.25}
+    assert codes(course((3, before), (5, after), **{RIGHT: 0.5})) == {"collapse"}
+    assert codes(course((3, before), (5, after))) == {"collapse"}, "without right answers"
+
+
+def test_few_right_answers_are_no_collapse():
+    """Yes or no to eight prompts: 2 / 8 are distinct where all are right, and no more is to be expected."""
+    before, after = {ACROSS: 0.9, INSIDE: 1.0}, {ACROSS: 0.25, INSIDE: 0.25}
+    assert codes(course((3, before), (5, after), **{RIGHT: 0.25})) == set()
+    assert codes(course((8, after), **{RIGHT: 0.9})) == set(), "as it was from the beginning"
+
+
+def test_answers_that_become_certain_are_no_collapse():
+    """Each prompt has one answer, and each another: groups are alike, prompts are not."""
+    assert codes(course((3, {ACROSS: 1.0, INSIDE: 1.0}), (5, {ACROSS: 1.0, INSIDE: 0.125}), **{RIGHT: 1.0})) == set()
+
+
+def test_entropy_that_vanishes_without_a_gain_is_told():
+    high, low = {"entropy": 2.0}, {"entropy": 0.1}
+    assert codes(course((3, high), (5, {**low, "reward": 0.4}))) == {"learning-rate-high"}
+    assert codes(course((3, high), (5, {**low, "reward": 0.9}))) == set(), "the reward has risen"
+    assert codes(course((8, low))) == set(), "it was low from the beginning"
+
+
+def test_a_gradient_that_explodes_is_told():
+    assert codes(course((6, {"grad_norm": 0.5}), (3, {"grad_norm": 41.0}))) == {"learning-rate-high"}
+    assert codes(course((6, {"grad_norm": 0.5}), (3, {"grad_norm": 4.0}))) == set()
+    assert codes(course((6, {"grad_norm": 0.0}), (3, {"grad_norm": 4.0}))) == set(), "none was there before"
+
+
+def test_a_reward_that_is_length_is_told():
+    assert codes(course((8, {}), reward_length_correlation=0.995)) == {"reward-length"}
+    assert codes(course((8, {}), reward_length_correlation=0.9)) == set()
+    assert codes(course((4, {}), (4, {"reward_length_correlation": -0.99}), reward_length_correlation=0.99)) == set()
+
+
+def test_a_reward_that_dies_is_told_as_such():
+    dead = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0, "frac_advantage_zero": 1.0}
+    assert codes(course((4, {}), (5, dead))) == {"reward-lost"}
+    assert codes(course((9, dead))) == {"signal-sparse"}, "it was never there"
+    assert codes(course((4, {}), (5, {**dead, "reward": 1.0}))) == {"signal-sparse"}, "all is right"
+
+
+def test_no_reward_is_not_called_the_same_reward():
+    none = [{name: value for name, value in log.items() if name != "reward"} for log in logs(5)]
+    with_reward, without = (advice(history, ARGS)["signal-sparse"] for history in (logs(5), none))
+    assert with_reward != without and "None" in without
 
 
 def logged(step, max_steps=20, stop=False, strategy="steps"):

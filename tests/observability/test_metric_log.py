@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from covey.core.likeness import Keys
 from covey.core.stats import Max, Mean, Min, Sum
 from covey.observability.metrics import MetricLog, generation_stats
 
@@ -96,6 +97,33 @@ def test_groups_of_equal_rewards_are_counted():
     assert example_stats(num_generations=4)["frac_reward_zero_std"] == 0.0
     equal = torch.full((4, 2), 0.1)
     assert example_stats(rewards_NF=equal)["frac_reward_zero_std"] == 1.0
+
+
+def test_distinct_answers_within_groups_and_across_prompts():
+    """Groups of two: (a, b) to the first prompt and (a, a) to the second; right are a and b."""
+    likeness = [Keys(1, 10, 10), Keys(1, 20, 10), Keys(2, 10, 20), Keys(2, 10, 20)]
+    stats = example_stats(likeness=likeness)
+    assert stats["completions/distinct"] == 0.75  # of 1 and 1/2
+    assert stats["completions/distinct_across_prompts"] == pytest.approx(2 / 3)  # a, b of a, b and a
+    assert stats["completions/distinct_references"] == 1.0
+    assert "completions/distinct_across_prompts" not in example_stats(
+        likeness=[one._replace(prompt=1) for one in likeness]
+    )
+
+
+def test_the_correlation_of_rewards_and_lengths_is_of_groups():
+    """Totals (1, 0) and (2, 2), lengths (2, 4) and (6, 8): the second group has no say in the sign."""
+    # centred: rewards ±0.5, 0, 0; lengths ∓1, ∓1: -1 / (sqrt(0.5) * sqrt(4))
+    assert example_stats()["reward_length_correlation"] == pytest.approx(-1 / math.sqrt(2))
+
+
+def test_a_step_has_values_of_its_own():
+    log = MetricLog()
+    log.add({"a": Mean(1.0, 1.0)})
+    log.add({"a": Mean(9.0, 1.0)}, "eval")
+    assert log.end_step() == {"a": 1.0}
+    log.add({"a": Mean(3.0, 1.0)})
+    assert log.end_step() == {"a": 3.0} and log.drain("train") == {"a": 2.0}
 
 
 def test_terminated_lengths_are_zero_only_if_there_are_none():

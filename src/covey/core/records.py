@@ -244,3 +244,4 @@ class RankShard:
     truncated: list[bool]  # n, it was cut off
     prompt_tokens: int  # of all of them
     entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or unasked
+    likeness: list[Any]  # n, `covey.core.likeness.Keys`, by which completions are compared

@@ -16,6 +16,7 @@ from torch import Tensor
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.credit import assign_credit, spread_of_rewards
 from covey.config.algebra import BatchAlgebra
+from covey.core.likeness import Keys, keys_of
 from covey.core.records import PromptSample, ScoredRollouts, Scores
 from covey.core.stats import Mean, Stat
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
@@ -168,6 +169,7 @@ class SamplingRound:
     scores: Scores
     lengths: Sequence[int]  # [N] sampled tokens
     truncated: Sequence[bool]  # [N]
+    likeness: Sequence[Keys]  # [N]
     processed_tokens: int  # of prompts and completions
     has_signal: list[bool]  # [P] groups with a gradient
 
@@ -250,9 +252,14 @@ class PromptChooser:
     def share(self, mine: ScoredRollouts) -> SamplingRound:
         """Gather the scores of a round, and add them to the history. Collective."""
         pairs = zip(mine.draws, mine.rollouts, strict=True)
-        facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
+        facts = [
+            (draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids), keys_of(draw, one))
+            for draw, one in pairs
+        ]
         everyone = self.gather((mine.scores, facts))
-        prompts, lengths, truncated, prompt_lengths = zip(*(fact for _, part in everyone for fact in part), strict=True)
+        prompts, lengths, truncated, prompt_lengths, likeness = zip(
+            *(fact for _, part in everyone for fact in part), strict=True
+        )
         scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
         if self.history is not None:
@@ -264,6 +271,7 @@ class PromptChooser:
             scores=scores,
             lengths=lengths,
             truncated=truncated,
+            likeness=likeness,
             processed_tokens=sum(lengths) + sum(prompt_lengths),
             has_signal=groups_with_signal(self.algorithm, self.weights, scores, group, learned),
         )

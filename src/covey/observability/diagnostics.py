@@ -1,26 +1,32 @@
-"""Diagnostics of runs that do not learn: findings in the logs, each reported once, with what to check."""
+"""Diagnostics of runs that do not learn: findings in their metrics, each reported once, with what to check."""
 
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from transformers import TrainerCallback
 
 from covey.observability.findings import Finding
 
-STREAK = 5  # logs in a row that must agree before something is said
+STREAK = 5  # logs or steps in a row that must agree before something is said
+BEGIN = 3  # with which the latest are compared
 
 Log = dict[str, Any]
 
 
-def advice(log_history: list[Log], args: Any, ended: bool = False) -> list[Finding]:
-    """Findings about the latest logs of training; all of them are enough if a run `ended` before `STREAK`."""
+def advice(log_history: Sequence[Log], args: Any, ended: bool = False, entries: str = "logs") -> list[Finding]:
+    """Findings about the latest logs, or steps, of training; all are enough if a run `ended` before `STREAK`."""
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
     needed = max(2, min(STREAK, len(logs))) if ended else STREAK
-    found = []
+    found = [one for course in COURSES if len(logs) >= STREAK + BEGIN and (one := course(logs)) is not None]
+    known = {one.code for one in found}
     for code, (holds, about) in FINDINGS.items():
+        if code == "signal-sparse" and "reward-lost" in known:
+            continue  # which says why
         start = len(logs)
         while start and holds(logs[start - 1], args):
             start -= 1
@@ -28,17 +34,21 @@ def advice(log_history: list[Log], args: Any, ended: bool = False) -> list[Findi
             first, last = streak[0].get("step"), streak[-1].get("step")
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
             evidence, fix = (re.sub(r"\n +", " ", text) for text in about(streak, args))
-            found.append(Finding(code, "warning", f"In the last {len(streak)} logs ({steps}) {evidence}", fix))
+            found.append(Finding(code, "warning", f"In the last {len(streak)} {entries} ({steps}) {evidence}", fix))
     return found
 
 
 def _no_advantage(logs: list[Log], args: Any) -> Iterator[str]:
-    value = logs[0].get("reward")
+    value = next((log["reward"] for log in logs if log.get("reward") is not None), None)
     always = all(log.get("reward") == value and log.get("reward_std") == 0 for log in logs)
     which = f": every reward was {f'{value:g}' if isinstance(value, int | float) else value}" if always else ""
     if any(log["frac_reward_zero_std"] < 1 for log in logs):
         yield "rewards differ, but all advantages from them are 0, so nothing is learnt from rewards."
         yield "Look at what makes advantages of rewards: advantages, outcome_weight, reward_clip_range."
+        return
+    if value is None:
+        yield "no completion got a reward, as all functions returned None or failed: nothing is learnt from rewards."
+        yield "Let a function return a number for every row; `covey rewards test` calls it on completions."
         return
     yield f"""all completions of a prompt got the same reward{which}. So rewards give no completion an advantage, and
     nothing is learnt from them."""
@@ -139,15 +149,129 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
 """Code: what each of the logs must satisfy, and evidence and fix of those that do."""
 
 
-class Advice(TrainerCallback):
-    """Warns once about each finding, on the main process, while the run still goes on or at its end."""
+def _mean(logs: Sequence[Log], name: str) -> float:
+    """Mean of a metric over logs; NaN if one of them lacks it."""
+    values = [log.get(name) for log in logs]
+    return fmean(value for value in values if value is not None) if values and None not in values else math.nan
 
-    def __init__(self) -> None:
+
+def _steps(logs: Sequence[Log]) -> str:
+    return f"steps {logs[0].get('step')} to {logs[-1].get('step')}"
+
+
+def _collapsed(logs: Sequence[Log]) -> Finding | None:
+    """One answer to different prompts, where there were others at the beginning and should be."""
+    begin, end = logs[:BEGIN], logs[-STREAK:]
+    name = "completions/distinct_across_prompts"
+    (before, now), inside = (_mean(side, name) for side in (begin, end)), _mean(end, "completions/distinct")
+    wanted = _mean(end, "completions/distinct_references")
+    if not (now <= 0.5 * before and all(log[name] <= 0.6 * before for log in end) and inside <= 0.5):
+        return None
+    enough = 0.6 * wanted if wanted == wanted else 0.25  # rows without right answers may all be answered alike
+    if now > enough:
+        return None
+    rows = f"; the right answers would be {wanted:.0%}" if wanted == wanted else ""
+    return Finding(
+        "collapse",
+        "warning",
+        f"Completions have become alike: in {_steps(end)} {now:.0%} of the answers to different prompts are distinct"
+        f" (completions/distinct_across_prompts), after {before:.0%} in {_steps(begin)}{rows}.",
+        "A constant answer may be paid too well: let the reward give nothing for form alone, use more and balanced"
+        " rows, and lower learning_rate or set beta.",
+    )
+
+
+def _without_entropy(logs: Sequence[Log]) -> Finding | None:
+    """The entropy vanished and the reward has not risen."""
+    begin, end = logs[:BEGIN], logs[-STREAK:]
+    before, now = (_mean(side, "entropy") for side in (begin, end))
+    first, last = (_mean(side, "reward") for side in (begin, end))
+    means = [log["reward"] for log in logs if log.get("reward") is not None]
+    if not (before > 0.3 and now <= 0.1 * before and last <= first + 0.1 * (max(means) - min(means))):
+        return None
+    return Finding(
+        "learning-rate-high",
+        "warning",
+        f"The entropy fell from {before:.2g} nats in {_steps(begin)} to {now:.2g} in {_steps(end)}, and the reward did"
+        f" not rise ({first:.3g} and {last:.3g}): the policy samples the same whatever it is paid.",
+        "Lower learning_rate, or set beta or entropy_coef.",
+    )
+
+
+def _exploded(logs: Sequence[Log]) -> Finding | None:
+    """Gradients far larger than those before."""
+    norms = [log["grad_norm"] for log in logs if log.get("grad_norm")]
+    before, end = [norm for norm in norms[:-BEGIN] if math.isfinite(norm)], norms[-BEGIN:]
+    if len(before) < BEGIN or not (usual := median(before)) or min(end) < 20 * usual:
+        return None
+    return Finding(
+        "learning-rate-high",
+        "warning",
+        f"The gradient norm was {min(end):.3g} or more in the last {BEGIN} updates, and {usual:.3g} before (median).",
+        "Lower learning_rate, or go back to a checkpoint before the rise.",
+    )
+
+
+def _paid_for_length(logs: Sequence[Log]) -> Finding | None:
+    """Rewards that follow the length of completions in every step."""
+    name, end = "reward_length_correlation", logs[-STREAK:]
+    if any(abs(log.get(name) or 0.0) < 0.98 for log in end) or len({log[name] > 0 for log in end}) > 1:
+        return None
+    return Finding(
+        "reward-length",
+        "warning",
+        f"Within groups the reward follows the length of completions (correlation {_mean(end, name):.3f} in"
+        f" {_steps(end)}, reward_length_correlation).",
+        "If length is not the aim, add a reward for content that weighs more, or take the length out of the reward.",
+    )
+
+
+def _lost(logs: Sequence[Log]) -> Finding | None:
+    """Equal rewards, as low as any, after higher ones that differed."""
+    end, earlier = logs[-STREAK:], logs[:-STREAK]
+    rewards = [log["reward"] for log in earlier if log.get("reward") is not None]
+    last = [log.get("reward") for log in end]
+    if not rewards or None in last or any(log.get("frac_reward_zero_std") != 1 for log in end):
+        return None
+    peak, lowest = max(rewards), min(last)
+    had_signal = any(log.get("frac_reward_zero_std", 1) < 1 for log in earlier)
+    if max(last) > lowest or lowest > min(rewards) or peak <= lowest or not had_signal:
+        return None
+    at = next(log for log in earlier if log.get("reward") == peak)
+    return Finding(
+        "reward-lost",
+        "warning",
+        f"A reward that was there has died: it was {peak:.3g} at step {at.get('step')}, and every completion of"
+        f" {_steps(end)} gets {lowest:g}.",
+        "Read the completions of the steps where it fell. Lower learning_rate or set beta, and go back to a checkpoint"
+        " before it; or the function depends on something that has changed.",
+    )
+
+
+COURSES: tuple[Callable[[Sequence[Log]], Finding | None], ...] = (
+    _collapsed,
+    _without_entropy,
+    _exploded,
+    _paid_for_length,
+    _lost,
+)
+"""What a course of at least `BEGIN` + `STREAK` logs or steps shows."""
+
+
+class Advice(TrainerCallback):
+    """Warns once about each finding, on the main process, while the run still goes on or at its end.
+
+    It looks at each optimizer step by `step`, which gives its metrics, so that nothing waits for `logging_steps`.
+    """
+
+    def __init__(self, step: Callable[[], Log] = dict) -> None:
+        self._step = step
         self._said: set[str] = set()
+        self._history: list[Log] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A further run may be warned again; completions that are there already are pointed out."""
-        self._said = set()
+        self._said, self._history = set(), []
         folder = Path(args.output_dir) / "completions"
         if state.is_world_process_zero and state.global_step == 0 and any(folder.glob("completions_*.parquet")):
             warnings.warn(
@@ -157,16 +281,21 @@ class Advice(TrainerCallback):
                 stacklevel=2,
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, ended: bool = False, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        for finding in advice(state.log_history, args, ended):
-            if finding.code not in self._said:
-                self._said.add(finding.code)
-                warnings.warn(finding.sentence, UserWarning, stacklevel=2)
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        values = self._step()
+        if state.is_world_process_zero:
+            self._history.append({"step": state.global_step, **values})
+            self._say(args, ended=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_log(args, state, control, ended=True)
+        if state.is_world_process_zero:
+            self._say(args, ended=True)
+
+    def _say(self, args: Any, ended: bool) -> None:
+        for finding in advice(self._history, args, ended, "steps with new completions"):
+            if finding.code not in self._said:
+                self._said.add(finding.code)
+                warnings.warn(finding.sentence, UserWarning, stacklevel=3)
 
 
 class LogEnds(TrainerCallback):

@@ -1,8 +1,9 @@
 """Findings about a run: a cause with its evidence, the fix, and the experiment that proves it. Codes are stable."""
 
 import json
+import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ CODES = {
     "kl-scale": "the KL penalty outweighs the reward",
     "learning-rate-high": "updates destroy the policy",
     "learning-rate-low": "updates hardly change the policy",
+    "collapse": "completions have become alike",
+    "reward-lost": "a reward that was there has died",
     "reward-slow": "rewards take most of a step",
     "tools-unused": "no rollout calls a tool",
     "tools-malformed": "calls of tools cannot be read",
@@ -43,6 +46,22 @@ LEVELS = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
+class Effect:
+    """A figure that a finding is about, as it is and with the fix, by an experiment."""
+
+    now: float
+    then: float
+    higher_is_better: bool = True
+
+    @property
+    def improves(self) -> bool:
+        """False for equal figures and for unknown ones with the fix; anything improves on an unknown figure now."""
+        if math.isnan(self.now) or math.isnan(self.then):
+            return math.isnan(self.now) and not math.isnan(self.then)
+        return self.then > self.now if self.higher_is_better else self.then < self.now
+
+
+@dataclass(frozen=True)
 class Finding:
     """A cause of trouble in a run."""
 
@@ -51,6 +70,15 @@ class Finding:
     evidence: str  # what was measured
     fix: str  # a field and its value, or what to change
     proof: str = ""  # the experiment that was made: what the fix changes, in numbers
+    effect: Effect | None = None  # of the fix in that experiment; None where none was made of it
+    otherwise: str = ""  # the advice where the experiment refutes the fix; "": there is no finding then
+
+    @property
+    def supported(self) -> "Finding | None":
+        """The finding without a fix that its own experiment refutes."""
+        if self.effect is None or self.effect.improves:
+            return self
+        return replace(self, fix=self.otherwise, effect=None) if self.otherwise else None
 
     def __str__(self) -> str:
         lines = [f"{self.level} {self.code}: {CODES[self.code]}", f"  evidence: {self.evidence}", f"  fix: {self.fix}"]
@@ -61,14 +89,19 @@ class Finding:
         return f"{self.evidence} {self.fix}"
 
     def as_dict(self) -> dict[str, Any]:
-        return {"title": CODES[self.code], **asdict(self)}
+        shown = ("code", "level", "evidence", "fix", "proof")
+        return {"title": CODES[self.code], **{name: getattr(self, name) for name in shown}}
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """The gravest first, and of the same level causes before their consequences; one for each code."""
+    """The gravest first, and of the same level causes before their consequences; one for each code.
+
+    No fix is proposed that its own experiment refutes.
+    """
     order = {code: place for place, code in enumerate(CODES)}
     best: dict[str, Finding] = {}
-    for finding in sorted(findings, key=lambda one: (LEVELS.index(one.level), order[one.code])):
+    kept = [finding for one in findings if (finding := one.supported) is not None]
+    for finding in sorted(kept, key=lambda one: (LEVELS.index(one.level), order[one.code])):
         best.setdefault(finding.code, finding)
     return list(best.values())
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.advantages import nanstd, weighted_total
+from covey.core.advantages import centred, nanstd, weighted_total
+from covey.core.likeness import Keys, distinct_across_prompts, distinct_in_groups, distinct_references
 from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
@@ -36,10 +37,18 @@ class MetricLog:
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None):  # one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}
+        self._step: dict[str, Stat] = {}  # of training, since the last `end_step`
 
     def add(self, stats: dict[str, Stat], mode: str = "train") -> None:
         """Merge statistics of this process into the current window."""
         merge_all(self._stats.setdefault(mode, {}), stats)
+        if mode == "train":
+            merge_all(self._step, stats)
+
+    def end_step(self) -> dict[str, float]:
+        """This process's values of the optimizer step that ends, by name, without NaN."""
+        ended, self._step = self._step, {}
+        return {name: value for name, stat in ended.items() if not math.isnan(value := stat.value())}
 
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
         """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
@@ -82,6 +91,7 @@ def generation_stats(
     weights_F: Tensor,
     names: Sequence[str],
     num_generations: int,
+    likeness: Sequence[Keys] = (),
 ) -> dict[str, Stat]:
     """Metrics of a rollout batch; arguments describe the rollouts of all processes, those of a group consecutive.
 
@@ -105,7 +115,26 @@ def generation_stats(
     stats["reward_std"] = Mean.of([_deviation(total_N)])
     spread_P = nanstd(total_N.view(-1, num_generations), dim=1).flatten()
     stats["frac_reward_zero_std"] = Mean.of((spread_P == 0).double().tolist())
-    return stats
+    correlation = correlation_within(total_N.view(-1, num_generations), lengths)
+    stats["reward_length_correlation"] = Mean.of([] if correlation is None else [correlation])
+    prompts, answers, references = zip(*likeness, strict=True) if likeness else ((), (), ())
+    if num_generations > 1:
+        stats["completions/distinct"] = Mean.of(distinct_in_groups(answers, num_generations))
+    across = {
+        "completions/distinct_across_prompts": distinct_across_prompts(answers, prompts),
+        "completions/distinct_references": distinct_references(references, prompts),
+    }
+    return stats | {name: Mean.of([value]) for name, value in across.items() if value is not None}
+
+
+def correlation_within(totals_PG: Tensor, lengths_N: Sequence[float]) -> float | None:
+    """Correlation within groups of rewards and lengths; None where one of them does not differ."""
+    lengths_PG = torch.tensor(lengths_N, dtype=torch.float64).view_as(totals_PG)
+    known = ~totals_PG.isnan()
+    pair = (centred(torch.where(known, values.double(), torch.nan)).nan_to_num() for values in (totals_PG, lengths_PG))
+    rewards, lengths = (values.flatten() for values in pair)
+    norm = float(rewards.norm() * lengths.norm())
+    return float(rewards @ lengths) / norm if norm > 0 else None
 
 
 def _deviation(values_N: Tensor) -> float:

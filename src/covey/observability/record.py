@@ -269,7 +269,7 @@ class Replay:
                 f"replay_from={str(self.folder)!r} has rollouts with images, which a record does not hold: only runs"
                 " on text can be replayed."
             )
-        return as_scored(rows, names, [_rollout(row) for row in rows])
+        return as_scored(rows, names, [rollout_of(row) for row in rows])
 
 
 def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollout]) -> ScoredRollouts:
@@ -287,7 +287,8 @@ def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollo
     )
 
 
-def _rollout(row: dict[str, Any]) -> Rollout:
+def rollout_of(row: dict[str, Any]) -> Rollout:
+    """The rollout of a row with tokens."""
     strands = row["strands"]
     return Rollout(
         **{name: row[name] for name in (*AS_THEY_ARE, *LISTS, "error", "sampling_mask")},

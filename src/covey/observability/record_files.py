@@ -33,6 +33,22 @@ def files(folder: Path, rank: int = 0, kind: str = "generation") -> list[Path]:
     return sorted([*found, *folder.glob(f"{kind}_*_rank{rank}.parquet")], key=number_of)
 
 
+def all_files(folder: Path, kind: str = "generation") -> list[Path]:
+    """Files of all processes, in the order of generations and of ranks."""
+    found = folder.glob(f"{kind}_*.parquet")
+    return sorted(found, key=lambda path: (number_of(path), int(path.stem.partition("_rank")[2] or 0)))
+
+
+def count_rows(path: Path) -> int:
+    """Rollouts in a file; 0 for one that cannot be read."""
+    import pyarrow.parquet as pq
+
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, ValueError):  # arrow's errors are of these types
+        return 0
+
+
 def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
     """Write columns into a parquet file, which is there as a whole or not at all."""
     import pyarrow as pa

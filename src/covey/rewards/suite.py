@@ -230,7 +230,7 @@ class RewardSuite:
         failed = [sample for sample, failure in failures.items() if not failure.is_late]
         if len(failures) == size:
             self._failed_batches[index] += 1
-            broken = first.error is not None and not first.is_late and not self._has_scored[index]
+            broken = not first.is_late and not self._has_scored[index]
             if broken or self._failed_batches[index] >= FAILED_BATCHES:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from covey.core.records import Message
+from covey.core.refusal import Refusal
 from covey.core.transcript import content_text
 from covey.rollout.images import ImageError, as_parts, has_images, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
@@ -119,8 +120,11 @@ class ControlTokens:
         return list(found[-1][len(found[0]) if inside else 0 :])
 
 
-class PromptTooLong(ValueError):
+class PromptTooLong(Refusal):
     """A prompt after which the model's context has no room."""
+
+    def __init__(self, message: str = "", code: str = "prompt-round-trip"):
+        super().__init__(message, code)
 
 
 @dataclass(eq=False, repr=False)
@@ -168,7 +172,8 @@ class PromptCodec:
         else:
             encoded = self._encode_text(prompt, images)
         if not encoded.ids:
-            raise ValueError(f"the prompt {_shorten(prompt)} is empty: it encodes to no tokens. Remove the row.")
+            text = f"the prompt {_shorten(prompt)} is empty: it encodes to no tokens. Remove the row."
+            raise Refusal(text, code="prompt-round-trip")
         if self.max_context is not None and len(encoded.ids) >= self.max_context:
             raise PromptTooLong(
                 f"a prompt of {len(encoded.ids)} tokens leaves no room to answer in the model's context of"
@@ -201,9 +206,10 @@ class PromptCodec:
         self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]], images: Sequence[Any]
     ) -> Encoded:
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError(
+            raise Refusal(
                 "the dataset's prompts are conversations but the tokenizer has no chat template. Set"
-                " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings."
+                " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings.",
+                code="template",
             )
         kwargs = self.template_kwargs(row_kwargs)
         prefilled = messages[-1]["role"] == "assistant"  # the policy continues its message
@@ -223,9 +229,10 @@ class PromptCodec:
                 **kwargs,
             )
         except Exception as error:  # templates are programs of their authors: they raise anything
-            raise ValueError(
+            raise Refusal(
                 f"the tokenizer's chat template cannot render {_shorten(messages)}: {type(error).__name__}: {error}."
-                " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`."
+                " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`.",
+                code="template",
             ) from error
         if self.vision is None:
             return Encoded(self.controls.encode(rendered, hidden) if hidden else list(rendered))

@@ -101,7 +101,7 @@ def script_line(module: ModuleType) -> int | None:
 
 @contextmanager
 def definitions_only(named: str = "") -> Iterator[None]:
-    """Import the user's modules by `DefinitionsLoader`, that which is `named` as a file; refuse trainers; per thread."""
+    """In this thread, import the user's modules by `DefinitionsLoader` (the `named` one as a file); refuse trainers."""
     depth, before = getattr(_loading, "depth", 0), getattr(_loading, "named", "")
     _loading.depth, _loading.named = depth + 1, named
     if _FINDER not in sys.meta_path:

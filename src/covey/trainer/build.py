@@ -423,7 +423,7 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     if (repo := args.log_completions_hub_repo) and trainer.is_world_process_zero():
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
     trainer.add_callback(ProgressDisplay(plain=bool(args.disable_tqdm)))
-    trainer.add_callback(Advice())
+    trainer.add_callback(Advice(lambda: {**trainer.metrics.end_step(), "grad_norm": trainer.finite.norm}))
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
     trainer.add_callback(trainer.stop)

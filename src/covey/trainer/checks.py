@@ -178,6 +178,7 @@ class FiniteCheck:
         self._context, self._rewards = context, rewards  # rewards of the newest generation, for messages
         self._skipped_in_a_row, self._skipped_step = 0, -1
         self._passes: list[str] = []  # those of this step whose loss is not finite
+        self.norm = math.nan  # of the newest gradient
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_in_a_row": self._skipped_in_a_row}
@@ -196,7 +197,7 @@ class FiniteCheck:
 
     def check_norm(self, norm: Any) -> None:
         """Skip the step if the norm is not finite; every process has the same norm, so all decide alike."""
-        value = 0.0 if norm is None else float(norm.item() if isinstance(norm, Tensor) else norm)
+        self.norm = value = 0.0 if norm is None else float(norm.item() if isinstance(norm, Tensor) else norm)
         if math.isfinite(value):
             self._skipped_in_a_row = 0
             return

@@ -12,6 +12,7 @@ from torch import Tensor
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
+from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
@@ -232,6 +233,7 @@ class CreditAssigner:
             truncated=[rollout.truncated for rollout in scored.rollouts],
             prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
             entropies=mean_entropies(scored.rollouts, context.args),
+            likeness=[keys_of(*pair) for pair in zip(scored.draws, scored.rollouts, strict=True)],
         )
         purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
         return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
@@ -249,6 +251,7 @@ class CreditAssigner:
             weights_F=weights,
             names=names,
             num_generations=context.group_size,
+            likeness=sampled.likeness,
         )
         stats |= step_stats(sampled.scores, weights, names, context.group_size)
         alone = credit if everyone.kl is None else None  # the rewards' own

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
+from covey.core.likeness import Keys
 from covey.core.records import FinishReason, RankShard, Rollout, ScoredRollouts, Scores
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
 from covey.core.transcript import Counts, RolloutSummary, count, thumbnails
@@ -232,11 +233,13 @@ class GlobalBatch:
         self.lengths: list[int] = []
         self.truncated: list[bool] = []
         self.entropies: list[float | None] = []
+        self.likeness: list[Keys] = []
         self.trained_tokens = self.micro_batches = self.staleness = prompt_tokens = 0
         for shard in shards:
             self.lengths += shard.lengths
             self.truncated += shard.truncated
             self.entropies += shard.entropies
+            self.likeness += shard.likeness
             sizes.append(len(shard.lengths))
             prompt_tokens += shard.prompt_tokens
             kl += [] if shard.kl is None else [shard.kl]

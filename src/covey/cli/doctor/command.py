@@ -1,6 +1,7 @@
 """`covey doctor`: find out why a run does not learn, before it is started or from its record, and prove it.
 
-The exit status is 0 without a finding of level error, 1 with one, 2 if nothing can be examined.
+The exit status is 0 if everything was examined and no finding is an error, 1 if one is or something could not be
+examined, 2 if nothing can be. A run's folder is read and not written to, except by --write.
 """
 
 import argparse
@@ -20,35 +21,58 @@ from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
 from covey.cli.train import build_trainer, read_run, take_config
+from covey.core.refusal import Refusal
 from covey.observability.dashboard import duration
 from covey.observability.findings import Finding, ranked, write_findings
-from covey.observability.record_files import FOLDER
+from covey.observability.record_files import FINDINGS, FOLDER
+from covey.rewards import RewardError
 from covey.rewards.contract import MissingArgument
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
 
 Check = Callable[[ExaminedRun], Iterator[Finding]]
-STAGES: tuple[tuple[Check, ...], ...] = (
-    (rewards.failing, prompts.tokenizer_drift, prompts.round_trip, learning.engine, learning.penalties),
-    (completions.temperature, completions.experiments, rewards.order),
-    (columns.columns,),
-    (rewards.flat, rewards.scale, rewards.length, rewards.signal),
-    (learning.kl_scale, learning.learning_rate, rewards.slow),
+OF_OTHER_TEXTS = ("reward-order", "reward-constant", "reward-saturated", "reward-unreachable", "reward-length")
+STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
+    {
+        rewards.failing: ("reward-failing",),
+        prompts.tokenizer_drift: ("tokenizer-drift",),
+        prompts.round_trip: ("prompt-round-trip",),
+        learning.engine: ("engine-mismatch",),
+        learning.penalties: ("engine-mismatch",),
+    },
+    {
+        completions.temperature: ("temperature-low",),
+        completions.experiments: ("template", "never-ends", "completions-cut"),
+        rewards.order: ("reward-order",),
+    },
+    {columns.columns: ("data-columns",)},
+    {
+        rewards.flat: ("reward-constant", "reward-saturated", "reward-unreachable"),
+        rewards.scale: ("reward-scale",),
+        rewards.length: ("reward-length",),
+        rewards.signal: ("groups-small", "signal-sparse"),
+    },
+    {
+        learning.kl_scale: ("kl-scale",),
+        learning.learning_rate: ("learning-rate-high", "learning-rate-low"),
+        rewards.slow: ("reward-slow",),
+    },
 )
-"""In the order of causes: an error of one stage explains what the next ones would find."""
+"""Checks with the codes that they can find, in the order of causes: an error of one stage explains the next ones'."""
 
-REFUSALS = {
-    "has no chat template": ("template", "Set the tokenizer's chat_template to that of the model, or give text."),
-    "tokens but the model embeds only": ("tokenizer-drift", "Save the model's own tokenizer into its folder."),
-    "no room to answer": ("prompt-round-trip", "Shorten or remove such rows, or take a longer context."),
-    "names an end-of-sequence token": ("never-ends", "Set eos_token of the model's tokenizer."),
-    "is empty: it encodes to no tokens": ("prompt-round-trip", "Use the model's own tokenizer, or remove the row."),
-    "chat template cannot render": ("template", "Correct the tokenizer's chat_template, or the messages."),
-    "all samples": ("reward-failing", "Correct the reward function."),
+FIXES = {
+    "template": "Set the tokenizer's chat_template to that of the model, correct it, or change the messages.",
+    "tokenizer-drift": "Save the model's own tokenizer into its folder.",
+    "prompt-round-trip": "Shorten or remove such rows; or use the model's own tokenizer.",
+    "never-ends": "Set eos_token of the model's tokenizer.",
 }
-"""Part of the message of a run that does not start: code and fix."""
+"""By the code of a `Refusal`."""
 
+REASONS = {
+    "time": "no time was left: give more by --seconds",
+    "part": "a part of the run cannot be made again or called with other texts",
+}
 UNTOUCHED = ("--report_to", "none", "--record", "off", "--push_to_hub", "false")  # a run leaves nothing behind
 
 
@@ -58,18 +82,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run file with any of its settings (--field value), or output_dir")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--seconds", type=float, default=75.0, help="for experiments (75)")
+    parser.add_argument("--write", action="store_true", help="write findings into the record, for `covey view`")
     given, flags = parser.parse_known_args(list(argv))
     summary: dict[str, Any] = {}
-    if Path(given.run).is_dir():
-        findings = ranked(recorded.examine(Path(given.run), given.seconds, summary, staged))
-        write_findings(Path(given.run) / FOLDER / "findings.json", findings)
+    recorded_run = Path(given.run) if Path(given.run).is_dir() else None
+    if recorded_run is not None:
+        if flags:
+            raise ValueError(f"{flags[0]!r} is no option for a run that has ended: settings can follow a run file.")
+        findings = ranked(recorded.examine(recorded_run, given.seconds, summary, staged))
+        if given.write:
+            write_findings(recorded_run / FOLDER / FINDINGS, findings)
     else:
+        if given.write:
+            raise ValueError(f"--write needs the output_dir of a run with a record, and {given.run!r} is no folder.")
         findings = ranked(before(given.run, flags, given.seconds, summary))
+    findings = with_signal(findings, summary)
+    grave = any(one.level == "error" for one in findings)
+    summary["verdict"] = "errors" if grave else "incomplete" if summary.get("not_examined") else "examined"
     if given.json:
         print(json.dumps({"run": given.run, "findings": [one.as_dict() for one in findings], "summary": summary}))
     else:
         print(printable_report(findings, summary))
-    return int(any(one.level == "error" for one in findings))
+    return int(summary["verdict"] != "examined")
 
 
 def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any]) -> Iterator[Finding]:
@@ -93,33 +127,39 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
             return
         left = max(seconds - (time.perf_counter() - began) / 2, seconds / 4)  # a large model takes long to load
         examined = ExaminedRun(trainer, trainer.train_dataset, left, summary)
-        yield from staged(examined)
-        trainer.rollouts.close()
+        try:
+            yield from staged(examined)
+        finally:
+            trainer.rollouts.close()
 
 
-def refusal(error: Exception, run: RunConfig) -> Finding | None:
+def refusal(error: BaseException, run: RunConfig) -> Finding | None:
     """The finding that an error stands for; None for one that is no cause of poor learning."""
-    text = str(error)
-    if isinstance(error, MissingArgument):
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Refusal | RewardError):
+        cause = cause.__cause__
+    if isinstance(cause, MissingArgument):
         return Finding(
             "data-columns",
             "error",
-            text.partition(" Rename")[0],
+            str(cause).partition(" Rename")[0],
             "Rename the column (`columns: {old: new}` in the run file), or the argument.",
             "The trainer refuses to start.",
         )
+    if isinstance(cause, RewardError):
+        return Finding("reward-failing", "error", str(cause), "Correct the reward function.", "It was called.")
+    if isinstance(cause, Refusal):
+        return Finding(cause.code, "error", str(error), FIXES[cause.code], _with_a_template(run, cause.code))
     if is_out_of_memory(error):
-        return Finding("memory", "error", text[:300], "Take a smaller model, peft, or fewer tokens in a micro-batch.")
-    for part, (code, fix) in REFUSALS.items():
-        if part in text:
-            proof = _with_a_template(run) if part == "has no chat template" else "The trainer refuses to start."
-            return Finding(code, "error", text, fix, proof)
+        return Finding("memory", "error", str(error)[:300], "Take a smaller model, peft, or fewer tokens at a time.")
     return None
 
 
-def _with_a_template(run: RunConfig) -> str:
-    """Completions under the template of a family whose control tokens the tokenizer has."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(run.model))
+def _with_a_template(run: RunConfig, code: str) -> str:
+    """Completions under the template of a family whose control tokens the tokenizer has, where it has no template."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(run.model)) if code == "template" else None
+    if tokenizer is None or tokenizer.chat_template is not None:
+        return "The trainer refuses to start."
     for name in FAMILIES:
         if with_template(tokenizer, name):
             trainer = build_trainer(run, processing_class=tokenizer)
@@ -132,32 +172,49 @@ def _with_a_template(run: RunConfig) -> str:
     return "The trainer refuses to start."
 
 
-def staged(run: ExaminedRun) -> Iterator[Finding]:
-    """All findings up to the first stage with an error, as far as the time goes."""
+def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
+    """All findings up to the first stage with an error, as far as the time goes; of the first `stages` alone."""
     run.summary.update(rewards.summary_of(run))
-    left_out: list[str] = []
-    for stage in STAGES:
+    if not run.rescores:
+        run.leave_out("part", *OF_OTHER_TEXTS, "data-columns")
+    for stage in STAGES[:stages]:
         levels = []
-        for check in stage:
+        for check, codes in stage.items():
             if run.left < 0 and check is not rewards.failing:  # which says why time has passed
-                left_out.append(check.__name__)
+                run.leave_out("time", *codes)
                 continue
             for finding in check(run):
-                levels.append(finding.level)
-                yield finding
-        if left_out:
-            run.summary["left_out"] = left_out
+                if (supported := finding.supported) is not None:
+                    levels.append(supported.level)
+                    yield supported
         if "error" in levels:
             return
     per_step = run.summary.get("seconds_of_sampling_and_updates", 0.0)
     run.summary["steps"], run.summary["hours"] = run.steps, round(per_step * run.steps / 3600, 4)
 
 
+def with_signal(findings: list[Finding], summary: dict[str, Any]) -> list[Finding]:
+    """The findings, and one more where no group had a signal and no error says why."""
+    if summary.get("signal", True) or any(one.level == "error" for one in findings):
+        return findings
+    none = Finding(
+        "signal-sparse",
+        "error",
+        f"no group has a signal: the rewards of all {summary.get('completions', 0)} completions are equal within their"
+        f" groups (mean reward {summary.get('reward')}).",
+        "Read the completions, and see what the reward gives to a right answer: `covey rewards test FILE.py:f --run"
+        " RUN`, or `covey view RUN`.",
+        "Nothing was tried: see what was not examined." if summary.get("not_examined") else "",
+    )
+    return ranked([*findings, none])
+
+
 def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
-    left_out = summary.get("left_out")
+    not_examined: dict[str, str] = summary.get("not_examined", {})
     lines = [str(finding) for finding in findings]
     if not lines:
-        lines = ["Nothing found." if left_out else "Nothing found: the run looks healthy."]
+        healthy = "Nothing found: the run looks healthy."
+        lines = ["Nothing found in what could be examined." if not_examined else healthy]
     if summary.get("completions"):
         expected = summary["groups_with_signal_expected"]
         lines.append(
@@ -165,8 +222,11 @@ def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
             f" {summary['reward']}, {expected:.0%} of the groups are expected to have a signal, {summary['cut']:.0%} of"
             " the completions are cut."
         )
-    if left_out:
-        lines.append(f"No time was left to examine {', '.join(left_out)}: give more by --seconds.")
+    for reason, text in REASONS.items():
+        if codes := [code for code, why in not_examined.items() if why == reason]:
+            lines.append(f"Not examined: {', '.join(codes)} ({text}).")
+    if summary.get("problem"):
+        lines.append(f"The run's trainer cannot be made again: {summary['problem']}.")
     if summary.get("hours"):
         lines.append(f"{summary['steps']} steps take about {duration(3600 * summary['hours'])} on this machine.")
     return "\n".join("\n".join(map(printable, text.split("\n"))) for text in lines)

@@ -11,8 +11,9 @@ from typing import Any
 
 from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
 from covey.cli.doctor.prompts import rendered
+from covey.cli.doctor.rewards import paid_for_length
 from covey.core.records import FinishReason
-from covey.observability.findings import LEVELS, Finding
+from covey.observability.findings import LEVELS, Effect, Finding
 from covey.policy.loading import end_token_ids
 from covey.rollout.prompts import is_conversational
 
@@ -43,6 +44,7 @@ class Experiment:
     batch: SampleBatch
     suspected: bool = False  # something else than these completions speaks for it
     certain: bool = False  # the prompts alone prove it
+    otherwise: str = ""  # advice where completions are not better
 
     @property
     def worth(self) -> float:
@@ -76,17 +78,32 @@ class Experiment:
         if level is None:
             return None
         many, few = len(base.rollouts), len(batch.rollouts)
+        reward = f"the mean reward is {batch.mean:.3g} instead of {base.mean:.3g}"
+        if not self.worth:
+            reward = f"the mean reward is the same but for chance ({batch.mean:.3g}, {base.mean:.3g} without)"
         proof = (
             f"{self.change} {round((1 - batch.cut) * few)} of {few} samples end by themselves instead of"
-            f" {round((1 - base.cut) * many)} of {many}, and the mean reward is {batch.mean:.3g} instead of"
-            f" {base.mean:.3g}."
+            f" {round((1 - base.cut) * many)} of {many}, and {reward}."
         )
-        return Finding(self.code, level, self.evidence, self.fix, proof)
+        return Finding(self.code, level, self.evidence, self.fix, proof, self.effect, self.otherwise)
+
+    @property
+    def effect(self) -> Effect | None:
+        """On the reward; where chance explains that, on the share that is cut. None: prompts alone are the proof."""
+        if self.worth or self.code == "completions-cut":
+            return Effect(0.0, self.worth)
+        if self.certain and self.ended <= 0:
+            return None
+        return Effect(self.base.cut, self.batch.cut, higher_is_better=False)
 
 
 def experiments(run: ExaminedRun) -> Iterator[Finding]:
     """The best of all changes that make completions better; the others of them are its consequences."""
-    found = [*_ends(run), *_templates(run), *_longer(run)]
+    longer = [*_longer(run)]
+    if paid := [one for one in longer if isinstance(one, Finding)]:  # for length: there is never enough of it
+        yield from paid
+        longer = []
+    found = [*_ends(run), *_templates(run), *(one for one in longer if isinstance(one, Experiment))]
     proven = [(one.strength, finding) for one in found if (finding := one.finding(run)) is not None]
     if proven:
         yield min(proven, key=lambda pair: (LEVELS.index(pair[1].level), -pair[0]))[1]
@@ -118,6 +135,7 @@ def temperature(run: ExaminedRun) -> Iterator[Finding]:
         " groups have a signal.",
         f"Set {', '.join(f'{name}={open_[name]}' for name in narrow)}.",
         f"Sampled so, {after:.0%} differ, and {now:.0%} of the groups have a signal.",
+        Effect(before, after),
     )
 
 
@@ -133,10 +151,11 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     base = run.base
     rows = [sample.row for sample in base.samples[:: base.size]]
     if not run.single or any(row.get("prompt") is None for row in rows):
+        run.leave_out("part", "template")
         return
     chat = is_conversational(rows[0]["prompt"])
     opening = _opening(run.codec, rows[0]) if chat else None
-    if opening and run.has_time:
+    if opening and run.has_time("template"):
         added = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
         yield Experiment(
             "template",
@@ -158,7 +177,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
     if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
         return
-    if not chat and run.tokenizer.chat_template is not None and run.has_time:
+    if not chat and run.tokenizer.chat_template is not None and run.has_time("template"):
         yield Experiment(
             "template",
             "Written as a conversation by the model's chat template,",
@@ -174,7 +193,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
         if not with_template(tokenizer, name):
             continue
         opens = tokenizer.convert_tokens_to_ids(MARK.findall(begin.format(role="user"))[0])
-        if (foreign or opens not in ids) and run.has_time:
+        if (foreign or opens not in ids) and run.has_time("template"):
             yield Experiment(
                 "template",
                 f"Written as {name}, whose control tokens the tokenizer has,",
@@ -238,7 +257,7 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         sure = [token for token, logprob in pairs if token in special and exp(logprob) >= 0.2]
         hits.update(sure[:1])
     extra = dict(run.trainer.rollouts.params.extra)
-    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts) and run.has_time:
+    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts) and run.has_time("never-ends"):
         stops = [token for token, _ in hits.most_common(3)]
         names = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(stops)))
         known = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(sorted(ends))))
@@ -251,7 +270,7 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
             base,
             run.again(extra={**extra, "stop_token_ids": stops}),
         )
-    if not run.has_time:
+    if not run.has_time("never-ends"):
         return
     if again := _begins_again(base):
         text, count = again
@@ -292,8 +311,8 @@ def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
     return min(found)[1:] if found else None
 
 
-def _longer(run: ExaminedRun) -> Iterator[Experiment]:
-    """Room for longer completions."""
+def _longer(run: ExaminedRun) -> Iterator[Experiment | Finding]:
+    """Room for longer completions; or a finding, where any text of that length gets the reward."""
     base = run.base
     if base.cut < 0.3 or base.limit < run.limit or run.args.max_completion_length is None:
         return
@@ -303,8 +322,14 @@ def _longer(run: ExaminedRun) -> Iterator[Experiment]:
     fits = run.tokens_within(min(run.seconds / 4, run.left / 2), prompts * size)
     limit = min(most, fits)
     if limit < 1.5 * base.limit:
+        if fits < most:
+            run.leave_out("time", "completions-cut")
         return
     batch = run.sample(prompts, size, max_tokens=limit)
+    short = base.first(batch.prompts)
+    if (paid := paid_for_length(run, short.joined(batch))) is not None:
+        yield paid
+        return
     ended = [len(one.completion_ids) for one in batch.rollouts if one.finish is FinishReason.STOP]
     enough = sorted(ended)[int(0.95 * (len(ended) - 1))] if ended else limit
     rounded = max(8, 1 << (enough - 1).bit_length())  # up to a power of 2
@@ -313,6 +338,8 @@ def _longer(run: ExaminedRun) -> Iterator[Experiment]:
         f"With max_completion_length={limit} instead of {base.limit}",
         f"{base.cut:.0%} of the completions are cut at max_completion_length={base.limit}.",
         f"Set max_completion_length={rounded}: 95% of those that ended took at most {enough} tokens.",
-        base.first(batch.prompts),
+        short,
         batch,
+        otherwise="More room gives no more reward: let the prompts ask for a short answer, or end it by a stop text"
+        " (generation_kwargs={'stop': [...]}).",
     )

@@ -91,6 +91,18 @@ class SampleBatch:
         kept = prompts * self.size
         return replace(self, samples=self.samples[:kept], rollouts=self.rollouts[:kept], rewards=self.rewards[:kept])
 
+    def joined(self, other: "SampleBatch") -> "SampleBatch":
+        """This batch and another of the same prompts, as one with larger groups."""
+        first, second, rows = self.size, other.size, range(self.prompts)
+
+        def merged(mine: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            parts = ((mine[n * first : (n + 1) * first], others[n * second : (n + 1) * second]) for n in rows)
+            return [one for pair in parts for part in pair for one in part]
+
+        rewards = torch.stack(merged([*self.rewards], [*other.rewards]))
+        samples, rollouts = merged(self.samples, other.samples), merged(self.rollouts, other.rollouts)
+        return replace(self, samples=samples, rollouts=rollouts, rewards=rewards, size=first + second)
+
     def gain(self, other: "SampleBatch") -> float:
         """Rise of the mean reward from this batch to another of the same prompts, as a share of the range; 0 if
         chance explains it."""
@@ -140,9 +152,17 @@ class ExaminedRun:
     def left(self) -> float:
         return self._ends - time.perf_counter()
 
-    @property
-    def has_time(self) -> bool:  # for one more experiment
-        return self.left > self.seconds / 10
+    def has_time(self, code: str) -> bool:
+        """True if there is time for one more experiment; else its finding is noted as not examined."""
+        if self.left > self.seconds / 10:
+            return True
+        self.leave_out("time", code)
+        return False
+
+    def leave_out(self, reason: str, *codes: str) -> None:
+        """Note codes that were not examined: for want of "time", or because a "part" of the run does not allow it."""
+        for code in codes:
+            self.summary.setdefault("not_examined", {}).setdefault(code, reason)
 
     @cached_property
     def taken(self) -> list[dict[str, Any]]:
@@ -221,10 +241,11 @@ class ExaminedRun:
             self.failure = error
             return torch.full((len(rollouts), len(self.suite.names)), math.nan), {}
 
-    def totals(self, rows: Sequence[dict[str, Any]], rollouts: list[Rollout]) -> Tensor:
-        """Weighted rewards [N] of rollouts with other rows than their own."""
+    def totals(self, rows: Sequence[dict[str, Any]], rollouts: list[Rollout], function: int | None = None) -> Tensor:
+        """Weighted rewards [N] of rollouts with other rows than their own; or the rewards by one function."""
         samples = [PromptSample(row, number, 0) for number, row in enumerate(rows)]
-        return weighted_total(self.score(samples, rollouts)[0].double(), self.weights.double())
+        rewards = self.score(samples, rollouts)[0].double()
+        return weighted_total(rewards, self.weights.double()) if function is None else rewards[:, function]
 
     def answering(self, row: dict[str, Any], text: str) -> Rollout:
         """A rollout whose completion is a text."""

@@ -15,7 +15,7 @@ from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
 from covey.core.records import FinishReason
-from covey.observability.findings import Finding
+from covey.observability.findings import Effect, Finding
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 
 MOST_TOKENS, FEW = 3000, 8  # of completions in a trial update; completions of a model that is not small
@@ -149,6 +149,8 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
             f" {whole:.2g} in all of {steps} steps.",
             f"Set learning_rate={better:g}.",
             f"At learning_rate={better:g} the same update changes them by {other.moved:.2g} nats.",
+            Effect(one.moved, other.moved),
+            otherwise="Raise learning_rate, and look at what else holds updates back (max_grad_norm, the optimizer).",
         )
     elif run.base.spread.any() and (not one.finite or one.moved > MUCH / 4):
         yield from _too_high(run, trials, one)
@@ -175,6 +177,14 @@ def _aim(trials: Trials, rate: float, moved: float, tries: int = 2) -> float:
             break
         guess *= min(max(wanted / found, 0.05), 20.0)
     return float(f"{guess:.0e}")
+
+
+def rate_within(run: ExaminedRun, rate: float) -> tuple[float, TrialUpdate, TrialUpdate]:
+    """A learning rate whose updates keep the policy, with trial updates at the given rate and at this one."""
+    trials = Trials(run)
+    high = trials.update(rate)
+    better = _aim(trials, rate, high.moved if high.finite else 100.0)
+    return better, high, trials.update(better)
 
 
 def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Finding]:
@@ -205,6 +215,10 @@ def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Fi
         f"Set learning_rate={better:g}.",
         f"At learning_rate={better:g} three updates change them by {low.moved:.2g} nats, and the mean reward is"
         f" {kept.mean if kept is not None else math.nan:.3g}.",
+        Effect(high.moved if high.finite else math.inf, low.moved if low.finite else math.nan, higher_is_better=False)
+        if ruined is None or not len(ruined.known)
+        else Effect(ruined.mean, kept.mean if kept is not None else math.nan),
+        otherwise="Lower learning_rate until updates keep the policy.",
     )
 
 

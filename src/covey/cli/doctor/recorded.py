@@ -1,7 +1,14 @@
-"""A run that was recorded: its first generation is examined with its model and rewards, as far as they are there."""
+"""A run that was recorded: its course, then its first rollout batches with its model and rewards, as far as there are.
+
+Nothing is written into the run's folder, and its script is not run again.
+"""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -12,57 +19,109 @@ import torch
 from transformers import AutoTokenizer
 
 from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
-from covey.cli.doctor import rewards
+from covey.cli.doctor import course, rewards
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
+from covey.core.advantages import weighted_total
+from covey.core.engine import EngineTraits
 from covey.core.records import FinishReason, Rollout, ScoredRollouts
 from covey.observability.diagnostics import advice
-from covey.observability.findings import Finding
-from covey.observability.record import Replay, as_scored
-from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_rows, read_run
+from covey.observability.findings import CODES, Finding
+from covey.observability.record import as_scored, rollout_of
+from covey.observability.record_files import (
+    FOLDER,
+    REWARD,
+    all_files,
+    count_rows,
+    number_of,
+    read_data,
+    read_metrics,
+    read_rows,
+    read_run,
+)
 
-ELSEWHERE = ("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record")
+ELSEWHERE = (
+    *("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record", "eval_"),
+    *("save_", "load_best_model_at_end", "metric_for_best_model", "push_to_hub", "hub_", "resume_from_checkpoint"),
+    *("deepspeed", "fsdp", "torch_compile", "logging_", "do_eval", "accelerator_config", "ddp_", "output_dir"),
+)
 """Prefixes of settings that a second look at a run does without."""
 
-FIRST = 4  # generations that are looked at together, as far as they have few prompts
+FIRST = 4  # rollout batches that are looked at together, as far as they have few prompts
+ALONE = ("reward-failing", "signal-sparse", "groups-small", "reward-scale")  # what is seen without experiments
+OF_THE_COURSE = ("collapse", "reward-lost")
+SLOW_TO_LEARN = (
+    *("signal-sparse", "groups-small", "learning-rate-low", "reward-unreachable", "reward-saturated", "kl-scale"),
+    *("temperature-low", "completions-cut"),
+)
+"""Causes of learning nothing: no errors in a run whose reward rose."""
+
+Staged = Callable[..., Iterator[Finding]]
 
 
-def examine(
-    run: Path, seconds: float, summary: dict[str, Any], staged: Callable[[ExaminedRun], Iterator[Finding]]
-) -> Iterator[Finding]:
+def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) -> Iterator[Finding]:
     """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
     described = read_run(run)
     read = PastRun(run, described)
     summary["generations"] = len(read.generations)
     trainer = rebuilt(described, read)
-    if trainer is None:
-        summary["rebuilt"] = False
-        yield from alone(read, summary)
-        yield from read.course()
-        return
-    read.weights = trainer.rewards.weights  # of environments, too
-    base = read.batch() if read.tokens else None  # else sampled again
+    examined = None
+    if trainer is not None:
+        read.weights = trainer.rewards.weights  # of environments, too
+        examined = examined_again(read, trainer, seconds, summary)
+    try:
+        found = [*course.findings(read, examined)]
+        grave = any(one.level == "error" for one in found)
+        if len(read.points) < course.LEAST:
+            missing = {code: f"{len(read.points)} rollout batches" for code in OF_THE_COURSE}
+            summary["too_short_for"] = missing
+        if examined is not None:
+            found += staged(examined, 1 if grave else None)
+        else:
+            summary |= {"rebuilt": False, "problem": read.problem}
+            seen = {*ALONE, *OF_THE_COURSE, *(one.code for one in found)}
+            for code in CODES:
+                if code not in seen and not code.startswith("tools-") and code != "memory":
+                    summary.setdefault("not_examined", {}).setdefault(code, "part")
+            found += alone(read, summary) if not grave else ()
+        settings = read.args if trainer is None else trainer.args
+        found += (one for one in advice(read.metrics, settings, ended=True) if "tools" in one.code)
+    finally:
+        if trainer is not None:
+            trainer.rollouts.close()
+    summary["signal"] = summary.get("signal", False) or any(point.signal for point in read.points)
+    if read.has_learned:
+        found = [replace(one, level="warning") if one.code in SLOW_TO_LEARN else one for one in found]
+    yield from found
+
+
+def examined_again(read: "PastRun", trainer: Any, seconds: float, summary: dict[str, Any]) -> ExaminedRun:
+    """The run with the completions on record, where their tokens are there; else with new samples."""
+    base = read.batch() if read.tokens else None
     examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
     cuts = any(name in read.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
-    if read.tokens and not (cuts and read.replay.traits.reports_after_cut):  # else scores are of another distribution
+    if read.tokens and not (cuts and read.traits.reports_after_cut):  # else scores are of another distribution
         examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
-        examined.own_engine = not read.replay.traits.shares_policy
-    found = list(staged(examined))
-    yield from found
-    if not any(one.level == "error" for one in found):
-        yield from read.course()
-        yield from (one for one in advice(read_metrics(run / FOLDER), trainer.args, ended=True) if "tools" in one.code)
-    trainer.rollouts.close()
+        examined.own_engine = not read.traits.shares_policy
+    return examined
 
 
 def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
     parts = parts_of_record(described)
-    tokenizer = parts.pop("tokenizer", None)
-    if not parts.get("model") or None in parts.get("reward_funcs", ()) or not Path(parts["model"]).is_dir():
+    tokenizer, unnamed = parts.pop("tokenizer", None), parts.pop("unnamed", [])
+    if None in parts.get("reward_funcs", ()) or None in parts.get("tools", ()):
+        unnamed = [*unnamed, "reward_funcs" if None in parts.get("reward_funcs", ()) else "tools"]
+    if unnamed:
+        read.problem = f"{', '.join(unnamed)}: no function or class at the top level of a file"
+        return None
+    if not parts.get("model") or not Path(parts["model"]).is_dir():
+        read.problem = f"there is no folder {parts['model']!r}" if parts.get("model") else "its model has no name"
         return None
     kept = {name: value for name, value in read.settings.items() if not name.startswith(ELSEWHERE)}
     kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "agent")}
+    if described["processes"] > 1 and "generation_batch_size" not in kept:
+        kept["per_device_train_batch_size"] = described["processes"] * kept.get("per_device_train_batch_size", 8)
     further: dict[str, Any] = {}
     try:
         with quiet(), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
@@ -71,70 +130,101 @@ def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
             if "dataset" not in parts:
                 further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
             again = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
-            return build_trainer(again, **further)
+            trainer = build_trainer(again, **further)
     except Exception as error:  # the code of a run that is over may raise anything
         read.problem = f"{type(error).__name__}: {error}"
         return None
+    if list(trainer.rewards.names) != read.names:
+        read.problem = f"its rewards are {', '.join(trainer.rewards.names)} now, and were {', '.join(read.names)}"
+        trainer.rollouts.close()
+        return None
+    return trainer
 
 
 class PastRun:
+    """The record of a run, read rank by rank, by whatever columns it has."""
+
     def __init__(self, run: Path, described: dict[str, Any]):
-        self.settings, self.problem = settings_of(described), "a part of it has no name"
-        self.generations = [number_of(path) for path in files(run / FOLDER)]
+        self.run, self.settings, self.problem = run, settings_of(described), ""
+        self.folder = run / FOLDER
+        self.by_number: dict[int, list[Path]] = {}
+        for path in all_files(self.folder):
+            self.by_number.setdefault(number_of(path), []).append(path)
+        self.generations = sorted(n for n, paths in self.by_number.items() if all(map(count_rows, paths)))
         if not self.generations:
             raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
-        self.names = list(described["rewards"])
-        self.folder = run / FOLDER
-        self.replay = Replay(run, self.names, 0, described["processes"])
-        first = read_rows(self.replay.path(self.generations[0]))
+        self.traits = EngineTraits(**described["engine"])
+        first = self._rows(self.generations[0])
+        self.names = [name.removeprefix(REWARD) for name in first[0] if name.startswith(REWARD)]
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
-        config = config_of(parts_of_record(described)["method"])
-        self.size = int(self.settings.get("num_generations") or config().num_generations or 8)
-        self.weights = torch.tensor(self.settings.get("reward_weights") or [1.0] * len(self.names))
+        self.config = config_of(parts_of_record(described)["method"])
+        self.size = int(self.args.num_generations or 8)
+        if len(first) % self.size:
+            self.size = Counter(Counter(row["row"] for row in first).values()).most_common(1)[0][0]
+        weights = self.settings.get("reward_weights")
+        self.weights = torch.tensor(weights if weights and len(weights) == len(self.names) else [1.0] * len(self.names))
+        self.metrics = read_metrics(self.folder)
 
-    def load(self, generation: int) -> ScoredRollouts:
-        """Rollouts of a generation; without tokens where the record has none."""
-        if self.tokens:
-            return self.replay.load(generation)
-        rows = read_rows(self.replay.path(generation))
-        return as_scored(rows, self.names, [_without_tokens(row) for row in rows])
+    @cached_property
+    def args(self) -> Any:
+        """Settings by name, those that the record does not name as they are by default."""
+        defaults = {one.name: one.default for one in fields(self.config)}  # a config is not made: it would set up torch
+        own = {**defaults, **self.settings, "output_dir": str(self.run), "method": self.config.method}
+        return SimpleNamespace(**own, resolved_mismatch_mode="token_mask")
+
+    def _rows(self, number: int) -> list[dict[str, Any]]:
+        """Rollouts of all processes; none where a file cannot be read."""
+        try:
+            return [row for path in self.by_number[number] for row in read_rows(path)]
+        except (OSError, ValueError):  # a disk that was full; arrow's errors are of these types
+            return []
+
+    def load(self, number: int) -> ScoredRollouts:
+        """Rollouts of a batch, in whole groups; without tokens where the record has none."""
+        rows = self._rows(number)
+        rows = rows[: len(rows) // self.size * self.size]
+        return as_scored(rows, self.names, [(rollout_of if self.tokens else _without_tokens)(row) for row in rows])
 
     def batch(self) -> SampleBatch:
-        """The first generation; further ones where it has few prompts."""
+        """The first rollout batch; further ones where it has few prompts."""
         loaded: list[ScoredRollouts] = []
         for number in self.generations[:FIRST]:
             if sum(len(one.rollouts) for one in loaded) < 24:
                 loaded.append(self.load(number))
+        return self.together(loaded)
+
+    def together(self, loaded: Sequence[ScoredRollouts]) -> SampleBatch:
         rollouts = [rollout for one in loaded for rollout in one.rollouts]
         samples = [sample for one in loaded for sample in one.draws]
-        limit = int(self.settings.get("max_completion_length", 512))
-        rewards = torch.cat([one.rewards for one in loaded])
-        return SampleBatch(samples, rollouts, rewards, self.weights, self.size, limit, fresh=len(loaded[0].rollouts))
+        limit = int(self.args.max_completion_length or 512)
+        given = torch.cat([one.rewards for one in loaded])
+        return SampleBatch(samples, rollouts, given, self.weights, self.size, limit, fresh=len(loaded[0].rollouts))
 
-    def course(self) -> Iterator[Finding]:
-        """Rewards and entropies from the first to the last generation: a policy that was destroyed."""
-        taken = sorted({self.generations[n * (len(self.generations) - 1) // 11] for n in range(12)})
-        if len(taken) < 4:
-            return
-        batches = [self.load(number) for number in taken]
-        rewards = [(one.rewards.double() @ self.weights.double()).nanmean().item() for one in batches]
-        entropies = [_entropy(one) for one in batches]
-        third = max(1, len(taken) // 3)
-        first, last = fmean(rewards[:third]), fmean(rewards[-third:])
-        before, after = entropies[0], fmean(entropies[-third:])
-        scale = max(max(rewards) - min(rewards), 1e-9)
-        collapsed = after < 0.1 * before or after > 3 * before + 1
-        if collapsed and last < first - 0.3 * scale:
-            rate = self.settings.get("learning_rate", 1e-6)
-            worst = min(range(1, len(taken)), key=lambda n: rewards[n] - rewards[n - 1])
-            yield Finding(
-                "learning-rate-high",
-                "error",
-                f"from the first to the last generations the mean reward went from {first:.3g} to {last:.3g} and the"
-                f" entropy from {before:.2g} to {after:.2g} nats, at learning_rate={rate:g}.",
-                f"Set learning_rate={rate / 10:g}.",
-                f"It fell most at generation {taken[worst]}, from {rewards[worst - 1]:.3g} to {rewards[worst]:.3g}.",
-            )
+    @cached_property
+    def points(self) -> list["course.Point"]:
+        """Some rollout batches, from the first to the last, as points of curves."""
+        count = len(self.generations)
+        taken = sorted({self.generations[n * (count - 1) // (course.MOST - 1)] for n in range(course.MOST)})
+        return [one for number in taken if (one := self._point(number)) is not None]
+
+    def _point(self, number: int) -> "course.Point | None":
+        rows = self._rows(number)
+        if not (rows := rows[: len(rows) // self.size * self.size]):
+            return None
+        scored = as_scored(rows, self.names, [_without_tokens(row) for row in rows])
+        totals = weighted_total(scored.rewards.double(), self.weights.double())
+        step = rows[0]["step"]
+        logged = next((line["entropy"] for line in self.metrics if line["step"] >= step and "entropy" in line), None)
+        entropy = _entropy(rows)
+        norms = [line["grad_norm"] for line in self.metrics if line["step"] == step and "grad_norm" in line]
+        return course.Point(
+            number, step, totals.view(-1, self.size), scored, logged if entropy is None else entropy, *norms[:1]
+        )
+
+    @property
+    def has_learned(self) -> bool:
+        """The reward rose from the first to the last third by more than chance and a tenth of its range."""
+        return course.rose(self.points)
 
 
 def _without_tokens(row: dict[str, Any]) -> Rollout:
@@ -142,32 +232,40 @@ def _without_tokens(row: dict[str, Any]) -> Rollout:
     return Rollout([0], ids, [True] * len(ids), None, row["completion"], FinishReason(row["finish"]), row["group"])
 
 
-def _entropy(scored: ScoredRollouts) -> float:
-    pairs = (zip(one.entropies or one.logprobs or (), one.sampled, strict=True) for one in scored.rollouts)
-    values = [abs(value) for both in pairs for value, sampled in both if sampled and value is not None]
-    return fmean(values or [0.0])
+def _entropy(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Mean entropy of sampled tokens, by the engine or by their log-probs; None where the record has neither."""
+    found = []
+    for row in rows:
+        values = row.get("entropies") or row.get("logprobs") or ()
+        pairs = zip(values, row.get("sampled") or (), strict=False)
+        found += [abs(value) for value, sampled in pairs if sampled and value is not None]
+    return fmean(found) if found else None
 
 
 def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     """Findings from what is on record, without experiments."""
-    base = read.batch()
-    read_by_rewards = ("multi_objective_aggregation", "dynamic_sample", "advantages")
-    args = SimpleNamespace(method="grpo", **{name: read.settings.get(name) for name in read_by_rewards})
+    loaded = [one for number in read.generations[:FIRST] if (one := read.load(number)).rollouts]
+    if not loaded:
+        return
+    base = read.together(list(islice(loaded, FIRST)))
     suite = SimpleNamespace(names=read.names)
-    run: Any = SimpleNamespace(base=base, args=args, suite=suite, group=read.size)
+    run: Any = SimpleNamespace(base=base, args=read.args, suite=suite, group=read.size)
     summary.update(rewards.summary_of(run))
-    lacking = f"The run cannot be made again for experiments ({read.problem})."
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
-    if not base.spread.any() and len(base.known):
-        value = base.known.max().item()
-        cause = "completions-cut" if base.cut > 0.9 else "signal-sparse"
+    missing = int(base.totals.isnan().sum()) - errors
+    if missing > len(base.rollouts) / 2:
+        evidence = f"no function gave a reward for {missing} of {len(base.rollouts)} completions."
+        yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.")
+    elif not base.spread.any() and not any(point.signal for point in read.points):
+        value = f"{base.known.max().item():g}" if len(base.known) else "none"
         yield Finding(
-            cause,
-            "warning",
+            "signal-sparse",
+            "error",
             f"all of {len(base.known)} completions of {base.prompts} prompts get equal rewards in their group (at most"
-            f" {value:g}), {base.cut:.0%} are cut and {errors} failed.",
-            "Raise max_completion_length." if base.cut > 0.9 else "Take other prompts, or look at the reward function.",
-            lacking,
+            f" {value}), {base.cut:.0%} are cut and {errors} failed.",
+            "Read the completions (`covey view`), and try the reward function on them (`covey rewards test --run`);"
+            " easier prompts, or a reward that grades parts of an answer, give a signal.",
+            f"All {len(read.points)} rollout batches that were read are so.",
         )
     yield from rewards.scale(run)
     yield from rewards.signal(run)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun
+from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
 from covey.core.advantages import centred, nanstd
 from covey.core.records import FinishReason
-from covey.observability.findings import Finding
+from covey.observability.findings import Effect, Finding
 from covey.rewards.contract import MissingArgument
 from covey.rewards.text import completion_text
 from covey.rollout.prompts import is_conversational
@@ -226,16 +226,39 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
+    """Functions that give one value to all completions while others differ."""
     base = run.base
     for index, name in enumerate(run.suite.names):
         known = base.rewards[:, index][~base.rewards[:, index].isnan()]
-        if len(known) > 1 and (known == known[0]).all() and base.spread.any():
-            evidence = f"{name} gives {known[0]:g} to all of {len(known)} completions; other functions differ."
-            yield Finding("reward-constant", "note", evidence, f"Remove {name}, or check that it can differ.")
+        if len(known) < 2 or not (known == known[0]).all() or not base.spread.any() or not base.weights[index]:
+            continue
+        value, tried = known[0].item(), texts_tried(run, index) if run.rescores else []
+        best = max(tried, key=lambda one: one[1], default=(value, value, ""))
+        lowest, other = min((low for low, _, _ in tried), default=value), len(FORMS) + len(TEXTS)
+        evidence = f"{name} gives {value:g} to all of {len(known)} completions; other functions differ."
+        if best[1] > value + 1e-6:
+            yield Finding(
+                "reward-unreachable",
+                "warning",
+                evidence,
+                f"Let the prompts say (or show) what {name} asks for, or let it grade steps on the way to it: as it"
+                " is, the others alone are learnt.",
+                f"{name} works: the text {best[2][:80]!r} gets {best[1]:g}.",
+            )
+        elif lowest < value - 1e-6:
+            proof = f"Texts without an answer get down to {lowest:g} from it; none of those tried gets more."
+            yield Finding("reward-saturated", "note", evidence, f"{name} has nothing left to teach.", proof)
+        else:
+            proof = f"Any text gets the same from it: {other} others were tried for each of {len(tried)} prompts."
+            fix = f"Look at {name} and its columns: it must give a right answer another reward than a wrong one."
+            yield Finding("reward-constant", "note", evidence, fix, proof if tried else "")
 
 
-def texts_tried(run: ExaminedRun) -> list[tuple[float, float, str]]:
-    """For a few prompts the lowest and highest reward of other texts, and the text of the highest."""
+def texts_tried(run: ExaminedRun, function: int | None = None) -> list[tuple[float, float, str]]:
+    """For a few prompts the lowest and highest reward of other texts, and the text of the highest.
+
+    Of all functions together, or of one alone.
+    """
     base, found = run.base, []
     for start in range(0, min(base.prompts, 4) * base.size, base.size):
         row = base.samples[start].row
@@ -246,7 +269,7 @@ def texts_tried(run: ExaminedRun) -> list[tuple[float, float, str]]:
         own = [completion_text(one.completion) for one in base.rollouts[start : start + 2]]
         texts += [*own, *_written("0")]
         texts += [f"{text}\n{texts[n]}" for n, text in enumerate(own)]
-        totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts])
+        totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts], function)
         known = [(value, text) for value, text in zip(totals.tolist(), texts, strict=True) if value == value]
         if known:
             found.append((min(known)[0], *max(known, key=lambda pair: pair[0])))
@@ -266,6 +289,7 @@ def _other_column(run: ExaminedRun, value: float) -> Finding | None:
         others = [(other, written) for other, written in columns.items() if other != name]
         for other, written in [*((None, changed) for changed in _otherwise(held)), *others]:
             if run.left < until:
+                run.leave_out("time", "data-columns")
                 return None
             texts = [*_written(str(written)), *_written(str(held)), *TEXTS]  # the last are no answers
             rollouts = [run.answering(row, text) for text in texts]
@@ -364,8 +388,9 @@ def scale(run: ExaminedRun) -> Iterator[Finding]:
             f"{names[loud]} differs {ratio:.0f} times as much within groups as {names[faint]}: advantages follow it"
             f" alone (correlation {follows[0]:.2f}, and {follows[1]:.2f} with {names[faint]}).",
             f"Set reward_weights={given}, or multi_objective_aggregation=normalize_then_sum.",
-            f"With these weights the correlation of advantages with {names[faint]} rises from {follows[1]:.2f} to"
+            f"With these weights the correlation of advantages with {names[faint]} goes from {follows[1]:.2f} to"
             f" {now:.2f}.",
+            Effect(follows[1], now),
         )
         return
 
@@ -378,25 +403,30 @@ def _follows(totals: Tensor, values: Tensor) -> float:
 
 def length(run: ExaminedRun) -> Iterator[Finding]:
     """Rewards that a text gets as well whose words are as many and as long, but without content."""
-    base = run.base
-    if not base.spread.any() or not run.rescores:
-        return
-    lengths = torch.tensor([len(completion_text(one.completion)) for one in base.rollouts]).double()
-    correlation = _follows(base.totals, lengths.view_as(base.totals))
+    if (found := paid_for_length(run, run.base)) is not None:
+        yield found
+
+
+def paid_for_length(run: ExaminedRun, batch: SampleBatch) -> Finding | None:
+    """The finding that rewards of these completions follow their length, whatever they say."""
+    if not batch.spread.any() or not run.rescores:
+        return None
+    lengths = torch.tensor([len(completion_text(one.completion)) for one in batch.rollouts]).double()
+    correlation = _follows(batch.totals, lengths.view_as(batch.totals))
     if abs(correlation) < 0.8:
-        return
+        return None
     filled = []
-    for sample, rollout in zip(base.samples, base.rollouts, strict=True):
+    for sample, rollout in zip(batch.samples, batch.rollouts, strict=True):
         text, tokens = completion_text(rollout.completion), len(rollout.completion_ids)
         other = run.answering(sample.row, re.sub(r"\w", "a", text))
         other.completion_ids = (other.completion_ids * (tokens // max(len(other.completion_ids), 1) + 1))[:tokens]
         other.sampled = [True] * len(other.completion_ids)
         filled.append(other)
-    totals = run.totals([sample.row for sample in base.samples], filled)
-    equal = int(((totals - base.totals.flatten()).abs() < 0.05 * (base.known.max() - base.known.min())).sum())
+    totals = run.totals([sample.row for sample in batch.samples], filled)
+    equal = int(((totals - batch.totals.flatten()).abs() < 0.05 * (batch.known.max() - batch.known.min())).sum())
     if equal < 0.8 * len(filled):
-        return
-    yield Finding(
+        return None
+    return Finding(
         "reward-length",
         "warning",
         f"within groups the reward follows the length of completions (correlation {correlation:.2f}).",
@@ -424,21 +454,28 @@ def signal(run: ExaminedRun) -> Iterator[Finding]:
             f"Set num_generations={size}.",
             f"In groups of {size} of the same samples {better:.0%} would have one, and a baseline of {size - 1} others"
             f" has {(1 + 1 / (size - 1)) / (1 + 1 / max(group - 1, 1)):.2f} times the variance.",
+            Effect(now, better),
         )
     elif now < 0.3:
+        larger = max(size, 2 * group)
+        then = base.signal(larger)
+        prompts = "Set dynamic_sample=True (or prompt_sampler=difficulty), or take prompts of medium difficulty"
         yield Finding(
             "signal-sparse",
             "error" if now < 0.05 else "warning",
             f"about {now:.0%} of the groups have a signal; {rates}.",
-            f"Set dynamic_sample=True (or prompt_sampler=difficulty), take prompts of medium difficulty, or"
-            f" num_generations={max(size, 2 * group)}.",
-            f"In groups of that size {base.signal(max(size, 2 * group)):.0%} of the same prompts would have one.",
+            f"{prompts}, or set num_generations={larger}.",
+            f"In groups of {larger} {then:.0%} of the same prompts would have one.",
+            Effect(now, then - 0.02),
+            otherwise=f"{prompts}: larger groups of these prompts have no more of it.",
         )
 
 
 def summary_of(run: ExaminedRun) -> dict[str, Any]:
     base = run.base
+    of_batch = run.args.advantages == "reinforce_plus_plus"  # which compares with all prompts
     return {
+        "signal": len(set(base.known.tolist())) > 1 if of_batch else bool(base.spread.nan_to_num().any()),
         "completions": len(base.rollouts),
         "prompts": base.prompts,
         "reward": None if not len(base.known) else round(base.mean, 6),

@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
+from covey.core.likeness import Keys, keys_of
 from covey.core.records import PromptSample, ScoredRollouts
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
@@ -111,19 +112,22 @@ class EvaluationPhase:
         rewards: list[Tensor] = []
         lengths: list[int] = []
         truncated: list[bool] = []
+        likeness: list[Keys] = []
         key = self.rollouts.next_key()  # one for all, so that samples do not depend on how prompts are batched
         params = suite.sampling(self.rollouts.params)
         for samples in dataloader:
             with context.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, params=params)
                 mine = self._grades(scored, judge)
-            sizes = [(rollout.num_sampled, rollout.truncated) for rollout in scored.rollouts]
+            pairs = zip(scored.draws, scored.rollouts, strict=True)
+            sizes = [(one.num_sampled, one.truncated, keys_of(draw, one)) for draw, one in pairs]
             shards = context.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
             for grades, scores, rows in shards:
                 graded += grades
                 rewards.append(scores)
-                lengths += [length for length, _ in rows]
-                truncated += [cut for _, cut in rows]
+                lengths += [length for length, _, _ in rows]
+                truncated += [cut for _, cut, _ in rows]
+                likeness += [keys for _, _, keys in rows]
             summaries = context.collectives.to_first(summarize(scored, context.args), "put the completions together")
             for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
                 self._record(log, grades, scores, columns_of(texts))
@@ -135,6 +139,7 @@ class EvaluationPhase:
             weights_F=functions.weights,
             names=functions.names,
             num_generations=completions,
+            likeness=likeness,
         )
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each

@@ -1,0 +1,209 @@
+"""Course of a recorded run: a policy that was destroyed, completions that became one answer, a reward that died."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from covey.cli.doctor.examined import ExaminedRun
+from covey.cli.doctor.learning import rate_within
+from covey.core.advantages import nanstd
+from covey.core.likeness import answer_of, common_share, most_common, reference_of
+from covey.core.records import FinishReason, PromptSample, ScoredRollouts
+from covey.observability.findings import Effect, Finding
+
+MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
+ONE_ANSWER = 0.8  # share of completions with the same answer, over different prompts
+MOST_ASKED = 24  # prompts to which a constant answer is given
+
+
+@dataclass(frozen=True)
+class Point:
+    """A rollout batch on record."""
+
+    number: int
+    step: int
+    totals: Tensor  # [P, G]
+    scored: ScoredRollouts
+    entropy: float | None  # nats a token
+    grad_norm: float | None = None
+
+    @property
+    def mean(self) -> float:
+        return self.totals.nanmean().item()
+
+    @property
+    def signal(self) -> bool:
+        return bool((nanstd(self.totals, dim=1) > 0).any())
+
+    @cached_property
+    def answers(self) -> list[str | None]:
+        return [None if one.finish is FinishReason.ERROR else answer_of(one.completion) for one in self.scored.rollouts]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [str(draw.row.get("prompt", draw.prompt)) for draw in self.scored.draws]
+
+    @property
+    def references(self) -> list[str | None]:
+        return [reference_of(draw.row) for draw in self.scored.draws]
+
+
+def findings(read: Any, run: ExaminedRun | None) -> Iterator[Finding]:
+    """What the record of a run shows; `run` makes experiments, where its parts can be made again."""
+    points: Sequence[Point] = [one for one in read.points if one.mean == one.mean]
+    if len(points) < LEAST:
+        return
+    rate = read.settings.get("learning_rate", 1e-6)
+    found = _destroyed(points, rate, run) or _one_answer(points, run) or _lost(points, read.settings)
+    if found is not None:
+        yield found
+
+
+def _thirds(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]]:
+    third = max(1, len(points) // 3)
+    return points[:third], points[-third:]
+
+
+def rose(points: Sequence[Point]) -> bool:
+    """The reward rose from the first to the last third by more than chance and a tenth of its range."""
+    points = [one for one in points if one.mean == one.mean]
+    if len(points) < LEAST:
+        return False
+    sides = []
+    for side in _thirds(points):
+        values = [value for point in side for value in point.totals.flatten().tolist() if value == value]
+        sides.append((fmean(values), _variance(values) / len(values)))
+    (first, before), (last, after) = sides
+    every = [value for point in points for value in point.totals.flatten().tolist() if value == value]
+    return last - first > max(2 * (before + after) ** 0.5, 0.1 * (max(every) - min(every))) > 0
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return fmean((value - mean) ** 2 for value in values)
+
+
+def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) -> Finding | None:
+    """Entropy that vanished or exploded while the reward fell."""
+    begin, end = _thirds(points)
+    first, last = (fmean(point.mean for point in side) for side in (begin, end))
+    entropies = [[point.entropy for point in side if point.entropy is not None] for side in (begin[:1], end)]
+    if not all(entropies):
+        return None
+    before, after = map(fmean, entropies)
+    broken = after < 0.1 * before or after > 3 * before + 1
+    means = [point.mean for point in points]
+    scale = max(means) - min(means)
+    if not broken or scale <= 0 or last > first - 0.3 * scale or rose(points):
+        return None
+    worst = min(range(1, len(points)), key=lambda n: means[n] - means[n - 1])
+    norms = [point.grad_norm for point in points if point.grad_norm is not None]
+    shown = f", and gradient norms of up to {max(norms):.3g}" if norms else ""
+    evidence = (
+        f"from the first to the last rollout batches the mean reward went from {first:.3g} to {last:.3g} and the"
+        f" entropy from {before:.2g} to {after:.2g} nats, at learning_rate={rate:g}{shown}."
+    )
+    fell = f"The reward fell most before step {points[worst].step}, from {means[worst - 1]:.3g} to {means[worst]:.3g}."
+    advice = "Lower learning_rate: a tenth of it is a first guess."
+    if run is None or not run.has_time("learning-rate-high"):
+        return Finding("learning-rate-high", "error", evidence, advice, fell)
+    better, high, low = rate_within(run, rate)
+    return Finding(
+        "learning-rate-high",
+        "error",
+        evidence,
+        f"Set learning_rate={better:g}.",
+        f"{fell} A first update at learning_rate={rate:g} changes log-probs by {high.moved:.2g} nats a token, and at"
+        f" {better:g} by {low.moved:.2g}.",
+        Effect(high.moved if high.finite else float("inf"), low.moved, higher_is_better=False),
+        otherwise=advice,
+    )
+
+
+def _one_answer(points: Sequence[Point], run: ExaminedRun | None) -> Finding | None:
+    """One answer to all prompts at the end, where there were others at the beginning and should be."""
+    begin, end = _thirds(points)
+    answers, prompts, references = ([one for p in end for one in getattr(p, n)] for n in _COLUMNS)
+    if len(set(prompts)) < 3:
+        return None
+    share = common_share(answers, prompts)
+    known = [one for one in references if one is not None]
+    right = most_common(references)[1] if len(known) == len(references) else 0.0
+    started = common_share([one for p in begin for one in p.answers], [one for p in begin for one in p.prompts])
+    if share < ONE_ANSWER or share - right < 0.25 or started > 0.6 * share:
+        return None
+    answer = most_common(answers)[0]
+    mean, best = (
+        fmean(point.mean for point in end),
+        max(point.totals.nan_to_num(-1e30).max().item() for point in points),
+    )
+    satisfied = mean >= best - 0.05 * abs(best)  # by the constant answer, so that it is what the reward asks for
+    of_rows = f" The rows have {len(set(known))} different right answers." if known else ""
+    evidence = (
+        f"{share:.0%} of the completions of the last rollout batches are {answer[:60]!r}, to {len(set(prompts))}"
+        f" different prompts; at the beginning the most common answer had {started:.0%}.{of_rows} The mean reward is"
+        f" {mean:.3g}, and the highest of any completion was {best:.3g}."
+    )
+    return Finding(
+        "collapse",
+        "error" if known and not satisfied else "warning",
+        evidence,
+        "Change the reward so that no constant answer is paid (no points for form alone, rarer right answers counting"
+        " as much as common ones), use more and balanced rows, and lower learning_rate or add a KL penalty (beta).",
+        _constant(points, run, answer) if run is not None else "",
+    )
+
+
+_COLUMNS = ("answers", "prompts", "references")
+
+
+def _constant(points: Sequence[Point], run: ExaminedRun, answer: str) -> str:
+    """Rewards of the constant answer, given to every prompt."""
+    if not run.rescores or not run.has_time("collapse"):
+        return ""
+    written = next(
+        one.completion
+        for point in reversed(points)
+        for one, said in zip(point.scored.rollouts, point.answers, strict=True)
+        if said == answer
+    )
+    text = written if isinstance(written, str) else str(written[-1].get("content") or "") if written else ""
+    asked: list[PromptSample] = [draw for point in points for draw in point.scored.draws[:: point.totals.shape[1]]]
+    asked = asked[:: max(1, len(asked) // MOST_ASKED)]
+    totals = run.totals([one.row for one in asked], [run.answering(one.row, text) for one in asked])
+    first = points[0].mean
+    return (
+        f"Given as the answer to each of {len(asked)} prompts on record, {text[:60]!r} gets {totals.nanmean():.3g} on"
+        f" average; the untrained policy got {first:.3g}."
+    )
+
+
+def _lost(points: Sequence[Point], settings: dict[str, Any]) -> Finding | None:
+    """All rewards equal at the end and as low as any, after groups had a signal and rewards were higher."""
+    begin, end = _thirds(points)
+    lowest = min(point.totals.nan_to_num(1e30).min().item() for point in points)
+    means = [point.mean for point in points]
+    peak = max(range(len(points)), key=lambda n: means[n])
+    dead = not any(point.signal for point in end) and all(point.mean <= lowest + 1e-9 for point in end)
+    if not dead or means[peak] <= lowest or len(end) < 2 or not any(point.signal for point in points):
+        return None
+    rows = [{draw.prompt for point in side for draw in point.scored.draws} for side in (begin, end)]
+    evidence = (
+        f"the mean reward was {means[peak]:.3g} at step {points[peak].step}, and all completions of the last rollout"
+        f" batches, from step {end[0].step} on, get {lowest:g}."
+    )
+    if settings.get("shuffle_dataset") is False and not rows[0] & rows[1]:
+        fix = "Set shuffle_dataset=True: the last rows of the dataset are harder than the first."
+        return Finding("reward-lost", "error", evidence, fix, "No row of the first batches is among those of the last.")
+    return Finding(
+        "reward-lost",
+        "error",
+        evidence,
+        "Read the completions of the steps where it fell (`covey view`): the policy has left what the reward reads."
+        " Lower learning_rate or add a KL penalty (beta); or the function depends on something that has changed.",
+        f"It was higher in {sum(mean > lowest for mean in means)} of {len(points)} rollout batches that were read.",
+    )

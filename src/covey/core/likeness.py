@@ -1,0 +1,122 @@
+"""Likeness of completions: answers that say the same, and the shares of distinct ones within groups and over prompts.
+
+Letters: N completions, of which those of a group of G are consecutive.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from covey.core.records import FinishReason, PromptSample, Rollout
+from covey.core.transcript import content_text, is_messages
+
+REFERENCES = ("solution", "answer", "ground_truth", "reference", "label", "target", "expected", "gold")
+"""Columns that hold the right answer of a row, the first that there is counts."""
+AROUND = " \t\r\n.,;:!?\"'`*_()[]{}<>"
+
+
+def answer_of(completion: Any) -> str:
+    """Text of a completion, or of its last message, without case, repeated spaces and marks around it.
+
+    Example:
+        >>> answer_of("Billing."), answer_of([{"role": "assistant", "content": " **billing** "}])
+        ('billing', 'billing')
+    """
+    if is_messages(completion):
+        of_assistant = [message for message in completion if message.get("role") == "assistant"] or completion
+        completion = content_text(of_assistant[-1].get("content")) if of_assistant else ""
+    return " ".join(str(completion).casefold().split()).strip(AROUND)
+
+
+def reference_of(row: Mapping[str, Any]) -> str | None:
+    """The right answer of a row, as `answer_of` writes it; None where no column names it."""
+    name = next((name for name in REFERENCES if isinstance(row.get(name), str | int | float)), None)
+    return None if name is None else answer_of(str(row[name]))
+
+
+def key(text: str) -> int:
+    """A number for a text, the same in all processes."""
+    return zlib.crc32(text.encode("utf-8", "replace"))
+
+
+class Keys(NamedTuple):
+    """Numbers of the texts of a rollout by which it is compared with others."""
+
+    prompt: int
+    answer: int | None  # None of a rollout that failed
+    reference: int | None  # of the right answer; None where the row names none
+
+
+def keys_of(sample: PromptSample, rollout: Rollout) -> Keys:
+    right = reference_of(sample.row)
+    return Keys(
+        key(str(rollout.asked(sample.row) or sample.prompt)),
+        None if rollout.finish is FinishReason.ERROR else key(answer_of(rollout.completion)),
+        None if right is None else key(right),
+    )
+
+
+def distinct_in_groups(answers_N: Sequence[Hashable | None], group_size: int) -> list[float]:
+    """Of each group the share of its answers that are distinct, from 1/G to 1; None is no answer.
+
+    Example:
+        >>> distinct_in_groups(["a", "b", "a", "c", "c", None], 3)
+        [0.6666666666666666, 0.5]
+    """
+    groups = [answers_N[start : start + group_size] for start in range(0, len(answers_N), group_size)]
+    known = [[answer for answer in group if answer is not None] for group in groups]
+    return [len(set(group)) / len(group) for group in known if group]
+
+
+def distinct_across_prompts(answers_N: Sequence[Hashable | None], prompts_N: Sequence[Hashable]) -> float | None:
+    """Distinct answers as a share of those that are distinct within each prompt: 1 if no two prompts share an answer,
+    1/prompts if all have the same; None with fewer than two prompts.
+
+    Example:
+        >>> distinct_across_prompts(["a", "b", "a", "a"], [1, 1, 2, 2])
+        0.6666666666666666
+    """
+    pairs = {(prompt, answer) for prompt, answer in zip(prompts_N, answers_N, strict=True) if answer is not None}
+    if len({prompt for prompt, _ in pairs}) < 2:
+        return None
+    return len({answer for _, answer in pairs}) / len(pairs)
+
+
+def distinct_references(references_N: Sequence[Hashable | None], prompts_N: Sequence[Hashable]) -> float | None:
+    """Distinct right answers as a share of prompts: below it `distinct_across_prompts` need not fall; None if unknown.
+
+    Example:
+        >>> distinct_references(["yes", "no", "yes"], [1, 2, 3])
+        0.6666666666666666
+    """
+    return distinct_across_prompts(references_N, prompts_N) if all(one is not None for one in references_N) else None
+
+
+def most_common(answers: Sequence[Hashable | None]) -> tuple[Any, float]:
+    """The answer that is given most often, and its share.
+
+    Example:
+        >>> most_common(["a", "b", "a", None])
+        ('a', 0.6666666666666666)
+    """
+    known = [answer for answer in answers if answer is not None]
+    if not known:
+        return None, 0.0
+    answer, count = Counter(known).most_common(1)[0]
+    return answer, count / len(known)
+
+
+def common_share(answers: Sequence[Hashable | None], prompts: Sequence[Hashable]) -> float:
+    """The share of `most_common`, each prompt counting once, whatever the number of its completions.
+
+    Example:
+        >>> common_share(["a", "a", "a", "b"], [1, 1, 1, 2])
+        0.5
+    """
+    answer, _ = most_common(answers)
+    by_prompt: dict[Hashable, list[bool]] = {}
+    for prompt, one in zip(prompts, answers, strict=True):
+        by_prompt.setdefault(prompt, []).append(one == answer)
+    return fmean(map(fmean, by_prompt.values())) if by_prompt else 0.0
