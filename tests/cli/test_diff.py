@@ -43,8 +43,8 @@ PLANTED = {
 UPDATED = ("learning rate", "clipping of gradients")
 
 
-def record(folder, parts=None, **changes):
-    trained = runs.trainer(folder, parts={"reward_funcs": digits, **(parts or {})}, record="tokens", **changes)
+def record(folder, parts=None, kind="tokens", **changes):
+    trained = runs.trainer(folder, parts={"reward_funcs": digits, **(parts or {})}, record=kind, **changes)
     trained.train()
     return str(folder)
 
@@ -70,6 +70,42 @@ def test_the_planted_cause_is_named(cause, base, conversations, tmp_path, capsys
     assert found[0].startswith(f"First difference: {column} at step {1 + (cause in UPDATED)}"), found
     begin = next(number for number, line in enumerate(found) if line == "What differs and acts there:")
     assert found[begin + 1].strip() == named, found
+
+
+IN_TEXT = {  # without tokens: what is seen first, and when
+    "seed": ("row", 1),
+    "temperature": ("completion", 1),
+    "length": ("completion", 1),
+    "reward": ("reward/digits", 1),
+    "learning rate": ("completion", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def in_text(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("text"), kind="rollouts")
+
+
+@pytest.mark.parametrize("cause", IN_TEXT)
+def test_without_tokens_the_first_difference_is_of_texts(cause, in_text, tmp_path, capsys):
+    """Completions that differ are no "same completion" with another reward; what explains them stands first."""
+    changes, parts, _, named = PLANTED[cause]
+    (column, step), second = IN_TEXT[cause], record(tmp_path, parts, kind="rollouts", **changes)
+    capsys.readouterr()
+    assert main(["diff", in_text, second]) == 1
+    found = capsys.readouterr().out.splitlines()
+    assert found[0].startswith(f"First difference: {column} at step {step}"), found
+    assert found[found.index("What differs and acts there:") + 1].strip() == named, found
+
+
+def test_a_run_with_tokens_is_compared_with_one_without(base, in_text, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["diff", base, in_text]) == 0, "they differ in the record alone"
+    other = record(tmp_path, kind="rollouts", temperature=0.5)
+    capsys.readouterr()
+    assert main(["diff", base, other]) == 1
+    found = capsys.readouterr().out.splitlines()
+    assert found[0].startswith("First difference: completion at step 1") and other in found[1], found
 
 
 def test_runs_that_are_equal_have_no_difference(base, tmp_path, capsys):

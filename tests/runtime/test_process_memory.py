@@ -14,6 +14,7 @@ from covey.runtime.process_memory import (
     available_memory,
     is_out_of_memory,
     reuse_freed_memory,
+    total_memory,
 )
 from tests.support import launching
 
@@ -95,8 +96,10 @@ def test_a_control_group_limits_what_is_available(tmp_path, line, folder, files)
     (group / usage).write_text("7000000\n")
     (group / "memory.stat").write_text(f"anon 12\n{reclaimable} 500000\n")
     assert available_memory(tmp_path / "self", tmp_path / "mount") == 3_500_000
+    assert total_memory(tmp_path / "self", tmp_path / "mount") == 10_000_000
     (group / limit).write_text("max\n")
     assert available_memory(tmp_path / "self", tmp_path / "mount") > 3_500_000
+    assert total_memory(tmp_path / "self", tmp_path / "mount") > 10_000_000
     (group / limit).write_text("1000\n")  # set after more was in use
     assert available_memory(tmp_path / "self", tmp_path / "mount") == 0
 

@@ -1,19 +1,20 @@
 """Find the first difference between two runs, and what explains it: `covey diff RUN RUN`.
 
-Both were trained with record="tokens". Prompts, tokens, log-probs, rewards and advantages are compared generation by
-generation; the settings, versions, rewards and template of the runs are named that can have caused the difference.
-The exit status is 1 if the runs differ.
+Prompts, completions, rewards and advantages are compared, one rollout batch after another; of runs with record="tokens"
+tokens and log-probs as well. The settings, versions, rewards and template of the runs are named that can have caused
+the difference. The exit status is 1 if the runs differ.
 """
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
 from covey.config import engines, objective, sampling, training
-from covey.observability.record import FOLDER, REWARD, files, number_of, read_rows, read_run
+from covey.core.transcript import as_text
+from covey.observability.record_files import FOLDER, REWARD, columns_of, files, number_of, read_rows, read_run
 from covey.runtime.safe_text import printable
 
 Row = dict[str, Any]
@@ -39,8 +40,8 @@ STAGES = (
         ("seed", "data_seed"),
     ),
     Stage(
-        ("prompt_ids",),
-        "the same row became other tokens",
+        ("prompt", "prompt_ids"),
+        "the same row became another prompt",
         ("chat_template", "versions"),
         names=("chat_template_kwargs", "max_prompt_length"),
     ),
@@ -58,9 +59,22 @@ STAGES = (
         (sampling.GenerationFields, sampling.SpeculationFields, sampling.AgentFields),
         ("seed",),
     ),
+    Stage(
+        ("completion", "finish", "length"),
+        "the same prompt got another completion",
+        ("versions", "model", "engine", "chat_template"),
+        (
+            *(training.ModelFields, engines.VllmFields, engines.SglangFields),
+            *(sampling.GenerationFields, sampling.SpeculationFields, sampling.AgentFields),
+        ),
+        ("seed", "bf16", "fp16", "model_init_kwargs", "temperature", "repetition_penalty"),
+    ),
     Stage((REWARD, "steps"), "the same completion has another reward", ("rewards",), (objective.RewardFields,)),
     Stage(
-        ("advantages", "weights", "entropy_weights", "mismatch_weights", "old_logprobs", "ref_logprobs"),
+        (
+            *("advantages", "advantage", "fate", "weights", "entropy_weights", "mismatch_weights"),
+            *("old_logprobs", "ref_logprobs"),
+        ),
         "the same rewards became other advantages or weights",
         (),
         (objective.RewardFields, objective.LossFields, objective.KLFields, engines.MismatchFields),
@@ -80,6 +94,7 @@ UPDATE = Stage(
         *("adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed"),
     ),
 )
+AS_TEXT = ("prompt", "completion", "length", "advantage", "fate")
 OTHERS = ("output_dir", "logging_dir", "run_name", "record", "record_max_gb", "replay_from")
 """Settings without an effect on what is trained."""
 
@@ -97,7 +112,7 @@ class FirstDifference:
     def __str__(self) -> str:
         at = f"step {self.step}, generation {self.generation}, rollout {self.rollout}"
         token = f", token {self.token}" if self.token is not None else ""
-        first, second = (_shown(value) for value in self.values)
+        first, second = map(_shown, _from_where_they_part(*self.values))
         return f"First difference: {self.column} at {at}{token}: {first} and {second} ({self.stage.what})."
 
 
@@ -107,6 +122,7 @@ def main(argv: Sequence[str]) -> int:
     first, second = parser.parse_args(list(argv)).runs
     described = read_run(first), read_run(second)
     changes = [*changed(*described)]
+    tokens = [has_tokens(run / FOLDER) for run in (first, second)]
     difference = first_difference(first / FOLDER, second / FOLDER)
     if difference is None:
         print("No difference: the runs recorded the same generations." if not changes else "No difference so far.")
@@ -114,10 +130,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print(printable(str(difference)))
     stages = [difference.stage]
-    if difference.generation and difference.stage.columns[0] == "logprobs":
+    if difference.generation and difference.stage.columns[0] in ("logprobs", "token_ids", "completion"):
         print(f"It is generation {difference.generation}: {UPDATE.what}.")
         stages = [UPDATE, *stages]
-    likely = [change for change in changes if any(acts(change, stage) for stage in stages)]
+    if one_sided := [str(run) for run, has in zip((first, second), tokens, strict=True) if not has and any(tokens)]:
+        print(f"{one_sided[0]} has no tokens on record, so prompts, completions and rewards alone were compared.")
+    likely = [change for stage in stages for change in changes if acts(change, stage)]
+    likely = [*dict.fromkeys(likely)]
     _list("What differs and acts there:", likely)
     _list("Differs as well:", [change for change in changes if change not in likely])
     if not changes:
@@ -164,6 +183,11 @@ def acts(change: Change, stage: Stage) -> bool:
     return change.name in stage.names or any(change.name in kind.__annotations__ for kind in stage.fields)
 
 
+def has_tokens(folder: Path) -> bool:
+    found = files(folder)
+    return bool(found) and "token_ids" in columns_of(found[0])
+
+
 def first_difference(first: Path, second: Path) -> FirstDifference | None:
     """The earliest generation's first stage at which two records differ; None if one only goes on longer."""
     ranks = len({path.stem.partition("_rank")[2] for path in first.glob("generation_*.parquet")})
@@ -186,12 +210,19 @@ def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator
     """The first difference of each stage and rollout."""
     one: Row
     two: Row
+    with_tokens = ["token_ids" in rows[0] for rows in (here, there) if rows]
     for number, (one, two) in enumerate(zip_longest(here, there, fillvalue={})):
         same = _unequal(one.get("token_ids"), two.get("token_ids"))
         limit = same[0] if same else None
         for stage in STAGES:
             for column in _columns(stage, one, two):
+                if not all(with_tokens) and any(with_tokens) and (column in one) != (column in two):
+                    continue  # one of the runs was recorded without tokens
+                if column in AS_TEXT and all(with_tokens):
+                    continue  # tokens are compared instead
                 mine, other = one.get(column), two.get(column)
+                if column in AS_TEXT[:2]:  # messages
+                    mine, other = (value if value is None else as_text(value) for value in (mine, other))
                 if column == "logprobs" and mine and other:  # of the tokens that both have
                     mine, other = mine[:limit], other[:limit]
                 if found := _unequal(mine, other):
@@ -213,6 +244,16 @@ def _unequal(one: Any, two: Any) -> tuple[int | None, tuple[Any, Any]] | None:
 
 def _equal(one: Any, two: Any) -> bool:
     return bool(one == two or (one != one and two != two))  # NaN is as NaN
+
+
+def _from_where_they_part(one: Any, two: Any) -> tuple[Any, Any]:
+    """Two texts from shortly before their first difference."""
+    if not isinstance(one, str) or not isinstance(two, str):
+        return one, two
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+    begin = max(same - 20, 0)
+    first, second = (repr(f"{'...' if begin else ''}{text[begin : begin + 50]}") for text in (one, two))
+    return first, second
 
 
 def _shown(value: Any) -> str:

@@ -28,6 +28,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from covey.config.hardware import multiplies_bf16
+    from covey.runtime.process_memory import total_memory
     from covey.trainer.integrations.model_card import versions
 
     return {
@@ -36,7 +37,7 @@ def environment() -> dict[str, str]:
         **versions(("torch", "transformers", "accelerate", "datasets")),
         "extras": ", ".join(f"{name} {found}" for name, found in versions(EXTRAS).items()) or "none",
         "CPU": f"{_processor()}, {usable_cores()} cores usable, {torch.get_num_threads()} torch threads",
-        "memory": f"{memory_bytes() / 2**30:.1f} GiB",
+        "memory": f"{total_memory() / 2**30:.1f} GiB",
         "GPU": _gpus(),
         "bf16": "multiplied by the hardware"
         if multiplies_bf16()
@@ -46,15 +47,6 @@ def environment() -> dict[str, str]:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_bytes(cgroup: str = "/sys/fs/cgroup/memory.max") -> int:
-    """Memory of the machine, or the container's limit where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path(cgroup)
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total
 
 
 def _processor() -> str:

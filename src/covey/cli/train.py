@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import shlex
 import textwrap
 import traceback
@@ -16,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 from transformers import BitsAndBytesConfig, TrainingArguments
 
-from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run
+from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run, parse_flags
 from covey.cli.launch import launch_if_asked
 from covey.observability.record_files import FOLDER
 from covey.rewards import resolve_reward
@@ -50,10 +51,11 @@ def evaluate(argv: Sequence[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
         print("Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.")
-        print("Prints every estimate, and writes evaluation.json and evaluations/ into output_dir.")
+        print("Prints every estimate, and writes evaluation.json and evaluations/ into output_dir; of another model")
+        print("than the file's beside that model.")
         return 0 if argv else 2
     path, flags = take_config(list(argv))
-    run = read_run(path, flags, None, needed=("model", "eval_dataset"))
+    run = read_run(path, evaluated_in(flags), None, needed=("model", "eval_dataset"))
     if run.args.process_index == 0:
         print(f"evaluating {run.model}", flush=True)
     trainer = build_trainer(run, training=False)
@@ -65,6 +67,15 @@ def evaluate(argv: Sequence[str]) -> int:
         path_of_metrics.write_text(json.dumps({"model": run.model, **metrics}, indent=2) + "\n")
         print(f"metrics:     {path_of_metrics}")
     return 0
+
+
+def evaluated_in(flags: list[str]) -> list[str]:
+    """The flags, with an output_dir beside the model where they name a model: the run file's is of another run."""
+    given = parse_flags(flags)
+    model = given.get("model")
+    if not isinstance(model, str) or "output_dir" in given or not os.access(model, os.W_OK):
+        return flags
+    return [*flags, "--output_dir", model]
 
 
 def step_of(model: Any) -> int:

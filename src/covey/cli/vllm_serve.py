@@ -6,9 +6,10 @@ from glob import glob
 from itertools import pairwise
 from pathlib import Path
 
-from covey.cli.env import memory_bytes, usable_cores
+from covey.cli.env import usable_cores
 from covey.cli.serving import Backend, Plan, Request, serve
 from covey.engines.servers.vllm import launch
+from covey.runtime.process_memory import total_memory
 
 HELP = """\
 usage: covey vllm-serve --model M [--flag value ...]
@@ -101,7 +102,7 @@ def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str |
     cores = usable_cores()
     wanted = {
         "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": str(min(8, max(1, memory_bytes() >> 33))),  # GiB: an eighth of the memory
+        "VLLM_CPU_KVCACHE_SPACE": str(min(8, max(1, total_memory() >> 33))),  # GiB: an eighth of the memory
         "OMP_NUM_THREADS": str(cores),
         "LD_PRELOAD": ":".join(preloads()),
     }

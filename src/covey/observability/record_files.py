@@ -39,6 +39,12 @@ def all_files(folder: Path, kind: str = "generation") -> list[Path]:
     return sorted(found, key=lambda path: (number_of(path), int(path.stem.partition("_rank")[2] or 0)))
 
 
+def columns_of(path: Path) -> list[str]:
+    import pyarrow.parquet as pq
+
+    return list(pq.read_schema(path).names)
+
+
 def count_rows(path: Path) -> int:
     """Rollouts in a file; 0 for one that cannot be read."""
     import pyarrow.parquet as pq

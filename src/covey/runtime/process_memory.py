@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,21 +24,36 @@ CGROUP_FILES = {
 memory.stat with what can be reclaimed."""
 
 
-def available_memory(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def available_memory(groups: Path | None = None, mount: Path | None = None) -> int:
     """Bytes that can be allocated without swapping: of the machine, or what the process's control groups leave."""
     free: int = psutil.virtual_memory().available
+    for group, (limit, usage, reclaimable) in _groups(groups or GROUPS, mount or MOUNT):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            most, used = int((group / limit).read_text()), int((group / usage).read_text())
+            unused = re.search(rf"^{reclaimable} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+            free = min(free, most - used + int(unused[1] if unused else 0))
+    return max(free, 0)
+
+
+def total_memory(groups: Path | None = None, mount: Path | None = None) -> int:
+    """Bytes of the machine, or the smallest limit of the process's control groups, as of a container."""
+    total: int = psutil.virtual_memory().total
+    for group, (limit, _, _) in _groups(groups or GROUPS, mount or MOUNT):
+        with suppress(OSError, ValueError):
+            total = min(total, int((group / limit).read_text()))
+    return total
+
+
+def _groups(groups: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of the process's control groups, with the names of their files (`CGROUP_FILES`)."""
     text = groups.read_text() if groups.is_file() else ""
     for kind, path in re.findall(r"^\d+:(memory|):/(.*)$", text, re.MULTILINE):
-        limit, usage, reclaimable = CGROUP_FILES[kind]
         root = mount / kind
         for group in (root / path, *(root / path).parents):  # a container may see its own group as the root
-            try:
-                most, used = int((group / limit).read_text()), int((group / usage).read_text())
-                unused = re.search(rf"^{reclaimable} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-                free = min(free, most - used + int(unused[1] if unused else 0))
-            except (OSError, ValueError):  # no such file, or "max"
-                continue
-    return max(free, 0)
+            yield group, CGROUP_FILES[kind]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

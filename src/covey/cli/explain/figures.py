@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
 from covey.cli.explain.run import ExplainedRun
 from covey.observability.findings import Finding
+from covey.runtime.process_memory import available_memory, total_memory
 from covey.sizing.memory import MemoryEstimate, ShardCounts, cache_bytes_per_token, readable
 from covey.sizing.step_cost import MACHINES, ModelSize, StepTimes, step_costs, step_times
 from covey.sizing.vllm_memory import DoesNotFit, EngineMemory, cpu_cache_bytes, utilization
@@ -46,7 +45,7 @@ def fit(run: ExplainedRun) -> Iterator[Finding]:
     needed, machine = run.memory, run.cluster.machine if run.cluster else None
     if needed is None:
         return
-    whole = int(MACHINES[machine].memory) if machine else run.gpu or psutil.virtual_memory().total
+    whole = int(MACHINES[machine].memory) if machine else run.gpu or total_memory()
     if needed.peak < 0.9 * whole:
         return
     fix = "Take a smaller model, train an adapter (peft), or shard the run over more GPUs."
@@ -76,8 +75,6 @@ def _smaller(args: Any) -> Iterator[dict[str, Any]]:
     if args.max_concurrent_completions > 8:
         yield {"max_concurrent_completions": 8}
     yield {"logprob_chunk_size": 256, "max_tokens_per_micro_batch": 1024}
-    if (args.max_completion_length or 2**20) > 1024:
-        yield {"max_completion_length": 1024}
 
 
 def _recomputation(m: MemoryEstimate) -> str:
@@ -119,7 +116,7 @@ def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:
 def _colocated_vllm(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory) -> Iterator[str]:
     args = run.args
     if run.gpu is None and run.device == "cpu":
-        cache = cpu_cache_bytes(engine, psutil.virtual_memory().available)
+        cache = cpu_cache_bytes(engine, available_memory())
         yield f"""vLLM adds a copy of the weights ({readable(engine.weights)}) and, on this CPU, a cache of
         {readable(cache)}: all completions at once need {readable(engine.cache)}, and it takes a quarter of the free
         memory at most. VLLM_CPU_KVCACHE_SPACE=<GiB> in the environment sets it. For a GPU of another machine, give

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from covey.policy.adapters import active_adapter, base_model, has_adapter, why_n
 from covey.policy.loading import end_token_ids
 from covey.policy.sharded_tensors import original_class
 from covey.rollout.vision import Vision
+from covey.runtime.process_memory import available_memory
 from covey.sizing import memory, vllm_memory
 from covey.trainer.engine_check.parity import AUTOCAST
 
@@ -123,7 +123,7 @@ def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> di
     estimate = memory.estimate_of(args, model)  # as `covey explain` does, with the parameters of the loaded model
     engine = vllm_memory.engine_memory(estimate, base_model(model).config, args)
     if on_cpu:
-        return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, psutil.virtual_memory().available)}
+        return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, available_memory())}
     gpu = torch.cuda.get_device_properties(device).total_memory
     return {"gpu_memory_utilization": vllm_memory.utilization(estimate, engine, args, gpu)[0]}
 
