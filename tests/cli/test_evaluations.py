@@ -82,8 +82,8 @@ def test_eval_of_a_trained_model_keeps_those_of_the_untrained(folder, tiny_folde
     settings |= {"eval_dataset": "rows.jsonl", "max_completion_length": 4, "use_cpu": True}
     (folder / "run.json").write_text(json.dumps(settings))
     assert main(["eval", "run.json"]) == 0 and main(["eval", "run.json", "--model", str(trained)]) == 0
-    files = sorted(path.name for path in (folder / "out" / "evaluations").iterdir())
-    assert files == ["eval_00000.parquet", "eval_00020.parquet"]
+    names = {place: [path.name for path in (folder / place / "evaluations").iterdir()] for place in ("out", "trained")}
+    assert names == {"out": ["eval_00000.parquet"], "trained": ["eval_00020.parquet"]}
 
 
 def test_the_report_of_a_run_has_estimates_and_intervals():

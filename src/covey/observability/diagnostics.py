@@ -151,8 +151,8 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
 
 def _mean(logs: Sequence[Log], name: str) -> float:
     """Mean of a metric over logs; NaN if one of them lacks it."""
-    values = [log.get(name) for log in logs]
-    return fmean(value for value in values if value is not None) if values and None not in values else math.nan
+    values = [log[name] for log in logs if log.get(name) is not None]
+    return fmean(values) if values and len(values) == len(logs) else math.nan
 
 
 def _steps(logs: Sequence[Log]) -> str:
@@ -230,8 +230,8 @@ def _lost(logs: Sequence[Log]) -> Finding | None:
     """Equal rewards, as low as any, after higher ones that differed."""
     end, earlier = logs[-STREAK:], logs[:-STREAK]
     rewards = [log["reward"] for log in earlier if log.get("reward") is not None]
-    last = [log.get("reward") for log in end]
-    if not rewards or None in last or any(log.get("frac_reward_zero_std") != 1 for log in end):
+    last = [log["reward"] for log in end if log.get("reward") is not None]
+    if not rewards or len(last) < len(end) or any(log.get("frac_reward_zero_std") != 1 for log in end):
         return None
     peak, lowest = max(rewards), min(last)
     had_signal = any(log.get("frac_reward_zero_std", 1) < 1 for log in earlier)
