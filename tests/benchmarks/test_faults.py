@@ -29,7 +29,8 @@ def test_a_repair_changes_the_run():
 
 
 def test_runs_are_read_by_the_command(tmp_path, monkeypatch):
-    from covey.cli.config_file import RUN_KEYS, load_run
+    from covey.cli.config_file import load_run
+    from covey.cli.run_file import RUN_KEYS
 
     monkeypatch.chdir(tmp_path)
     distinct = {}  # by their fields of the config, of which each combination is read once

@@ -111,6 +111,7 @@ def test_a_reader_that_is_gone_at_once_ends_no_run(failing, monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setitem(command.COMMANDS, "grpo", command.COMMANDS["warn"])
+    monkeypatch.setattr("covey.cli.early.answer", lambda name, argv: None)
     monkeypatch.setattr(sys, "stdout", Gone())
     with pytest.warns(UserWarning, match="mind"):
         assert command._run("grpo", ["run.yaml"]) == 0

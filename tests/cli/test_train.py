@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from covey import __version__
-from covey.cli.config_file import RUN_KEYS, config_of
+from covey.cli.config_file import config_of
 from covey.cli.main import main
-from covey.cli.train import adapter, build_trainer, help_text, read_run, rewards, take_config, train
+from covey.cli.run_file import RUN_KEYS, take_config
+from covey.cli.run_help import help_text
+from covey.cli.train import adapter, build_trainer, read_run, rewards, train
 from covey.trainer.checkpoint import resume_from
 
 ACTING = '''

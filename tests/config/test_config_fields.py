@@ -208,7 +208,7 @@ def test_upper_clip_range_falls_back_to_epsilon(loss, given, resolved):
 
 @pytest.mark.parametrize("able", [True, False])
 def test_bf16_follows_the_hardware_and_works_either_way(monkeypatch, able):
-    monkeypatch.setattr(hardware.torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: able)
     args = GRPOConfig()
     assert args.bf16 is able

@@ -11,7 +11,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from covey.cli import serving
 from covey.cli.config_file import load_run
 from covey.cli.launch import launch_command
-from covey.cli.train import take_config
+from covey.cli.run_file import take_config
 from covey.cli.vllm_serve import VLLM
 
 ROOT = Path(__file__).resolve().parents[2]

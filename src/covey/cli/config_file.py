@@ -1,9 +1,8 @@
-"""A run as a file: a YAML or JSON mapping of config fields plus `RUN_KEYS`, and the flags that override it."""
+"""A run as a config: the values of a run file and of the flags that override it, in the types of their fields."""
 
 import argparse
 import ast
 import dataclasses
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,63 +10,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
+from covey.cli.run_file import (
+    LISTS,
+    MAPPINGS,
+    OTHER_NAMES,
+    RUN_KEYS,
+    SCRIPT_FLAGS,
+    TEXTS,
+    FlagParser,
+    read_mapping,
+    refuse_unknown,
+    yaml_value,
+)
 from covey.config.algebra import planning_for
-from covey.config.aliases import ALIASES, Alias, check_estimator, hint
-from covey.config.base import OnlineConfig, unique
+from covey.config.aliases import ALIASES, Alias, check_estimator
+from covey.config.base import OnlineConfig
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
-from covey.runtime.files import read_text
-
-RUN_KEYS = {
-    "method": "`grpo` or `rloo`.",
-    "model": "The model to train: a hub id or a folder.",
-    "dataset": "Training prompts: a hub id, a json, jsonl, parquet or csv file, or a function without arguments that "
-    "returns rows or a Dataset, as path/to/file.py:name.",
-    "dataset_split": "Split of the dataset to train on; a part of one as in `train[100:]`.",
-    "columns": "Columns of the datasets to rename, as in {question: prompt, answer: solution}.",
-    "system_prompt": "A system message before each prompt that has none; prompts of text become messages.",
-    "eval_dataset": "Evaluation prompts, given like `dataset`, or a mapping of names to such or suites with sampling "
-    "of their own, as in {hard: {dataset: hard.jsonl, num_generations: 8, pass_at: 8}}. Without it, no evaluation.",
-    "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
-    "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
-    "rollout_func": "A function that runs rollouts in place of the built-in loop, named like a tool.",
-    "environment_factory": "A factory of the environments that rollouts act in, named like a tool, or a mapping of "
-    "names to such. With `max_steps` it needs no dataset.",
-    "agent": "A program that plays each rollout, as a command, or a function named like a tool: what it asks of "
-    "OPENAI_BASE_URL or ANTHROPIC_BASE_URL is sampled from the policy. With `max_steps` it needs no dataset.",
-    "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
-    "quantization": "Store the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
-    "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",
-}
-"""Keys of a run file in addition to config fields."""
-
-_LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("columns", "peft", "quantization")  # keys that take several values
-_TEXTS = ("method", "model", "dataset", "dataset_split", "system_prompt")
-
-_OTHER_NAMES = {
-    "model_name_or_path": "model",
-    "dataset_name": "dataset",
-    "dataset_train_split": "dataset_split",
-    "peft_config": "peft",
-    "quantization_config": "quantization",
-    "resume": "resume_from_checkpoint",
-}
-
-_SCRIPT_FLAGS = {
-    "peft": {
-        **{f"lora_{key}": key for key in ("r", "target_modules", "target_parameters", "task_type", "modules_to_save")},
-        **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
-    },
-    "model_init_kwargs": {"dtype": "dtype", "model_revision": "revision", "attn_implementation": "attn_implementation"},
-    "quantization": {
-        **{name: name for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage")},
-        "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
-    },
-}
-"""Flags of TRL's example scripts, by the mapping that they belong to and their name there."""
 
 
 @dataclasses.dataclass
@@ -122,28 +83,25 @@ def load_run(
     An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
-    for other, name in _OTHER_NAMES.items():
+    for other, name in OTHER_NAMES.items():
         if other in read and read.get(name, read[other]) != read[other]:
             raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
     flags = parse_flags(overrides)
     given = {_new_name(name) for name in flags}
     read = {name: value for name, value in read.items() if _new_name(name) not in given}  # a flag wins
-    values = {**{_OTHER_NAMES.get(name, name): value for name, value in read.items()}, **flags}
+    values = {**{OTHER_NAMES.get(name, name): value for name, value in read.items()}, **flags}
     _read_script_flags(values)
-    for name in _TEXTS:
+    for name in TEXTS:
         if not isinstance(values.get(name), str | None):
             raise ValueError(f"{name}={values[name]!r} must be text, not a {type(values[name]).__name__}.")
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
-    known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
-    if unknown := [name for name in values if name not in known]:
-        kind = f"no setting of a {method.upper()} run"
-        raise TypeError(" ".join(f"`{name}` is {kind}{hint(name, known)}" for name in unknown))
+    refuse_unknown(values, method, [field.name for field in dataclasses.fields(config_class)])
     with planning_for(world_size, gpu):
         args = config_class(**typed(values, config_class))
-    run |= {name: _as_list(run.get(name) or []) for name in _LISTS}
-    run |= {name: _as_mapping(name, run.get(name)) for name in _MAPPINGS}
+    run |= {name: _as_list(run.get(name) or []) for name in LISTS}
+    run |= {name: _as_mapping(name, run.get(name)) for name in MAPPINGS}
     run["peft"] = run["peft"] and _with_lists(run["peft"])
     run["dataset_split"] = run.get("dataset_split") or "train"
     return RunConfig(args, method, **run)
@@ -151,7 +109,7 @@ def load_run(
 
 def _new_name(name: str) -> str:
     alias = ALIASES.get(name)
-    return _OTHER_NAMES.get(name) or (alias and alias.new) or name
+    return OTHER_NAMES.get(name) or (alias and alias.new) or name
 
 
 def parts_of_record(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,72 +137,17 @@ def config_of(method: str) -> type[OnlineConfig]:
     return classes[method]
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no run file {str(path)!r}.")
-    text, is_json = read_text(path), path.suffix == ".json"
-    try:
-        values = json.loads(text, object_pairs_hook=unique) if is_json else yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
-    if others := [key for key in values if not isinstance(key, str)]:
-        raise ValueError(f"{path} has a key {others[0]!r}, but names of settings are text: put it in quotes.")
-    return values
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that refuses a key given twice, of which PyYAML would take the last, and numbers of base 8 or 60."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines:
-                raise yaml.YAMLError(f"`{name}` is in line {lines[name]} and in line {line}. Leave one out.")
-            lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
-def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    value = loader.construct_yaml_int(node)
-    if re.match(r"[-+]?0\d|.*:", node.value):
-        line = node.start_mark.line + 1
-        raise yaml.YAMLError(f"{node.value} in line {line} would be {value} in YAML. Write a plain number, or quotes.")
-    return value
-
-
-_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
-
-
-def yaml_value(text: str) -> Any:
-    """The value of a flag or a field, written as YAML; ValueError if it cannot be read."""
-    try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} cannot be read: {error}") from error
-
-
-class FlagParser(argparse.ArgumentParser):
-    """Argument parser whose errors are exceptions."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*", r"\1", message))  # the first spelling of a flag
-
-
 def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
     class Parser(FlagParser, HfArgumentParser):
         pass
 
     parser = Parser([config_class], add_help=False, allow_abbrev=False)  # type: ignore[list-item]
     for key, help in RUN_KEYS.items():
-        parser.add_argument(f"--{key}", nargs="+" if key in _LISTS else None, help=help)
-    for other, key in _OTHER_NAMES.items():
+        parser.add_argument(f"--{key}", nargs="+" if key in LISTS else None, help=help)
+    for other, key in OTHER_NAMES.items():
         parser.add_argument(f"--{other}", dest=key, help=argparse.SUPPRESS)
     fields = {field.name for field in dataclasses.fields(config_class)}
-    for flag in ["use_peft", *(name for names in _SCRIPT_FLAGS.values() for name in names)]:
+    for flag in ["use_peft", *(name for names in SCRIPT_FLAGS.values() for name in names)]:
         parser.add_argument(f"--{flag}", nargs="*", type=yaml_value, help=argparse.SUPPRESS)
     for flag in ("dataset_config", "reward_model_name_or_path"):
         parser.add_argument(f"--{flag}", help=argparse.SUPPRESS)
@@ -296,7 +199,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
 def _read_script_flags(values: dict[str, Any]) -> None:
     """Replace flags of TRL's example scripts by keys of a run, with the scripts' defaults for adapters."""
     adapts = values.pop("use_peft", False) not in (False, [False])
-    for key, names in _SCRIPT_FLAGS.items():
+    for key, names in SCRIPT_FLAGS.items():
         found: dict[str, Any] = {}
         defaults: dict[str, Any] = {}
         for old, new in names.items():

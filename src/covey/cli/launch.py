@@ -11,13 +11,10 @@ from types import FrameType
 
 import psutil  # which accelerate requires
 
-from covey.cli.config_file import FlagParser
+from covey.cli.run_file import LAUNCH_FLAGS, FlagParser
 from covey.config.hardware import require_deepspeed
 from covey.config.messages import closest
 from covey.runtime.files import read_text, shipped
-
-FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
-"""Flags that choose processes and machines, by their names in `accelerate launch`."""
 
 
 def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
@@ -40,13 +37,13 @@ def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
 def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
     """The launcher's command, which runs this one without these flags; None without `--accelerate_config`."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
-    for name in ("accelerate_config", *FLAGS):
+    for name in ("accelerate_config", *LAUNCH_FLAGS):
         parser.add_argument(f"--{name}")
     found, rest = parser.parse_known_args(argv)
     if found.accelerate_config is None:
         return None
     command = [sys.executable, "-m", "covey.cli.launch", "--config_file", str(find_config(found.accelerate_config))]
-    for name in FLAGS:
+    for name in LAUNCH_FLAGS:
         if getattr(found, name) is not None:
             command += [f"--{name}", getattr(found, name)]
     return [*command, "--module", "covey.cli.main", method, *rest]

@@ -108,6 +108,10 @@ def _run(name: str, arguments: list[str]) -> int:
         from covey.config.messages import closest
 
         raise ValueError(f"there is no command {name!r}; there are: {', '.join(COMMANDS)}.{closest(name, COMMANDS)}")
+    from covey.cli.early import answer
+
+    if (status := answer(name, arguments)) is not None:
+        return status
     module, function, _ = COMMANDS[name]
     launched = "LOCAL_RANK" in os.environ
     if not launched:

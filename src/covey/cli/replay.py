@@ -5,7 +5,6 @@ learning rate or filter would have learned from the same samples. No engine runs
 The exit status is 1 if no setting was changed and a step or the weights differ.
 """
 
-import argparse
 import filecmp
 import math
 import shlex
@@ -15,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, TrainerCallback
 
-from covey.cli import train
+from covey.cli import parsers, train
 from covey.cli.config_file import parse_flags, parts_of_record, settings_of
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
@@ -43,10 +42,7 @@ class StopAfter(TrainerCallback):
 
 @without_bars()
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="covey replay", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run; --field value changes a setting")
-    parser.add_argument("--steps", metavar="A:B", help="only these, from a checkpoint of step A - 1 (all)")
-    given, flags = parser.parse_known_args(launch_if_asked("replay", argv))
+    given, flags = parsers.replay().parse_known_args(launch_if_asked("replay", argv))
     described = read_run(given.run)
     recorded = max(map(number_of, files(given.run / FOLDER, kind="update")), default=0)
     if not recorded:

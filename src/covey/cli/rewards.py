@@ -3,7 +3,6 @@
 Rows have `prompt`, `completion` and the columns that the function asks for. The exit status is 1 if something is wrong.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -15,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from covey.cli import parsers
 from covey.core.records import FinishReason, Rollout
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
 from covey.rewards.contract import MissingArgument
@@ -25,15 +25,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="covey rewards", description=__doc__)
-    parser.add_argument("command", choices=["test"])
-    parser.add_argument("function", help="path/to/file.py:function, module:function or a built-in name")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--completions", type=Path, metavar="FILE", help="JSON lines")
-    source.add_argument("--run", type=Path, metavar="FOLDER", help="output_dir of a run that logged completions")
-    parser.add_argument("--limit", type=int, default=64, help="number of completions to use (64)")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for a call (30)")
-    given = parser.parse_args(list(argv))
+    given = parsers.rewards().parse_args(list(argv))
     if given.limit < 1:
         raise ValueError(f"--limit {given.limit} leaves no completions: give a number of at least 1.")
     rows = (_logged(given.run) if given.run else _lines(given.completions))[: given.limit]

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from covey.cli.config_file import RUN_KEYS, FlagParser, config_of, read_mapping, typed
+from covey.cli.run_file import RUN_KEYS, FlagParser, read_mapping
 from covey.config.aliases import ALIASES, hint
 from covey.config.messages import closest
 from covey.study.commands import KINDS, Command, read_state, send
@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def train(values: dict[str, Any], resume: bool = False) -> str:
     """Train the study of a file; returns its table."""
+    from covey.cli.config_file import config_of, typed
     from covey.cli.data import load_rows
     from covey.cli.train import parts_of, read_run, rewards
     from covey.study.plan import KEYS, halving_of, refuse_unknown, variants_of
@@ -96,6 +97,8 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:
     """Settings written as field=value."""
+    from covey.cli.config_file import config_of, typed
+
     changes = {}
     for word in words:
         field, equals, value = word.partition("=")

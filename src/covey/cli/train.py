@@ -1,42 +1,30 @@
 """`covey grpo`, `covey rloo` and `covey eval`: a run file and flags in; a trained model, curves and a report out."""
 
-import dataclasses
 import functools
 import inspect
 import json
 import os
 import shlex
-import textwrap
 import traceback
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers import BitsAndBytesConfig
 
-from covey.cli.config_file import RUN_KEYS, FlagParser, RunConfig, config_of, load_run, parse_flags
+from covey.cli.config_file import RunConfig, load_run, parse_flags
 from covey.cli.launch import launch_if_asked
+from covey.cli.run_file import RUN_KEYS, take_config
 from covey.observability.record_files import FOLDER
 from covey.rewards import resolve_reward
 from covey.runtime.import_path import FORMS, is_reference, resolve
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
 
-WIDTH = 100
-INDENT = " " * 6
-
 
 def main(method: str, argv: Sequence[str]) -> int:
-    if not argv:
-        print(f"usage: covey {method} --config run.yaml [--field value ...]")
-        print(f"`covey {method} -h` lists every setting, and `covey {method} --help` describes them all.")
-        return 2
-    if "-h" in argv or "--help" in argv:
-        print(help_text(method, everything="--help" in argv))
-        return 0
     path, flags = take_config(launch_if_asked(method, argv))
     train(read_run(path, flags, method))
     return 0
@@ -48,12 +36,6 @@ rloo = functools.partial(main, "rloo")
 
 @without_bars()
 def evaluate(argv: Sequence[str]) -> int:
-    if not argv or "-h" in argv or "--help" in argv:
-        print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
-        print("Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.")
-        print("Prints every estimate, and writes evaluation.json and evaluations/ into output_dir; of another model")
-        print("than the file's beside that model.")
-        return 0 if argv else 2
     path, flags = take_config(list(argv))
     run = read_run(path, evaluated_in(flags), None, needed=("model", "eval_dataset"))
     if run.args.process_index == 0:
@@ -83,16 +65,6 @@ def step_of(model: Any) -> int:
     with suppress(OSError, ValueError, KeyError, TypeError):  # another library's file, or none
         return int(json.loads((Path(str(model)) / "trainer_state.json").read_text())["global_step"])
     return 0
-
-
-def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The run file, given as `--config FILE` or as the first word, and the other flags."""
-    if argv and not argv[0].startswith("-"):
-        return argv[0], argv[1:]
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    found, rest = parser.parse_known_args(argv)
-    return found.config, rest
 
 
 def read_run(
@@ -242,63 +214,3 @@ def quantisation(settings: dict[str, Any] | None) -> Any:
         return BitsAndBytesConfig(**settings)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"quantization={settings!r}: {error}. See transformers.BitsAndBytesConfig.") from error
-
-
-def help_text(method: str, everything: bool = False) -> str:
-    """Text of `-h`; with `everything`, also a description of every setting inherited from transformers."""
-    config_class = config_of(method)
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    parts = [[_introduction(method)], ["The run", *(_entry(key, "", text) for key, text in RUN_KEYS.items())]]
-    listed: set[str] = set()
-    for group in config_class.__mro__:
-        names = [name for name in inspect.get_annotations(group) if name in fields and name not in listed]
-        if group is TrainingArguments and not everything:
-            title = "Settings of transformers.TrainingArguments (described with --help)"
-            parts.append([title, textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ")])
-        elif names:
-            title = (inspect.getdoc(group) or group.__name__).splitlines()[0]
-            if group is TrainingArguments:
-                title = "Settings of transformers.TrainingArguments"
-            parts.append([title, *(_field(fields[name]) for name in names)])
-        listed.update(names)
-    return "\n\n".join("\n".join(part) for part in parts)
-
-
-def _introduction(method: str) -> str:
-    return textwrap.dedent(f"""\
-        usage: covey {method} --config run.yaml [--field value ...]
-
-        Train a model. The run file is YAML or JSON and holds any of the settings below; a flag wins over
-        the file. Results go to `output_dir`: the model, curves.png, summary.html and completions/.
-
-        example run.yaml:
-          model: HuggingFaceTB/SmolLM2-135M-Instruct
-          dataset: questions.jsonl            # a column `prompt`; the others go to the reward functions
-          reward_funcs: [numeric_match_reward, "rewards.py:brief"]
-          output_dir: runs/first
-          per_device_train_batch_size: 16
-          num_generations: 8
-          learning_rate: 1e-6
-
-        `covey explain run.yaml` explains what it will do. On several processes:
-          covey {method} --config run.yaml --accelerate_config fsdp2 --num_processes 8
-        with one of cpu_2proc, multi_gpu, fsdp2, zero1, zero2, zero3, or an accelerate config of your own.""")
-
-
-def _field(field: dataclasses.Field) -> str:
-    default = field.default if field.default is not dataclasses.MISSING else None
-    shown = "unset" if default is None else repr(default)
-    return _entry(field.name, f"{type_name(field.type)}, {shown}", field.metadata.get("help", ""))
-
-
-def _entry(name: str, details: str, text: str) -> str:
-    head = f"  --{name}" + (f"  ({details})" if details else "")
-    body = textwrap.fill(text.replace("%%", "%"), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
-    return f"{head}\n{body}" if text else head
-
-
-def type_name(annotation: Any) -> str:
-    """A type as a user would write it, without None: `list` for `list[str] | None`."""
-    union = get_origin(annotation) in (types.UnionType, typing.Union)
-    parts = [part for part in get_args(annotation) if part is not type(None)] if union else [annotation]
-    return " | ".join(dict.fromkeys(getattr(get_origin(part) or part, "__name__", str(part)) for part in parts))

@@ -26,6 +26,7 @@ from covey.config.hardware import (
     multiplies_bf16,
     require_deepspeed,
 )
+from covey.runtime.files import unique
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import is_secret, without_secrets
 
@@ -298,14 +299,6 @@ def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> 
         return value
     shown = repr(without_secrets(value))
     raise ValueError(f"{name}={shown} must be a dict, or JSON text of one, but is a {type(value).__name__}.")
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ValueError for a name that is there twice, of which Python would take the last."""
-    names = [name for name, _ in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"`{twice}` is there twice. Leave one out.")
-    return dict(pairs)
 
 
 def as_urls(name: str, value: str | list[str] | None) -> str | None:

@@ -7,9 +7,6 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-import torch
-from transformers.utils import is_torch_bf16_gpu_available
-
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What launchers set in the environment of each process."""
 ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})
@@ -17,6 +14,8 @@ ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE
 
 
 def has_accelerator() -> bool:
+    import torch
+
     return torch.accelerator.is_available()
 
 
@@ -27,6 +26,8 @@ def launched() -> bool:
 
 def announce_meeting(use_cpu: bool) -> None:
     """Say on stderr that this process waits for others, unless torchrun starts them: the variables may be left over."""
+    import torch
+
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     leave = f"For a run of one process: unset {' '.join(given)}"
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -64,6 +65,8 @@ def _listed(given: dict[str, str]) -> str:
 
 def meet_on_cpu(seconds: int, backend: str | None = None) -> None:
     """Join the other processes of a run on CPUs; transformers passes a time limit for that on GPUs only."""
+    import torch
+
     named = {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if not named or os.environ["WORLD_SIZE"] == "1" or torch.distributed.is_initialized():
         return
@@ -95,12 +98,16 @@ def by_fsdp() -> bool:
 
 def multiplies_bf16(use_cpu: bool = False) -> bool:
     """True for CUDA GPUs since Ampere, accelerators that report it, and CPUs with AMX or AVX512-BF16; else emulated."""
+    import torch
+
     if use_cpu or not has_accelerator():
         return cpu_multiplies_bf16()
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.backends.mps.is_available():
         return False  # emulated by Metal on the chips that lack it
+    from transformers.utils import is_torch_bf16_gpu_available
+
     return bool(is_torch_bf16_gpu_available())
 
 

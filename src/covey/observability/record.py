@@ -9,11 +9,10 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from covey.observability.record_files import (
 )
 from covey.observability.updates import UpdateLog, vocabulary_of
 from covey.runtime.files import written_whole
+from covey.runtime.packages import versions
 from covey.runtime.user_code import format_error
 
 LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sglang")
@@ -321,15 +321,6 @@ def _memory() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return int(psutil.Process().memory_info().rss)
-
-
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
-    found = {}
-    for name in packages:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _known(values: torch.Tensor) -> list[float | None]:

@@ -15,6 +15,7 @@ from covey.core.refusal import Refusal
 from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
 from covey.policy.quantization import check_installed, keep_gradients, quantization_method, warn_about_unquantized
 from covey.policy.sharded_tensors import full_shape
+from covey.runtime.hub import look_up
 from covey.runtime.safe_text import without_secrets
 
 OWN_VOCABULARY = 0.5
@@ -94,6 +95,8 @@ def _from_pretrained(
     check_quantization: Callable[[Any], None],
 ) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
+    if not look_up(name, **_asked(kwargs)):
+        kwargs["local_files_only"] = True  # else each request is repeated for half a minute
     try:
         config = kwargs.get("config") or AutoConfig.from_pretrained(name, **_location(kwargs))
     except (OSError, ValueError, TypeError, KeyError):
@@ -135,6 +138,10 @@ def _location(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
 
 
+def _asked(location: dict[str, Any]) -> dict[str, Any]:
+    return {name: location[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in location}
+
+
 def sees_images(config: Any) -> bool:
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
 
@@ -165,11 +172,9 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
             f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {reason} Give the"
             " folder of a model that AutoModelForCausalLM loads, and arguments that it takes."
         )
-    if name.startswith((".", "/", "~")) or os.path.exists(name):
-        return f"model={name!r}: there is no such folder. Give the folder that holds config.json, or a hub id."
     return (
-        f"model={name!r} is no folder here, and as a hub id it could not be loaded: {reason} Check the spelling;"
-        " without a network, give a folder or a model that was downloaded before."
+        f"model={name!r} is no folder here, and as a hub id it could not be loaded: {reason} Check its revision and its"
+        " files on the hub; without a network, give a folder."
     )
 
 
@@ -278,6 +283,8 @@ def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
         )
     what = "processor" if sees_images(model.config) else "tokenizer"
     try:
+        if not look_up(name, setting=what, **_asked(location)):
+            location = {**location, "local_files_only": True}
         auto_class: Any = AutoProcessor if what == "processor" else AutoTokenizer
         return auto_class.from_pretrained(name, **location)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:

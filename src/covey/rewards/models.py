@@ -10,6 +10,7 @@ from covey.rewards.contract import RewardError
 from covey.rewards.functions import Log, RewardBatch
 from covey.rewards.text import completion_text
 from covey.runtime.deadlines import LateCalls
+from covey.runtime.hub import NotFound, look_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,12 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
 
     if model_id in covey.rewards.__all__:
         raise RewardError(f"{model_id!r} names no model: pass the function, `covey.rewards.{model_id}`.")
+    asked = {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
+    try:
+        if not look_up(model_id, setting="reward model", **asked):
+            init_kwargs = {**init_kwargs, "local_files_only": True}
+    except NotFound as error:
+        raise RewardError(f"{error} A reward function is passed as an object, or by its import path.") from error
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             model_id, **{"num_labels": 1, **init_kwargs}, output_loading_info=True

@@ -94,6 +94,14 @@ def _checksum(path: Path, start: int) -> int:
     return value
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError for a name that is there twice, of which Python would take the last."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"`{twice}` is there twice. Leave one out.")
+    return dict(pairs)
+
+
 def read_text(path: Path) -> str:
     """The text of a file that a user wrote; ValueError if it is not in UTF-8."""
     try:

@@ -1,5 +1,6 @@
 """Import paths of functions on command lines: `path/to/file.py:name`, `module:name` or `module.name`."""
 
+import difflib
 import functools
 import importlib
 import os
@@ -39,10 +40,7 @@ def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -
         raise ValueError(f"{kind} {text!r} names no function. Write {forms}.")
     source, _, attribute = text.rpartition(":" if ":" in text else ".")
     if ":" in text and source.endswith(".py"):
-        path = Path(source).resolve()
-        if not path.is_file():
-            raise ValueError(f"{kind} file {str(path)!r} does not exist.")
-        module = _load_file(path)
+        module = _load_file(check_file(source, kind))
     else:
         module = _import(source, f"{kind} {text!r}", forms)
     try:
@@ -56,6 +54,17 @@ def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -
     reason = "is not callable" if found is not None else "does not exist"
     there = ", ".join(names_of_functions(module)[:30]) or "no functions"
     raise ValueError(f"{kind} {text!r}: {attribute!r} {reason}. There: {there}.")
+
+
+def check_file(source: str, kind: str) -> Path:
+    """The whole path of a Python file; ValueError where there is none, with the closest name in its folder."""
+    path = Path(source).resolve()
+    if not path.is_file():
+        there = [entry.name for entry in path.parent.glob("*.py")]
+        close = difflib.get_close_matches(path.name, there, n=1)
+        proposal = f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+        raise ValueError(f"{kind} file {str(path)!r} does not exist.{proposal}")
+    return path
 
 
 def _is_dotted(text: str) -> bool:

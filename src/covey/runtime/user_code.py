@@ -12,9 +12,6 @@ from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from covey.runtime.safe_text import printable, without_secrets
 
 T = TypeVar("T")
@@ -105,7 +102,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
 # ---- data that users' code is given or returns -----------------------------------------------------------------------
 
 ATOMS = frozenset({int, float, bool, str, bytes, complex, NoneType})
-SAVEABLE = (NoneType, bool, int, float, str, Tensor)
+SAVEABLE = (NoneType, bool, int, float, str)  # and tensors
 
 
 class PlainCopies:
@@ -139,12 +136,14 @@ class PlainCopies:
 
 def unsaveable_part(value: Any, name: str) -> str | None:
     """The first part of a value that no checkpoint, loaded without running code, can hold; None if there is none."""
-    kind = type(value)
-    if kind in SAVEABLE:
+    from torch import Tensor
+
+    kind, saveable = type(value), (*SAVEABLE, Tensor)
+    if kind in saveable:
         return None
     if kind is dict:
         for key in value:
-            if type(key) not in SAVEABLE:
+            if type(key) not in saveable:
                 return f"a key of {name} is a {type(key).__name__}"
         items = value.items()
     elif kind in (list, tuple, set):
@@ -184,6 +183,8 @@ def preserve_process_state() -> Iterator[None]:
 
 def _state() -> dict[str, Any]:
     """Values by name; None where there is none."""
+    import torch
+
     folder, streams = None, []
     with suppress(OSError):  # it was deleted
         folder = os.getcwd()
@@ -219,12 +220,27 @@ def _fill_streams(were_open: list[int]) -> None:
                 os.close(opened)
 
 
+def _set_default_device(device: Any) -> None:
+    import torch
+
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _of_torch(name: str) -> Callable[[Any], Any]:
+    def restore(value: Any) -> None:
+        import torch
+
+        getattr(torch, name)(value)
+
+    return restore
+
+
 _RESTORE: dict[str, Callable[[Any], Any]] = {
     "the working directory": os.chdir,
     "the handling of SIGINT and SIGTERM": _set_stop_handlers,
     "the set of open standard streams": _fill_streams,
-    "torch's default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-    "torch's default dtype": torch.set_default_dtype,
-    "torch's number of threads": torch.set_num_threads,
-    "torch's gradient mode": torch.set_grad_enabled,
+    "torch's default device": _set_default_device,
+    "torch's default dtype": _of_torch("set_default_dtype"),
+    "torch's number of threads": _of_torch("set_num_threads"),
+    "torch's gradient mode": _of_torch("set_grad_enabled"),
 }

@@ -4,7 +4,6 @@ The exit status is 0 if everything was examined and no finding is an error, 1 if
 examined, 2 if nothing can be. A run's folder is read and not written to, except by --write.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -14,13 +13,15 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from covey.cli import parsers
 from covey.cli.config_file import RunConfig
 from covey.cli.doctor import columns, completions, learning, prompts, recorded, rewards
 from covey.cli.doctor.completions import FAMILIES, with_template
 from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
-from covey.cli.train import build_trainer, read_run, take_config
+from covey.cli.run_file import take_config
+from covey.cli.train import build_trainer, read_run
 from covey.core.refusal import Refusal
 from covey.observability.dashboard import duration
 from covey.observability.findings import Finding, ranked, write_findings
@@ -78,12 +79,7 @@ UNTOUCHED = ("--report_to", "none", "--record", "off", "--push_to_hub", "false")
 
 @without_bars()
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="covey doctor", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run file with any of its settings (--field value), or output_dir")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("--seconds", type=float, default=75.0, help="for experiments (75)")
-    parser.add_argument("--write", action="store_true", help="write findings into the record, for `covey view`")
-    given, flags = parser.parse_known_args(list(argv))
+    given, flags = parsers.doctor().parse_known_args(list(argv))
     summary: dict[str, Any] = {}
     recorded_run = Path(given.run) if Path(given.run).is_dir() else None
     if recorded_run is not None:

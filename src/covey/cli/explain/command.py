@@ -4,37 +4,25 @@ import argparse
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import yaml
 
-from covey.cli.config_file import FlagParser
-from covey.cli.data import evaluation_sets
 from covey.cli.explain import figures, sections
+from covey.cli.explain.flags import flag_parser
 from covey.cli.explain.run import Cluster, ExplainedRun, check_start, gpu_bytes, model_plan
 from covey.cli.launch import find_config
-from covey.cli.train import read_run, take_config
-from covey.config.messages import closest
+from covey.cli.run_file import evaluation_sets, take_config
+from covey.cli.train import read_run
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, SHARDED, ShardCounts
-from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import GIB
 from covey.trainer.evaluation.suites import suite_of
-
-USAGE = """covey explain [--config] CONFIG [--field value ...] [flags below, with dashes or underscores]
-
-Explain a run, given as a file and any of its settings: batches, updates, loss, tokens, memory and communication;
-run the trainer's own checks; show the first prompt as the model reads it, the lengths of prompts, and the
-rewards of two completions. The exit status is 2 if the run would not start."""
 
 
 @without_bars()
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(flag_parser().format_help())
-        return 0 if argv else 2
     path, argv = take_config(argv)
     flags, settings = take_flags(argv)
     planned_gpu = flags.gpu is not None or flags.gpu_memory is not None
@@ -115,24 +103,6 @@ def evaluation(run: ExplainedRun) -> list[str]:
     return lines
 
 
-def flag_parser() -> argparse.ArgumentParser:
-    """Parser of the flags that are no settings of a run."""
-    parser = FlagParser(usage=USAGE, add_help=False, allow_abbrev=False)
-    add = parser.add_argument
-    counts: dict[str, Any] = {"type": _whole(1), "metavar": "N"}
-    add("--world_size", "--num_processes", **counts, help="explain it for N processes")
-    sharding = "how the model is sharded: multi_gpu, fsdp2, zero1, zero2, zero3, or a file; also gives the processes"
-    add("--accelerate_config", metavar="NAME", help=sharding)
-    add("--gpu", type=_machine, metavar="NAME", help="a100, h100 or h200: estimate the time of a step there")
-    add("--gpus_of_node", **counts, default=8, help="GPUs of one machine (8 if not given)")
-    tokens = "of a prompt, for tokens and memory (the longest of the data set, or 256 if that is unknown)"
-    add("--prompt_tokens", **counts, help=tokens)
-    add("--gpu_memory", **counts, help="GiB of a GPU, if the run has another than this machine")
-    add("--images", type=_whole(0), metavar="N", default=1, help="of a prompt, if the model sees images (1; 0: none)")
-    add("--image_size", type=_image_size, metavar="WxH", default=(512, 512), help="in pixels (512x512)")
-    return parser
-
-
 def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the flags that are no settings of a run, with the `cluster` they make, and return the other arguments."""
     spelled = [re.sub("(?<=[a-z])-", "_", word) if word.startswith("--") and "=" not in word else word for word in argv]
@@ -144,30 +114,6 @@ def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         found.world_size = found.world_size or processes
         found.cluster = Cluster(ShardCounts.of(sharding, found.world_size), found.gpu, found.gpus_of_node)
     return found, rest
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more.")
-        return int(text)
-
-    return parse
-
-
-def _image_size(text: str) -> tuple[int, int]:
-    sides = text.lower().split("x")
-    if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise argparse.ArgumentTypeError(f"{text!r} is not width x height in pixels, as in 640x480.")
-    return int(sides[0]), int(sides[1])
-
-
-def _machine(name: str) -> str:
-    if name in MACHINES:
-        return name
-    raise argparse.ArgumentTypeError(
-        f"{name!r} is not known; it is one of {', '.join(MACHINES)}.{closest(name, MACHINES)}"
-    )
 
 
 def sharding_of(config: str) -> tuple[str, int]:

@@ -15,7 +15,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor, TrainerState
 
 from covey.cli.config_file import RunConfig
-from covey.cli.data import evaluation_sets, is_function, is_local, load_evaluations, load_rows
+from covey.cli.data import load_evaluations, load_rows
+from covey.cli.run_file import evaluation_sets, is_function, is_local
 from covey.cli.train import agent_of, environments, named, quantisation, rewards
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig

@@ -18,7 +18,6 @@ from typing import Any
 
 from aiohttp import web
 
-from covey.cli.view import study
 from covey.cli.view.runs import RecordedRun
 from covey.cli.view.server import PAGE, application, script, serve
 from covey.runtime.files import written_whole
@@ -52,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
             webbrowser.open(address)
 
     def app() -> web.Application:
+        from covey.cli.view import study  # which imports torch
+
         return study.application(options.runs[0]) if is_study else application(runs)
 
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey import __version__
 from covey.observability.metric_docs import all_sets, metrics_of, with_interval
-from covey.observability.record import versions
+from covey.runtime.packages import versions
 
 TEMPLATE = Path(__file__).with_name("model_card.md")
 PAPERS: dict[str, tuple[str, str]] = {

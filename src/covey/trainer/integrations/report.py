@@ -28,11 +28,12 @@ from covey.observability.plots import plot_curves
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
+from covey.runtime.packages import versions
 from covey.runtime.safe_text import is_secret, without_secrets
 from covey.runtime.user_code import unwrap_partial
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.integrations.attributes import listed
-from covey.trainer.integrations.model_card import PACKAGES, PRIVATE, versions
+from covey.trainer.integrations.model_card import PACKAGES, PRIVATE
 
 SHOWN = 8  # pairs of completions in the page
 SHARE = 0.05  # of a run's time that pages may take

@@ -1,0 +1,109 @@
+"""Names of models and data sets on the Hugging Face hub: looked up once, without the libraries' retries of minutes."""
+
+import difflib
+import functools
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+SECONDS = 10.0  # for the one request
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+MARKS = {"model": ("config.json", "adapter_config.json"), "dataset": ()}
+"""Files that make a folder a model."""
+
+Kind = Literal["model", "dataset"]
+
+
+class NotFound(FileNotFoundError):
+    """A name that is neither a folder here nor a repository that can be had."""
+
+
+def look_up(name: str, kind: Kind = "model", *, setting: str = "model", **location: Any) -> bool:
+    """Make sure that a name can be loaded: a folder, a download, or a repository of the hub; False if only offline.
+
+    Args:
+        name: a hub id or the path of a folder.
+        setting: the setting that holds it, for the message.
+        location: `revision`, `token`, `cache_dir` and `local_files_only`, as `from_pretrained` takes them.
+
+    Raises:
+        NotFound: it is none of them, or the hub cannot be reached; one sentence, after one request at most.
+    """
+    if os.path.isdir(os.path.expanduser(name)):
+        return True
+    proposal = nearby(name, kind)
+    if looks_like_a_path(name):
+        folder = "the folder of a model, which holds config.json" if kind == "model" else "a data file or folder"
+        raise NotFound(f"{setting}={name!r}: there is no such folder.{proposal} Give {folder}, or a hub id.")
+    cached = is_cached(name, kind, location.get("cache_dir"))
+    if variable := next((one for one in OFFLINE if os.environ.get(one, "").upper() in ("1", "ON", "YES", "TRUE")), ""):
+        because = f"with {variable} set the hub is not asked"
+    elif location.get("local_files_only"):
+        because = "with local_files_only the hub is not asked"
+    else:
+        reason = _ask(name, kind, location.get("revision"), location.get("token"))
+        if reason is None:
+            return True
+        because, known_missing = reason
+        if known_missing and not cached:
+            raise NotFound(f"{setting}={name!r} is no folder here, and {because}.{proposal} Check the spelling.")
+    if cached:
+        return False
+    raise NotFound(
+        f"{setting}={name!r} is no folder here and was not downloaded before, and {because}.{proposal} Give a folder,"
+        " or the id of a download."
+    )
+
+
+def looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+
+
+def nearby(name: str, kind: Kind = "model") -> str:
+    """A sentence that proposes the folder here whose name is most like `name`; empty if none is."""
+    path = Path(name).expanduser()
+    marks = MARKS[kind]
+    try:
+        entries = [entry for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, sorted(entry.name for entry in entries), n=3)
+    proper = [one for one in close if not marks or any((path.parent / one / mark).exists() for mark in marks)]
+    if not proper:
+        return ""
+    found = str(path.parent / proper[0])
+    return f" Did you mean {found if os.sep in found else './' + found!s}?"
+
+
+def is_cached(name: str, kind: Kind, cache_dir: Any = None) -> bool:
+    """True if files of the repository were downloaded before."""
+    from huggingface_hub import constants
+
+    repository = name.partition(":")[0]
+    folder = f"{kind}s--" + repository.replace("/", "--")
+    caches = [cache for cache in (cache_dir, constants.HF_HUB_CACHE) if cache]
+    if any(Path(cache, folder, "snapshots").is_dir() for cache in caches):
+        return True
+    prepared = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets"))
+    return kind == "dataset" and Path(prepared, repository.replace("/", "___").lower()).is_dir()
+
+
+@functools.cache
+def _ask(name: str, kind: Kind, revision: str | None, token: Any) -> tuple[str, bool] | None:
+    """None where the hub has the repository or leaves it open; else the reason, and True if the hub denies it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().repo_info(name.partition(":")[0], repo_type=kind, revision=revision, timeout=SECONDS, token=token)
+    except GatedRepoError:
+        return None  # loading says how to get access
+    except RepositoryNotFoundError:
+        return f"the hub has no {kind} of this name (or it is private: `hf auth login`)", True
+    except HFValidationError:
+        return "it is no hub id, which is written owner/name", True
+    except HfHubHTTPError:
+        return None  # it is there but busy, or has no such revision: loading tries again, or says so
+    except Exception as error:  # of the library for requests
+        return f"the hub cannot be reached ({type(error).__name__})", False
+    return None
