@@ -125,7 +125,7 @@ def _load_hub(spec: str) -> Any:
     name, _, config = spec.partition(":")
     if Path(name).expanduser().exists():
         raise ValueError(f"dataset {spec!r}: {name!r} is here, and {config!r} is no part of it; see `dataset_split`.")
-    look_up(name, "dataset", setting="dataset")
+    look_up(name, "dataset")
     try:
         return datasets.load_dataset(name, config or None)
     except datasets.exceptions.DatasetNotFoundError as error:

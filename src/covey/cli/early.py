@@ -115,7 +115,7 @@ def check_parts(values: Mapping[str, Any]) -> None:
     for reference in _listed(run.get("reward_funcs")):
         check_reference(reference, "reward")
         if "/" in reference.partition("(")[0] and ".py" not in reference:
-            look_up(reference, setting="reward_funcs")
+            look_up(reference, called=f"reward model {reference!r}")
     for name in ("tools", "rollout_func"):
         for reference in _listed(run.get(name)):
             check_reference(reference, name.removesuffix("s"))
@@ -131,7 +131,7 @@ def check_parts(values: Mapping[str, Any]) -> None:
         elif is_local(spec):
             check_data_file(Path(spec).expanduser())
         else:
-            look_up(spec, "dataset", setting="dataset")
+            look_up(spec.partition(":")[0], "dataset")
     if isinstance(model := run.get("model"), str):
         settings = run.get("model_init_kwargs")
         kept = settings if isinstance(settings, dict) else {}

@@ -283,7 +283,7 @@ def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
         )
     what = "processor" if sees_images(model.config) else "tokenizer"
     try:
-        if not look_up(name, setting=what, **_asked(location)):
+        if not look_up(name, called=f"the {what}'s source {name!r}", **_asked(location)):
             location = {**location, "local_files_only": True}
         auto_class: Any = AutoProcessor if what == "processor" else AutoTokenizer
         return auto_class.from_pretrained(name, **location)

@@ -18,12 +18,12 @@ class NotFound(FileNotFoundError):
     """A name that is neither a folder here nor a repository that can be had."""
 
 
-def look_up(name: str, kind: Kind = "model", *, setting: str = "model", **location: Any) -> bool:
+def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: Any) -> bool:
     """Make sure that a name can be loaded: a folder, a download, or a repository of the hub; False if only offline.
 
     Args:
         name: a hub id or the path of a folder.
-        setting: the setting that holds it, for the message.
+        called: the name with its setting, for the message; by default `model=...` or `dataset ...`.
         location: `revision`, `token`, `cache_dir` and `local_files_only`, as `from_pretrained` takes them.
 
     Raises:
@@ -31,10 +31,11 @@ def look_up(name: str, kind: Kind = "model", *, setting: str = "model", **locati
     """
     if os.path.isdir(os.path.expanduser(name)):
         return True
+    called = called or (f"model={name!r}" if kind == "model" else f"dataset {name!r}")
     proposal = nearby(name, kind)
     if looks_like_a_path(name):
         folder = "the folder of a model, which holds config.json" if kind == "model" else "a data file or folder"
-        raise NotFound(f"{setting}={name!r}: there is no such folder.{proposal} Give {folder}, or a hub id.")
+        raise NotFound(f"{called}: there is no such folder.{proposal} Give {folder}, or a hub id.")
     cached = is_cached(name, kind, location.get("cache_dir"))
     if variable := next((one for one in OFFLINE if os.environ.get(one, "").upper() in ("1", "ON", "YES", "TRUE")), ""):
         because = f"with {variable} set the hub is not asked"
@@ -46,11 +47,11 @@ def look_up(name: str, kind: Kind = "model", *, setting: str = "model", **locati
             return True
         because, known_missing = reason
         if known_missing and not cached:
-            raise NotFound(f"{setting}={name!r} is no folder here, and {because}.{proposal} Check the spelling.")
+            raise NotFound(f"{called} is no folder here, and {because}.{proposal} Check the spelling.")
     if cached:
         return False
     raise NotFound(
-        f"{setting}={name!r} is no folder here and was not downloaded before, and {because}.{proposal} Give a folder,"
+        f"{called} is no folder here and was not downloaded before, and {because}.{proposal} Give a folder,"
         " or the id of a download."
     )
 

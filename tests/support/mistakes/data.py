@@ -359,9 +359,9 @@ REWARDS = [
     early(
         "Gave a reward model that does not exist",
         "./no/such/model",
-        r"reward model '\./no/such/model' could not be loaded",
-        "sequence classifier with one label",
-        "hub id or the folder",
+        r"reward model '\./no/such/model'",
+        "there is no such folder",
+        "or a hub id",
     ),
     Mistake(
         "Gave a reward model with several labels",

@@ -232,13 +232,13 @@ MODELS = [
     Mistake(
         "Gave a model folder that does not exist",
         lambda b: b.build(model="./no/such/folder"),
-        (r"model='\./no/such/folder'", "there is no such folder", "folder that holds config.json, or a hub id"),
+        (r"model='\./no/such/folder'", "there is no such folder", "which holds config.json, or a hub id"),
         kind=OSError,
     ),
     Mistake(
         "Gave a hub id that does not exist, or is not downloaded and there is no network",
         lambda b: b.build(model="someone/no-such-model"),
-        ("model='someone/no-such-model'", "no folder here", "Check the spelling; without a network, give a folder"),
+        ("model='someone/no-such-model'", "no folder here", "was not downloaded before", "Give a folder"),
         kind=OSError,
     ),
     Mistake(

@@ -71,7 +71,6 @@ Errors and warnings that say all there is to do, by how they begin. The others a
 """
 
 QUOTED = (
-    r"(?<=could not be loaded: )We couldn't connect .*?(?= Check the spelling)",
     r"(?<=language model: )Unrecognized configuration class .*?AutoModelForCausalLM\.",
     r"(?<=\}: )LlamaForCausalLM\.__init__\(\).*?'flash'",
     r"(?<=: )FlashAttention2 has been .*? installed\.(?= Install it;)",
