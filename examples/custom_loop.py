@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from common import SUMS, parser
 from covey.core.advantages import group_relative
@@ -38,6 +39,7 @@ async def sample(engine, prompts, step):
 
 def main():
     options = parser(__doc__).parse_args()
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     end = tokenizer.eos_token_id
@@ -48,7 +50,10 @@ def main():
     rows, history = itertools.cycle(SUMS), []
     for step in range(options.max_steps):
         chosen = [next(rows) for _ in range(PROMPTS)]
-        prompts = [tokenizer(row["prompt"][0]["content"])["input_ids"] for row in chosen]
+        prompts = [
+            tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+            for row in chosen
+        ]
         groups = asyncio.run(sample(engine, prompts, step))
         completions = [(ids, completion) for ids, group in zip(prompts, groups, strict=True) for completion in group]
         texts = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for _, completion in completions]

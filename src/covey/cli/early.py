@@ -62,9 +62,10 @@ def answer(name: str, argv: Sequence[str]) -> int | None:
             check_run(given.run, None, flags)
     elif name in METHOD_OF and argv and not asks and "LOCAL_RANK" not in os.environ:
         path, flags = take_config(list(argv))
-        own = [word.removeprefix("--") for word in explain_flags()._option_string_actions] if name == "explain" else []
-        if name != "study":
-            check_run(path, METHOD_OF[name], flags, own)
+        if name == "explain":  # which reports everything that is not there
+            check_names(path, None, flags, [word.removeprefix("--") for word in explain_flags()._option_string_actions])
+        elif name != "study":
+            check_run(path, METHOD_OF[name], flags)
         elif path is not None and Path(path).suffix:
             check_run(path, None)
     return None
@@ -83,8 +84,15 @@ def check_folders(name: str, given: Any) -> None:
                 raise FileNotFoundError(f"there is no {str(path)!r}: {SOURCES[path is given.run]}.")
 
 
-def check_run(path: str | None, method: str | None, flags: Sequence[str] = (), further: Sequence[str] = ()) -> None:
-    """Check names and paths of a run file and its flags, of which the command has `further` ones of its own."""
+def check_run(path: str | None, method: str | None, flags: Sequence[str] = ()) -> None:
+    """Check names and paths of a run file and its flags."""
+    check_parts(check_names(path, method, flags))
+
+
+def check_names(
+    path: str | None, method: str | None, flags: Sequence[str], further: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Values of a run file and its flags, of which the command has `further` ones of its own."""
     values = read_mapping(path) if path is not None else {}
     values = {**values, **dict(pairs(flags))}
     method = method or str(values.get("method") or "grpo")
@@ -96,7 +104,7 @@ def check_run(path: str | None, method: str | None, flags: Sequence[str] = (), f
             refuse_unknown([name for name in values if name not in (*further, *negated)], method, fields)
         except TypeError as error:
             raise ValueError(str(error)) from error
-    check_parts(values)
+    return values
 
 
 def pairs(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:

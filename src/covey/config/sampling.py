@@ -95,8 +95,11 @@ class AgentFields:
 
 @dataclass
 class PromptFields:
-    """Choice of prompts by the rewards that they have earned."""
+    """Prompts: text or messages, and their choice by the rewards that they have earned."""
 
+    prompts_as_messages: bool | None = None
+    """Make each prompt of text a message of the user, so that the model's chat template is applied and rewards see
+    messages. Unset: text is read as it is, with a warning where the tokenizer has a chat template; False: without."""
     dynamic_sample: bool = False
     """Replace groups without a signal (all advantages 0) by groups of further prompts before training (dynamic
     sampling, DAPO)."""

@@ -252,6 +252,16 @@ def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> 
     return files
 
 
+def as_user_messages(rows: Any) -> Any:
+    """A dataset or rows, whose prompts of text become a message of the user each."""
+
+    def changed(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row.get("prompt")
+        return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
+
+    return rows.map(changed) if hasattr(rows, "map") else [{**row, **changed(row)} for row in rows]
+
+
 def with_system_message(text: str | None, rows: Any) -> Any:
     """A dataset or rows, whose prompts become messages that begin with a system message, unless they have one."""
 

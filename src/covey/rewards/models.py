@@ -38,7 +38,9 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
         if not look_up(model_id, called=f"reward model {model_id!r}", **asked):
             init_kwargs = {**init_kwargs, "local_files_only": True}
     except NotFound as error:
-        raise RewardError(f"{error} A reward *function* is passed as an object, or by import path on the command line.") from error
+        raise RewardError(
+            f"{error} A reward *function* is passed as an object, or by import path on the command line."
+        ) from error
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             model_id, **{"num_labels": 1, **init_kwargs}, output_loading_info=True

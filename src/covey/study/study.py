@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.training import LoggingFields
-from covey.core.transcript import with_system_message
+from covey.core.transcript import as_user_messages, with_system_message
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.engines.servers.errors import RETRIED, NoServerLeft
@@ -56,7 +56,8 @@ from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.integrations.report import RunReport
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
-ASKED = ("system_prompt", "chat_template_kwargs")  # a variant's own in evaluations too: how its policy is to be asked
+ASKED = ("system_prompt", "prompts_as_messages", "chat_template_kwargs")
+"""A variant's own in evaluations too: how its policy is to be asked."""
 MAY_DIFFER = (
     *(one.name for one in fields(LoggingFields)),
     *("run_name", "max_steps", "num_train_epochs", "logging_steps", "report_to", "disable_tqdm"),
@@ -291,7 +292,8 @@ class Study:
             group = group or TRAINERS[common.get("method", "grpo")].config_class.num_generations
             common |= {"num_generations": group, "per_device_train_batch_size": group}
             common = settings_of(common, own, self.folder / variant.name)[2]
-            rows = with_system_message(own.get("system_prompt", self.common.get("system_prompt")), self.eval_rows)
+            shown = as_user_messages(self.eval_rows) if common.get("prompts_as_messages") else self.eval_rows
+            rows = with_system_message(own.get("system_prompt", self.common.get("system_prompt")), shown)
             has_own = any(field_of(name).startswith("reward_") for name in variant.changes)
             evaluate = CommonEvaluation(common, rows, self._arguments({}).get("reward_funcs"), has_own)
         follows = FollowsStudy(variant, evaluate, self._is_due, pauses=lambda: self.halving is not None)

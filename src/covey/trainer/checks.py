@@ -76,9 +76,31 @@ def check_fit(
         if hasattr(train_dataset, "__len__"):
             check_enough(len(train_dataset), context.algebra)
         _check_columns(collector, rewards, train_dataset, "train_dataset")
+        warn_of_plain_text(context.args, collector, train_dataset)
     for dataset in evaluation_sets(eval_dataset):
         _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
     check_evaluations(context.args, rewards, eval_dataset)
+
+
+def warn_of_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -> None:
+    """Warn of prompts of text that skip the chat template which the tokenizer has."""
+    tokenizer = collector.codec.tokenizer
+    if args.prompts_as_messages is not None or not tokenizer.chat_template or plays_functions(collector.spec):
+        return
+    texts = [row["prompt"] for row in first_rows(dataset) if isinstance(row.get("prompt"), str)]
+    marks = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if texts and not any(mark in texts[0] for mark in marks):  # written by a template before
+        warnings.warn(
+            "the prompts are text, which skips the chat template of this tokenizer: an instruct model then continues"
+            " the text instead of answering it. Set prompts_as_messages=True, which makes each a message of the user"
+            " (in a run file a system_prompt does so, too); for a base model False keeps them as they are.",
+            PlainTextWarning,
+            stacklevel=4,
+        )
+
+
+class PlainTextWarning(UserWarning):
+    """Prompts of text skip the chat template of the model."""
 
 
 def check_evaluations(args: OnlineConfig, rewards: RewardSuite, eval_dataset: Any) -> None:

@@ -42,6 +42,7 @@ from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
+from covey.trainer.evaluation.suites import with_user_messages
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import ABSENT
@@ -131,6 +132,8 @@ class OnlineTrainer(Trainer):
             environment_factory = with_agent(agent, environment_factory, tools, rollout_func)
         prompts_required = environment_factory is None
         train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
+        if args.prompts_as_messages:
+            train_dataset, eval_dataset = map(with_user_messages, (train_dataset, eval_dataset))
         check_datasets(args, train_dataset, eval_dataset, prompts_required, None if rollout_func else reward_funcs)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)

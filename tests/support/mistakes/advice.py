@@ -192,6 +192,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Pass the model's own tokenizer; after adding tokens, `model.resize_token_embeddings(len(tokenizer))`."
         ),
         "Used the tokenizer of another, smaller model": "",
+        "Gave prompts of text to a model with a chat template": "",
         "Gave conversations to a tokenizer without a chat template": "",
         "Gave conversations that the chat template refuses, or a broken template": (
             "Some templates allow no system message or want user and assistant to take turns: change the "

@@ -27,7 +27,7 @@ from transformers import (
 from covey import GRPOTrainer
 from covey.cli.explain.command import take_flags
 from covey.cli.launch import launch_command, launch_if_asked
-from covey.trainer.checks import NotFiniteError
+from covey.trainer.checks import NotFiniteError, PlainTextWarning
 from covey.trainer.distributed.sharding import Sharding
 from tests.support import hybrids, mixtures, runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
@@ -700,6 +700,12 @@ TOKENIZERS = [
         lambda b: b.build(model=tiny.model(vocab_size=500)),
         ("has 104 tokens but the model embeds 500", "another model's", "Pass the model's own tokenizer"),
         kind=UserWarning,
+    ),
+    Mistake(
+        "Gave prompts of text to a model with a chat template",
+        lambda b: b.build(),
+        ("skips the chat template of this tokenizer", "Set prompts_as_messages=True", "False keeps them as they are"),
+        kind=PlainTextWarning,
     ),
     Mistake(
         "Gave conversations to a tokenizer without a chat template",

@@ -183,8 +183,8 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
             "Written as a conversation by the model's chat template,",
             "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
             " answering.",
-            "Give prompts as conversations, [{'role': 'user', 'content': ...}]; a system_prompt in the run file makes"
-            " them so.",
+            "Set prompts_as_messages=True, which makes each text a message of the user; a system_prompt in the run file"
+            " does so, too.",
             base,
             run.again(encode=_as_conversation(run.codec)),
         )

@@ -41,6 +41,7 @@ from covey.sizing.vllm_memory import EngineMemory, engine_memory
 from covey.trainer import build
 from covey.trainer.build_rollouts import plays_functions
 from covey.trainer.checks import check_datasets, check_evaluations, check_fit
+from covey.trainer.evaluation.suites import with_user_messages
 
 MOST_ROWS = 1000  # whose prompts are counted, evenly over the data set
 SHOWN_LINES = 12  # of the first prompt
@@ -271,6 +272,8 @@ def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> dict[str
     if start.rows is not None:
         with start.reporting():
             check_enough(start.rows, algebra)
+    if run.args.prompts_as_messages:
+        return {name: with_user_messages(rows) for name, rows in given.items()}
     return given
 
 

@@ -20,7 +20,7 @@ from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, generation_stats
 from covey.trainer.context import RunContext
-from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of
+from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of, with_user_messages
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.rollout_reports import as_logged, columns_of, summarize
 
@@ -40,6 +40,8 @@ class EvaluationPhase:
             if chosen not in known:
                 raise ValueError(f"no evaluation dataset is called {chosen!r}; known: {sorted(known)}.")
             chosen = known[chosen]
+        elif chosen is not None and self.context.args.prompts_as_messages:
+            chosen = with_user_messages(chosen)
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")

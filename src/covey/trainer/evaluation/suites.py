@@ -20,6 +20,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.config.messages import closest
 from covey.core.engine import SamplingParams
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
+from covey.core.transcript import as_user_messages
 from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
@@ -229,6 +230,16 @@ def _share(name: str, values: list[float], trials: int) -> dict[str, float]:
 
 def rows_of(dataset: Any) -> Any:
     return dataset.dataset if isinstance(dataset, EvalSuite) else dataset
+
+
+def with_user_messages(given: Any) -> Any:
+    """Datasets, suites, or several by name, whose prompts of text become a message of the user each."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return {name: with_user_messages(one) for name, one in given.items()}
+    changed = as_user_messages(rows_of(given))
+    return replace(given, dataset=changed) if isinstance(given, EvalSuite) else changed
 
 
 def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
