@@ -35,6 +35,7 @@ from covey.runtime.import_path import check_file
 
 SOURCES = ("give a file of JSON lines", "give the output_dir of a run")
 HELP = ("-h", "--help")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 METHOD_OF = {"grpo": "grpo", "rloo": "rloo", "eval": None, "explain": None, "study": None}
 """Commands that read a run file, and the method that they fix."""
 
@@ -164,10 +165,11 @@ def check_reference(reference: str, kind: str) -> None:
         return  # running it says what is wrong
     names = names_in(tree)
     if names is not None and name not in names:
-        functions = [
-            one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        functions = [one.name for one in tree.body if isinstance(one, DEFINITIONS)]
+        functions += [
+            one.asname or one.name for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names
         ]
-        there = ", ".join([one for one in functions if not one.startswith("_")][:30]) or "no functions"
+        there = ", ".join([one for one in sorted(functions) if not one.startswith("_")][:30]) or "no functions"
         raise ValueError(f"{kind} {reference!r}: {name!r} does not exist. There: {there}.{closest(name, names)}")
 
 
