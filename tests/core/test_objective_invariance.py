@@ -1,6 +1,7 @@
 """However one optimizer step is ordered, cut or spread over ranks, its summed gradient is the same."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -218,3 +219,28 @@ def test_a_token_at_the_entropy_threshold_is_kept():
     )
     assert result.loss.item() == -2
     assert result.stats["kept_token_fraction"].value() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence_sum"])
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(
+    ("now", "old", "ref"),
+    [(-1.0, -100.0, -1.0), (-100.0, -1.0, -100.0), (-120.0, -120.0, -1.0), (-1.0, -200.0, -150.0)],
+)
+def test_policies_far_apart_give_finite_numbers(loss_type, kl_estimator, level, now, old, ref):
+    """e^99 is infinite in float32, and 0 times infinity is NaN: in the ratio, the KL correction and the estimators."""
+    o = Options(loss_type, level=level, beta=0.1, kl_estimator=kl_estimator, bias_correction=True)
+    one, leaf = torch.ones(4), torch.full((4,), now, requires_grad=True)
+    batch = bare_batch(
+        one.bool(),
+        torch.tensor([1, 3]),
+        advantages=torch.tensor([1.0, -1.0, -1.0, -1.0]),
+        weights=one / 4,
+        old_logprobs=one * old,
+        ref_logprobs=one * ref,
+    )
+    result = policy_loss(batch, leaf, None, objective(config(o)))
+    result.loss.backward()
+    assert result.loss.isfinite() and leaf.grad.isfinite().all()
+    assert all(math.isfinite(stat.value()) for stat in result.stats.values())

@@ -16,6 +16,7 @@ from covey.runtime.user_code import (
     PlainCopies,
     ProcessStateWarning,
     _set_stop_handlers,
+    call_all,
     format_error,
     preserve_process_state,
     unsaveable_part,
@@ -167,3 +168,18 @@ def test_a_handler_that_was_set_in_c_is_left_out(monkeypatch):
     numbers = []
     _set_stop_handlers([None, signal.SIG_DFL])
     assert numbers == [signal.SIGTERM]
+
+
+def test_all_steps_of_an_end_are_called_and_the_error_raised():
+    called = []
+
+    def fails():
+        called.append("fails")
+        raise OSError("a broken pipe")
+
+    with pytest.raises(OSError, match="a broken pipe"):
+        call_all(lambda: called.append(1), fails, lambda: called.append(2))
+    assert called == [1, "fails", 2]
+    with pytest.raises(OSError) as raised:
+        call_all(fails, {}.popitem, lambda: called.append(3))
+    assert called[-1] == 3 and "KeyError" in raised.value.__notes__[0]

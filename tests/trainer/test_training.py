@@ -502,6 +502,42 @@ class Unmeasured(CopyEngine):
         return [replace(completion, entropies=None) for completion in await super().generate(request)]
 
 
+@pytest.mark.parametrize("unreported", [0, 1])
+def test_the_entropy_of_a_step_is_that_of_all_its_rollout_batches(tmp_path, unreported):
+    """Two rollout batches in a step, one of them without entropies of the engine: each token counts once."""
+    logged = []
+    for name, missing in (("some", {unreported}), ("none", {0, 1})):
+        settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 1, "logging_steps": 1}
+        trained = runs.trainer(tmp_path / name, **settings)
+        collect, batches = trained.collector.collect, itertools.count()
+
+        def collecting(*args, collect=collect, batches=batches, missing=missing, **kwargs):
+            rollouts, number = collect(*args, **kwargs), next(batches)
+            return [replace(one, entropies=None) if number in missing else one for one in rollouts]
+
+        trained.collector.collect = collecting
+        trained.train()
+        assert next(batches) == 2
+        logged.append(trained.state.log_history[0]["entropy"])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-5)
+
+
+def test_what_ends_a_run_ends_all_of_it(tmp_path, monkeypatch):
+    """An error of the report, as of a closed pipe, leaves no sampling thread and no worker process behind."""
+    trained = runs.trainer(tmp_path, max_steps=1)
+    ended = []
+
+    def fails():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(trained.report, "end", fails)
+    monkeypatch.setattr(trained.rollouts.weight_sync, "forget", lambda: ended.append("weights"))
+    monkeypatch.setattr(trained.rollouts.rewards, "close", lambda: ended.append("rewards"))
+    with pytest.raises(BrokenPipeError):
+        trained.train()
+    assert ended[-2:] == ["weights", "rewards"]
+
+
 @pytest.mark.parametrize("reported", [True, False])
 def test_entropies_of_completions_are_logged(tmp_path, reported):
     """With log_entropy: a column of their means, whose extremes are metrics and whose mean by tokens is `entropy`."""

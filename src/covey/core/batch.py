@@ -256,9 +256,9 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
 # ---- flat sequences: values [N] with lengths [B] ---------------------------------------------------------------------
 
 
-def segment_ids(lengths: Tensor) -> Tensor:
-    """Sequence index of every token: `[2, 0, 3] -> [0, 0, 2, 2, 2]`. lengths [B] -> [N]."""
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+def segment_ids(lengths: Tensor, tokens: int | None = None) -> Tensor:
+    """Sequence index of every token: `[2, 0, 3] -> [0, 0, 2, 2, 2]`. lengths [B] -> [N]; `tokens` as in `expand`."""
+    return expand(torch.arange(len(lengths), device=lengths.device), lengths, tokens)
 
 
 def segment_starts(lengths: Tensor) -> Tensor:
@@ -266,15 +266,18 @@ def segment_starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def expand(values: Tensor, lengths: Tensor) -> Tensor:
-    """Give every token its sequence's value: values [B], lengths [B] -> [N]."""
-    return torch.repeat_interleave(values, lengths)
+def expand(values: Tensor, lengths: Tensor, tokens: int | None = None) -> Tensor:
+    """Give every token its sequence's value: values [B], lengths [B] -> [N].
+
+    `tokens` is N where the caller knows it: a GPU need not be waited for then, to read the sum of the lengths.
+    """
+    return torch.repeat_interleave(values, lengths, output_size=tokens)
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum over each sequence: values [N], lengths [B] -> [B]; an empty sequence sums to 0."""
     out = torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
-    return out.index_add(0, segment_ids(lengths), values)
+    return out.index_add(0, segment_ids(lengths, len(values)), values)
 
 
 def masked_segment_mean(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from covey.core.stats import Max, Mean, Min, Stat
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""
 
+LOG_FLOOR = torch.tensor(1e-8).log().item()
+"""Smallest log-weight of a sequence in VESPO."""
+
 # ---- importance ratios of the updated over the old policy ------------------------------------------------------------
 
 RatioLevel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -29,7 +32,7 @@ def token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths
 
 def sequence_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
     """log s_i = mean over the sequence of log r_t: GSPO (arXiv 2507.18071, eq. 7)."""
-    return expand(masked_segment_mean(logprobs - old_logprobs, sampled, lengths), lengths)
+    return expand(masked_segment_mean(logprobs - old_logprobs, sampled, lengths), lengths, len(sampled))
 
 
 def sequence_token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
@@ -45,8 +48,9 @@ def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, 
     advantage, the mean over the completion's tokens has the gradient of the whole.
     """
     difference = torch.where(sampled, logprobs - old_logprobs, 0.0)
-    counts = expand(segment_sum(sampled.to(difference), lengths), lengths)
-    return expand(segment_sum(difference.detach(), lengths), lengths) + counts * (difference - difference.detach())
+    counts = expand(segment_sum(sampled.to(difference), lengths), lengths, len(sampled))
+    total = expand(segment_sum(difference.detach(), lengths), lengths, len(sampled))
+    return total + counts * (difference - difference.detach())
 
 
 RATIO_LEVELS: dict[str, RatioLevel] = {
@@ -118,11 +122,10 @@ def vespo_phi(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: flo
     """φ(w) = exp(λ + k log w - λ w) of the sequence's importance weight w, constant, [N] (VESPO, arXiv 2602.10693)."""
     log_ratio = (x.logprobs - x.old_logprobs).detach().clamp(-20.0, 20.0)
     log_w = segment_sum(torch.where(x.sampled, log_ratio, 0.0), x.lengths)
-    floor = torch.tensor(1e-8).log().item()
     if x.mismatch_weights is not None:
-        log_rho = x.mismatch_weights.clamp(min=1e-8).log().clamp(min=floor, max=20.0)
+        log_rho = x.mismatch_weights.clamp(min=1e-8).log().clamp(min=LOG_FLOOR, max=20.0)
         log_w = log_w + segment_sum(torch.where(x.sampled, log_rho, 0.0), x.lengths)
-    log_w = expand(log_w.clamp(min=floor, max=20.0), x.lengths)
+    log_w = expand(log_w.clamp(min=LOG_FLOOR, max=20.0), x.lengths, len(x.sampled))
     good = x.advantages >= 0
     k, lam = torch.where(good, k_pos, k_neg), torch.where(good, lambda_pos, lambda_neg)
     return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, posinf=0.0, neginf=0.0)
@@ -142,7 +145,7 @@ def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tens
     """
     bounded = torch.where(x.advantages > 0, x.log_ratio.clamp(max=epsilon_high), x.log_ratio.clamp(min=-epsilon_low))
     log_ratio = masked_segment_mean(bounded, x.sampled, x.lengths).clamp(max=MAX_LOG_RATIO)
-    return -x.advantages * expand(log_ratio, x.lengths).exp()
+    return -x.advantages * expand(log_ratio, x.lengths, len(x.sampled)).exp()
 
 
 def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: bool = False) -> dict[str, Stat]:
@@ -155,37 +158,42 @@ def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: boo
     is_low = ((ratio < low) & (x.advantages < 0) & x.sampled).to(ratio)
     is_high = ((ratio > high) & (x.advantages > 0) & x.sampled).to(ratio)
     trained = segment_sum(x.sampled.to(ratio), x.lengths) > 0
-    low_of_each = masked_segment_mean(is_low, x.sampled, x.lengths)[trained]
-    high_of_each = masked_segment_mean(is_high, x.sampled, x.lengths)[trained]
+    low_of_each = masked_segment_mean(is_low, x.sampled, x.lengths)
+    high_of_each = masked_segment_mean(is_high, x.sampled, x.lengths)
     if per_sequence:  # the ratio is constant over a sequence: its mean over the tokens is 0 or 1
-        count: float = len(low_of_each) + x.skipped_rows
-        is_low, is_high = low_of_each, high_of_each
+        count, is_low, is_high = trained.sum() + x.skipped_rows, low_of_each, high_of_each
     else:
-        count = x.sampled.sum().item() + x.skipped_tokens
-    if not count:
-        return {}
-    lows, highs = is_low.sum().item(), is_high.sum().item()
-    unclipped = [0.0] if x.skipped_rows else []
+        count = x.sampled.sum() + x.skipped_tokens
+    lows, highs = is_low.sum(), is_high.sum()
+    unclipped = low_of_each.new_zeros(1 if x.skipped_rows else 0)
+    counted = torch.cat([trained, unclipped == 0])
     return {
         "clip_ratio/low_mean": Mean(lows, count),
-        "clip_ratio/low_min": Min(min(low_of_each.tolist() + unclipped)),
+        "clip_ratio/low_min": Min(-largest(-torch.cat([low_of_each, unclipped]), counted)),
         "clip_ratio/high_mean": Mean(highs, count),
-        "clip_ratio/high_max": Max(max(high_of_each.tolist() + unclipped)),
+        "clip_ratio/high_max": Max(largest(torch.cat([high_of_each, unclipped]), counted)),
         "clip_ratio/region_mean": Mean(lows + highs, count),
     }
+
+
+def largest(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest of the masked values, NaN if there is none, without waiting for a GPU."""
+    nothing = values.new_full((1,), -torch.inf)
+    largest = torch.cat([torch.where(mask, values, nothing), nothing]).max()
+    return torch.where(mask.any(), largest, torch.nan)
 
 
 def cispo_stats(x: SurrogateInputs, *, epsilon_high: float) -> dict[str, Stat]:
     """`cispo_clip_ratio`: fraction of trained tokens with A > 0 whose ratio is above the cap."""
     cut = (x.ratio.detach() > epsilon_high) & (x.advantages > 0) & x.sampled
-    return {"cispo_clip_ratio": Mean(cut.sum().item(), x.sampled.sum().item() + x.skipped_tokens)}
+    return {"cispo_clip_ratio": Mean(cut.sum(), x.sampled.sum() + x.skipped_tokens)}
 
 
 def vespo_stats(x: SurrogateInputs, **kernel: float) -> dict[str, Stat]:
     """`vespo/phi_seq_mean`: the mean of φ over sequences."""
-    phi = masked_segment_mean(vespo_phi(x, **kernel), x.sampled, x.lengths)
+    phi = masked_segment_mean(vespo_phi(x, **kernel), x.sampled, x.lengths)  # 0 where no token is trained
     trained = segment_sum(x.sampled.to(phi), x.lengths) > 0
-    return {"vespo/phi_seq_mean": Mean(phi[trained].sum().item(), trained.sum().item())}
+    return {"vespo/phi_seq_mean": Mean(phi.sum(), trained.sum())}
 
 
 # ---- KL(policy || reference): Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html --
@@ -204,8 +212,11 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/p - log(q/p) - 1: unbiased, low variance, never negative (DeepSeekMath, arXiv 2402.03300, eq. 4)."""
-    log_ratio = ref_logprobs - logprobs
+    """q/p - log(q/p) - 1: unbiased, low variance, never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
+
+    Constant beyond e^`MAX_LOG_RATIO`, as an infinite penalty would make every average with it infinite or NaN.
+    """
+    log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return log_ratio.exp() - log_ratio - 1
 
 

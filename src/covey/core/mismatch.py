@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_sum
-from covey.core.losses import MAX_LOG_RATIO
+from covey.core.batch import expand, masked_segment_mean, segment_starts, segment_sum
+from covey.core.losses import MAX_LOG_RATIO, largest
 from covey.core.stats import Max, Mean, Min, Stat
 
 MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
@@ -37,7 +37,7 @@ def mismatch_weights(
     level, _, action = mode.partition("_")
     difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
     difference = torch.where(sampled, difference, 0.0)
-    log_rho = expand(segment_sum(difference, lengths), lengths) if level == "sequence" else difference
+    log_rho = expand(segment_sum(difference, lengths), lengths, len(sampled)) if level == "sequence" else difference
     rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     low = 0.0 if clip_min is None else clip_min
     high = float("inf") if clip_max is None else clip_max
@@ -49,20 +49,19 @@ def mismatch_weights(
 def _mismatch_stats(
     gap: Tensor, weights: Tensor, outside: Tensor, sampled: Tensor, lengths: Tensor, level: str
 ) -> dict[str, Stat]:
-    if not sampled.any():
-        return {}
-    gap, seen, beyond = gap[sampled], weights[sampled], outside[sampled]
-    if level == "sequence":  # one ratio per sequence, not one per token
-        first = segment_ids(lengths)[sampled].diff(prepend=lengths.new_tensor([-1])) != 0
-        seen, beyond = seen[first], beyond[first]
-    prefix = "sampling/importance_sampling_ratio"
+    tokens, seen, beyond, counted = sampled.sum(), weights, outside, sampled
+    if level == "sequence":  # one ratio per sequence, which all its tokens have
+        first = segment_starts(lengths).clamp(max=max(len(sampled) - 1, 0))
+        seen, beyond = (values[first] if len(sampled) else values for values in (weights, outside))
+        counted = segment_sum(sampled.long(), lengths)[: len(seen)] > 0
+    ratios, prefix = counted.sum(), "sampling/importance_sampling_ratio"
     return {
-        "sampling/sampling_logp_difference/mean": Mean(gap.sum().item(), len(gap)),
-        "sampling/sampling_logp_difference/max": Max(gap.max().item()),
-        f"{prefix}/min": Min(seen.min().item()),
-        f"{prefix}/mean": Mean(seen.sum().item(), len(seen)),
-        f"{prefix}/max": Max(seen.max().item()),
-        f"{prefix}/outside": Mean(float(beyond.sum().item()), len(beyond)),
+        "sampling/sampling_logp_difference/mean": Mean(torch.where(sampled, gap, 0.0).sum(), tokens),
+        "sampling/sampling_logp_difference/max": Max(largest(gap, sampled)),
+        f"{prefix}/min": Min(-largest(-seen, counted)),
+        f"{prefix}/mean": Mean(torch.where(counted, seen, 0.0).sum(), ratios),
+        f"{prefix}/max": Max(largest(seen, counted)),
+        f"{prefix}/outside": Mean((beyond & counted).sum(), ratios),
     }
 
 
@@ -75,4 +74,6 @@ def off_policy_keep(
     NaN log-probs of the engine count as no drift. Returns bool [N].
     """
     drift = (behaviour_logprobs - logprobs.detach()).nan_to_num(0.0)
-    return (advantages >= 0) | (expand(masked_segment_mean(drift, sampled, lengths), lengths) <= threshold)
+    return (advantages >= 0) | (
+        expand(masked_segment_mean(drift, sampled, lengths), lengths, len(sampled)) <= threshold
+    )

@@ -3,6 +3,7 @@
 It is pure: every average is already in the weights, so cutting a batch changes nothing.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,9 +12,20 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.losses import KLEstimator, RatioLevel, Surrogate, SurrogateInputs, SurrogateStats, k3, token_level
+from covey.core.losses import (
+    MAX_LOG_RATIO,
+    KLEstimator,
+    RatioLevel,
+    Surrogate,
+    SurrogateInputs,
+    SurrogateStats,
+    k3,
+    token_level,
+)
 from covey.core.mismatch import MismatchCorrection, off_policy_keep
 from covey.core.stats import Mean, Stat
+
+MAX_PENALTY = math.exp(MAX_LOG_RATIO)  # of a token
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,14 @@ class Objective:
 
 
 class LossResult(NamedTuple):
-    """The loss (a scalar with its gradient), the metrics of these tokens, and the loss without its entropy bonus."""
+    """The loss (a scalar with its gradient), the metrics of these tokens, and the loss without its entropy bonus.
+
+    All of it is on the device, so that backward is launched before forward has ended there.
+    """
 
     loss: Tensor
     stats: dict[str, Stat]
-    without_bonus: float
+    without_bonus: Tensor  # scalar, without a gradient
 
 
 def policy_loss(
@@ -93,10 +108,11 @@ def policy_loss(
         assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probs"
         kl = objective.kl(logprobs, batch.ref_logprobs)
         if objective.correct_kl_bias:
-            kl = kl * (logprobs - old).exp()
+            # As `SurrogateInputs.ratio`: 0 · ∞ is NaN; and neither is the product infinite.
+            kl = (kl * (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()).clamp(-MAX_PENALTY, MAX_PENALTY)
         loss = loss + objective.beta * _weighted(batch.weights, kl)
         stats["kl"] = _masked_mean(kl.detach(), sampled)
-    without_bonus = loss.item()
+    without_bonus = loss.detach()
     if entropies is not None:
         stats["entropy"] = _masked_mean(entropies.detach(), sampled)
         if batch.entropy_weights is not None:
@@ -124,4 +140,4 @@ def _filters(x: SurrogateInputs, batch: TrainBatch, objective: Objective) -> Ten
 
 
 def _masked_mean(values: Tensor, sampled: Tensor) -> Mean:
-    return Mean(torch.where(sampled, values, 0.0).sum().item(), sampled.sum().item())
+    return Mean(torch.where(sampled, values, 0.0).sum(), sampled.sum())

@@ -1,16 +1,26 @@
-"""Metric values that carry their reduction: a mean is a sum and a count, divided once when it is logged."""
+"""Metric values that carry their reduction: a mean is a sum and a count, divided once when it is logged.
+
+Their numbers may be scalar tensors, so that computing them does not wait for a GPU; `read` reads many at once.
+"""
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A weighted mean; NaN is left out."""
 
-    total: float
-    count: float
+    total: Number
+    count: Number
     reduction: ClassVar[str] = "mean"
 
     @classmethod
@@ -19,24 +29,25 @@ class Mean:
         return cls(sum(numbers), len(numbers))
 
     def merge(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.count + other.count)
+        return Mean(_plain(self.total) + _plain(other.total), _plain(self.count) + _plain(other.count))
 
     def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
+        count = _plain(self.count)
+        return _plain(self.total) / count if count else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A total over the window and the ranks."""
 
-    number: float
+    number: Number
     reduction: ClassVar[str] = "sum"
 
     def merge(self, other: Self) -> Self:
-        return type(self)(self.number + other.number)
+        return type(self)(_plain(self.number) + _plain(other.number))
 
     def value(self) -> float:
-        return self.number
+        return _plain(self.number)
 
 
 class Min(Sum):
@@ -46,7 +57,7 @@ class Min(Sum):
     reduction: ClassVar[str] = "min"
 
     def merge(self, other: Self) -> Self:
-        return type(self)(_extreme(min, self.number, other.number))
+        return type(self)(_extreme(min, _plain(self.number), _plain(other.number)))
 
 
 class Max(Sum):
@@ -56,10 +67,42 @@ class Max(Sum):
     reduction: ClassVar[str] = "max"
 
     def merge(self, other: Self) -> Self:
-        return type(self)(_extreme(max, self.number, other.number))
+        return type(self)(_extreme(max, _plain(self.number), _plain(other.number)))
 
 
 Stat = Mean | Min | Max | Sum
+
+
+def _plain(number: Number) -> float:
+    return number.item() if isinstance(number, Tensor) else number
+
+
+def on_device(stats: dict[str, Stat]) -> bool:
+    """True if any number is a tensor."""
+    return any(isinstance(number, Tensor) for stat in stats.values() for number in _numbers(stat))
+
+
+def read(several: Sequence[dict[str, Stat]]) -> list[dict[str, Stat]]:
+    """The same with plain numbers; the tensors of each dtype and device are read in one transfer."""
+    tensors: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
+    for stats in several:
+        for stat in stats.values():
+            for number in _numbers(stat):
+                if isinstance(number, Tensor):
+                    tensors[number.dtype, number.device][id(number)] = number
+    known = {
+        key: value
+        for group in tensors.values()
+        for key, value in zip(group, torch.stack(list(group.values())).tolist(), strict=True)
+    }
+    return [
+        {name: type(stat)(*(known.get(id(one), one) for one in _numbers(stat))) for name, stat in stats.items()}
+        for stats in several
+    ]
+
+
+def _numbers(stat: Stat) -> tuple[Number, ...]:
+    return (stat.total, stat.count) if isinstance(stat, Mean) else (stat.number,)
 
 
 def _extreme(choose, a: float, b: float) -> float:

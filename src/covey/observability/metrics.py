@@ -16,10 +16,12 @@ from torch import Tensor
 
 from covey.core.advantages import centred, nanstd, weighted_total
 from covey.core.likeness import Keys, distinct_across_prompts, distinct_in_groups, distinct_references
-from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all
+from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all, on_device, read
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
 """Logged as 0 where a window has no value, so that the columns exist from the first log on."""
+
+MOST_UNREAD = 1000  # sets of statistics whose numbers stay on a device
 
 Span = tuple[float, float]  # begin and end, seconds on one clock
 
@@ -38,20 +40,38 @@ class MetricLog:
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}
         self._step: dict[str, Stat] = {}  # of training, since the last `end_step`
+        self._unread: dict[str, list[dict[str, Stat]]] = {}  # by mode, from the first whose numbers are on a device
 
     def add(self, stats: dict[str, Stat], mode: str = "train") -> None:
-        """Merge statistics of this process into the current window."""
+        """Merge statistics of this process into the current window; numbers on a device are not read yet."""
+        if (unread := self._unread.setdefault(mode, [])) or on_device(stats):
+            unread.append(dict(stats))
+            if len(unread) >= MOST_UNREAD:
+                self._read()
+        else:
+            self._merge(stats, mode)
+
+    def _merge(self, stats: dict[str, Stat], mode: str) -> None:
         merge_all(self._stats.setdefault(mode, {}), stats)
         if mode == "train":
             merge_all(self._step, stats)
 
+    def _read(self) -> None:
+        """Merge what was not read, in its order: sums round as if it had been."""
+        modes, self._unread = self._unread, {}
+        for mode, unread in modes.items():
+            for stats in read(unread):
+                self._merge(stats, mode)
+
     def end_step(self) -> dict[str, float]:
         """This process's values of the optimizer step that ends, by name, without NaN."""
+        self._read()
         ended, self._step = self._step, {}
         return {name: value for name, stat in ended.items() if not math.isnan(value := stat.value())}
 
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
         """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
+        self._read()
         merged: dict[str, Stat] = {}
         for stats in self._gather(self._stats.pop(mode, {})):
             merge_all(merged, stats)
@@ -66,10 +86,12 @@ class MetricLog:
 
     def so_far(self, mode: str) -> dict[str, float]:
         """Values of this process's open window by name."""
+        self._read()
         return {name: stat.value() for name, stat in self._stats.get(mode, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """This process's open windows, as plain lists and numbers."""
+        self._read()
         windows = {
             mode: {name: [stat.reduction, *astuple(stat)] for name, stat in stats.items()}
             for mode, stats in self._stats.items()
@@ -77,6 +99,7 @@ class MetricLog:
         return {"windows": windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unread = {}
         self._stats = {
             mode: {name: _KINDS[kind](*fields) for name, (kind, *fields) in stats.items()}
             for mode, stats in state["windows"].items()

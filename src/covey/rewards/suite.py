@@ -26,6 +26,7 @@ from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.isolation import DEFAULT_LIMITS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.safe_text import printable
+from covey.runtime.user_code import call_all
 
 FAILED_BATCHES = 3  # after this many batches in a row on which a function failed entirely, the run stops
 
@@ -167,9 +168,7 @@ class RewardSuite:
 
     def close(self) -> None:
         """End the processes of isolated functions; the next call starts them again."""
-        for function in self.functions:
-            if isinstance(function, IsolatedReward):
-                function.worker.close()
+        call_all(*(one.worker.close for one in self.functions if isinstance(one, IsolatedReward)))
 
     def state_dict(self) -> dict[str, Any]:
         """By name of a function, what it is given up for: that it has not scored yet, and batches failed in a row."""

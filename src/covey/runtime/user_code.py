@@ -91,6 +91,20 @@ def call_and_wait(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
+def call_all(*steps: Callable[[], Any]) -> None:
+    """Call all, in this order, also where one raises; the first error is raised at the end."""
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+    for later in errors[1:]:
+        errors[0].add_note(f"Then another step of the end failed: {format_error(later)}")
+    if errors:
+        raise errors[0]
+
+
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """None for a function without a signature, as some written in C."""
     try:

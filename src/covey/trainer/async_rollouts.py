@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +25,7 @@ from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import unsaveable_part
+from covey.runtime.user_code import call_all, unsaveable_part
 
 SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
 
@@ -158,8 +159,7 @@ class AsyncRollouts:
     def close(self, seconds: float = 5.0) -> None:
         """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
         self.collector.run = self._in_front
-        self._give_up()
-        self._thread.close(seconds)
+        call_all(self._give_up, partial(self._thread.close, seconds))
 
     def begins(self, generation: int) -> int:
         """The optimizer step after which the training of a generation begins by the schedule."""

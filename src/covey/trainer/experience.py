@@ -16,7 +16,7 @@ from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.model import inference_mode_of
 from covey.core.records import RankShard, Rollout, Scores
-from covey.core.stats import Mean
+from covey.core.stats import Mean, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.policy.layouts import slowest
@@ -49,20 +49,36 @@ class BehaviourScorer:
     scorer: TokenScorer
     runner: MicroBatchRunner
     reference: Reference | None  # of the KL penalty, or None
-    entropy_known: bool = field(default=False, init=False)  # of all generations that began in this optimizer step
+    # Entropies of all rollout batches that began in this optimizer step are logged; known once all of these are scored.
+    entropy_known: bool = field(default=False, init=False)
+    # Of each of them, with their mode; nothing of one that neither the engine nor a scoring pass has measured.
+    _entropies: list[list[tuple[dict[str, Stat], str]]] = field(default_factory=list, init=False)
     _layouts_agree: bool = field(default=False, init=False)
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step, or an evaluation batch."""
+        self.entropy_known, self._entropies = False, []
+
+    def settle_entropies(self) -> None:
+        """Log the entropies of the step's rollout batches if all are measured; else its passes are to measure them."""
+        if self._entropies:
+            self.entropy_known = all(self._entropies)
+            for stats, mode in chain.from_iterable(self._entropies if self.entropy_known else []):
+                self.context.metrics.add(stats, mode)
+            self._entropies = []
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor | None]:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty [B] or None. Collective."""
         context = self.context
+        if not context.training:
+            self.begin_step()
         batch = collate(rollouts, mask_truncated=context.args.mask_truncated_completions).to(context.device)
         with context.phases("score"):
             self.settle_layout(batch)
             if context.args.log_entropy:
                 self.measure_entropies(rollouts)
             entropy = sampling_entropy(rollouts, batch)
-            self.entropy_known = bool(entropy)
-            context.metrics.add(entropy, context.mode)
+            self._entropies.append([(entropy, context.mode)] if entropy else [])
             fresh = [row for row, age in enumerate(token_ages(rollouts, context.step)) if not age]
             self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
@@ -79,8 +95,9 @@ class BehaviourScorer:
         compared = correction is not None and reported is not None and context.training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
         if off_policy or penalised or (compared and has_dropout(policy)):
-            old = self.logprobs(policy, batch, log_entropy=not self.entropy_known)
-            self.entropy_known = True
+            measured = self._entropies[-1]
+            old = self.logprobs(policy, batch, measured=None if measured else measured)
+            measured += [] if measured else [({}, context.mode)]  # of no rollouts
             if correction is not None and reported is not None:
                 batch.mismatch_weights, stats = correction(old, reported, batch.sampled, batch.lengths)
                 context.metrics.add(stats, context.mode)
@@ -113,16 +130,18 @@ class BehaviourScorer:
             self.settle_layout(batch)
             self.engine_check(batch)
 
-    def logprobs(self, model: Any, batch: TrainBatch, log_entropy: bool = False) -> Tensor:
-        """Log-probs [N] without gradient; with `log_entropy`, that of trained tokens is added to the metrics."""
+    def logprobs(
+        self, model: Any, batch: TrainBatch, measured: list[tuple[dict[str, Stat], str]] | None = None
+    ) -> Tensor:
+        """Log-probs [N] without gradient; the entropy of trained tokens is appended to `measured`, with its mode."""
         mode = self.context.mode  # while it scores, the model is in evaluation mode
 
         def logprobs(part: TrainBatch) -> Tensor:
-            scores = self.scorer(model, part, entropy=log_entropy)
-            if log_entropy:
+            scores = self.scorer(model, part, entropy=measured is not None)
+            if measured is not None:
                 assert scores.entropies is not None, "asked for"
-                entropy = Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item())
-                self.context.metrics.add({"entropy": entropy}, mode)
+                entropy = Mean(scores.entropies[part.sampled].sum(), part.sampled.sum())
+                measured.append(({"entropy": entropy}, mode))
             return scores.logprobs
 
         return self.values(model, batch, logprobs)

@@ -76,9 +76,9 @@ def choose_tokens(behaviour: BehaviourScorer, batch: TrainBatch, choice: Callabl
     assert batch.advantages is not None, "credit comes before the loss"
     with torch.no_grad():
         logprobs = behaviour.logprobs(context.loop.policy, batch)
-    keys = []  # of a rollout's own, so that they do not depend on its process
+    prompts, keys = batch.prompts(), []  # of a rollout's own, so that they do not depend on its process
     for prompt, completion in zip(batch.groups.tolist(), batch.completions(), strict=True):
-        seed = hash((args.seed, context.step, *batch.prompts()[prompt].tolist(), -1, *completion.tolist()))
+        seed = hash((args.seed, context.step, *prompts[prompt].tolist(), -1, *completion.tolist()))
         keys.append(torch.rand(len(completion), generator=torch.Generator().manual_seed(seed)))
     columns = logprobs.cpu(), batch.advantages.cpu(), torch.cat(keys)
     mine = torch.stack(columns).double()[:, batch.sampled.cpu()]

@@ -16,7 +16,7 @@ from covey.rewards import RewardSuite
 from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector
 from covey.rollout.speculation import Speculation, reuse_stats
-from covey.runtime.user_code import preserve_process_state
+from covey.runtime.user_code import call_all, preserve_process_state
 from covey.trainer import rollout_reports as reports
 from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.context import RunContext
@@ -179,15 +179,16 @@ class RolloutPhase:
 
     def cancel(self) -> None:
         """Give up what is in flight; the weights are sent again before the next sampling."""
-        if self.async_rollouts is not None:
-            self.async_rollouts.close()
-        self.async_rollouts, self._saved_async = None, None
-        self.weight_sync.forget()
+
+        def forget() -> None:
+            self.async_rollouts, self._saved_async = None, None
+            self.weight_sync.forget()
+
+        call_all(*([] if self.async_rollouts is None else [self.async_rollouts.close]), forget)
 
     def close(self) -> None:
-        self.rewards.close()
-        if self.collector.spec is not None:
-            self.collector.spec.close()
+        spec = self.collector.spec
+        call_all(self.rewards.close, *([] if spec is None else [spec.close]))
 
     def _send_current_weights(self) -> None:
         """Send the current weights before sampling; what is in flight goes on with those that it began with."""

@@ -32,6 +32,7 @@ from covey.runtime.definitions import refuse_while_loading
 from covey.runtime.files import locked
 from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
+from covey.runtime.user_code import call_all
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
@@ -219,7 +220,7 @@ class OnlineTrainer(Trainer):
         model.train()
         with self.context.phases("train"):
             if self.updates.micro_steps == 0:
-                self.behaviour.entropy_known = False
+                self.behaviour.begin_step()
                 if self.args.max_staleness:
                     self.rollouts.launch(inputs.generation)
                     with torch.no_grad():  # the engine check needs samples of current weights
@@ -304,9 +305,7 @@ class OnlineTrainer(Trainer):
                     optimizer.eval()
                 return result
             finally:
-                self.report.end()
-                self.rollouts.cancel()
-                self.rollouts.close()
+                call_all(self.report.end, self.rollouts.cancel, self.rollouts.close)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

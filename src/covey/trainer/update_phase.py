@@ -17,7 +17,7 @@ from covey.core.batch import TrainBatch, join
 from covey.core.losses import BatchCounts, mean_over_update
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
-from covey.core.stats import Mean, Stat
+from covey.core.stats import Mean, Stat, read
 from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
 from covey.trainer.checks import FiniteCheck
@@ -62,7 +62,7 @@ class UpdatePhase:
     def _begin_step(self) -> None:
         self.micro_steps, self._planned_passes, self._passes, self._seconds = 0, 0, 0, 0.0
         self._loss_stats: dict[str, Stat] = {}
-        self._step_entropy = Mean(0.0, 0.0)
+        self._step_entropies: list[dict[str, Stat]] = []  # of passes; on the device until the step ends
         self._parts_of_step: list[PartOfStep] = []
         self._waiting: deque[list[TrainBatch]] = deque()  # passes of the micro-steps that are planned
 
@@ -93,7 +93,10 @@ class UpdatePhase:
         if self.balance is not None:
             stats["aux_loss"] = Mean(0.0, 1.0)
         if self.entropy is not None:
-            totals = self.context.collectives.gather(self._step_entropy, "average the step's entropy")
+            mine = Mean(0.0, 0.0)
+            for one in read(self._step_entropies):
+                mine = mine.merge(one["entropy"])  # type: ignore[arg-type]
+            totals = self.context.collectives.gather(mine, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
             stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
             stats["policy_loss"] = Mean(0.0, 1.0)
@@ -121,12 +124,12 @@ class UpdatePhase:
         # Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks.
         full = context.args.gradient_accumulation_steps
         scale = full / self._window * context.collectives.size if training else 1.0
-        if training and not math.isfinite(result.without_bonus):
-            scale *= self.finite.check_loss(result.without_bonus, self._passes)
+        if training and not math.isfinite(without_bonus := result.without_bonus.item()):
+            scale *= self.finite.check_loss(without_bonus, self._passes)
         if isinstance(aux, Tensor):  # with a count of 0; end_micro_step counts the optimizer steps
             result.stats["aux_loss"] = Mean(aux.item() * scale, 0.0)
         if self.entropy is not None and training:
-            result.stats["policy_loss"] = Mean(result.without_bonus * scale, 0.0)
+            result.stats["policy_loss"] = Mean(without_bonus * scale, 0.0)
         self._loss_stats = result.stats
         loss = result.loss if self.balance is None else result.loss + self.balance.coef * aux
         if torch.is_grad_enabled() and not loss.requires_grad:  # only an image encoder is trained, and this is text
@@ -137,6 +140,7 @@ class UpdatePhase:
     def loss_of(self, batch: TrainBatch) -> float:
         """The loss of a whole batch without training on it; 0 for an empty share. Collective."""
         self.behaviour.settle_layout(batch)
+        self.behaviour.settle_entropies()
         kept = batch
         if len(batch) and not self._needs_every_rollout:
             index = RolloutIndex.of(batch).without_signal_dropped()
@@ -170,8 +174,8 @@ class UpdatePhase:
         """The loss of a micro-batch, whose metrics are added; entropies known of all completions count once."""
         loss = compute(model, batch)
         stats, training = self._loss_stats, self.context.training
-        if training and isinstance(entropy := stats.get("entropy"), Mean):
-            self._step_entropy = self._step_entropy.merge(entropy)
+        if training and self.entropy is not None and "entropy" in stats:
+            self._step_entropies.append({"entropy": stats["entropy"]})
         if self.behaviour.entropy_known:
             stats.pop("entropy", None)
         self.context.metrics.add(stats, self.context.mode)
@@ -185,6 +189,7 @@ class UpdatePhase:
         if part.micro_batches < micro_steps:  # another generation follows, and averages are over both
             self._waiting += spread([], part.micro_batches)
             return
+        self.behaviour.settle_entropies()
         own, index = self._whole_step(self._parts_of_step)
         self.behaviour.settle_layout(own.batch)
         if not self._needs_every_rollout:

@@ -17,6 +17,7 @@ from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Content, Toolbox, ToolResult, content_of
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.runtime.deadlines import CallTimeout
+from covey.runtime.user_code import call_all
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
@@ -205,5 +206,4 @@ class NamedEnvironments:
                     agent.pool.release(environment)  # the others' pools do not know it
 
     def close(self) -> None:
-        for agent in self.agents.values():
-            agent.close()
+        call_all(*(agent.close for agent in self.agents.values()))

@@ -264,9 +264,11 @@ def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
         yield
     finally:
         left.set()
-        watcher.join()
-        if caller is not None:
-            signal.signal(signal.SIGURG, previous)
+        try:
+            watcher.join()  # which Ctrl-C may interrupt
+        finally:
+            if caller is not None:
+                signal.signal(signal.SIGURG, previous)
 
 
 def pack(value: Any) -> Tensor:

@@ -30,7 +30,7 @@ from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
 from covey.runtime.packages import versions
 from covey.runtime.safe_text import is_secret, without_secrets
-from covey.runtime.user_code import unwrap_partial
+from covey.runtime.user_code import call_all, unwrap_partial
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE
@@ -63,10 +63,11 @@ class RunReport(TrainerCallback):
 
     def end(self) -> None:
         """Write for the last time, also after an error, and say how to go on with a run that was interrupted."""
+        shown = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ProgressDisplay)]
+        call_all(*(callback.close for callback in shown), self._write_last)
+
+    def _write_last(self) -> None:
         trainer, state = self.trainer, self.trainer.state
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressDisplay):
-                callback.close()
         interrupted = trainer.stop.signal is not None or isinstance(sys.exc_info()[1], KeyboardInterrupt)
         try:
             if self.saves and state.log_history and not (interrupted and self._step == state.global_step):

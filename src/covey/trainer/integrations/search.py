@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import BestRun
 
 from covey.observability.metric_docs import evaluation_sets, prefix
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import call_all, format_error
 from covey.trainer.distributed.collectives import CollectiveError
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ class _Trials:
                 return self._trained(trainer, trial)
             finally:  # release engine, weights and optimizer
                 close = getattr(trainer.collector.engine, "close", None)
-                if close is not None and original.made_of.get("engine") is None:
-                    close()
+                own = [] if close is None or original.made_of.get("engine") is not None else [close]
                 trainer.model_wrapped = trainer.model = trainer.optimizer = trainer.lr_scheduler = None
-                trainer.accelerator.free_memory()  # collects garbage and empties the device's cache
+                # The second collects garbage and empties the device's cache.
+                call_all(*own, trainer.accelerator.free_memory)
         except BaseException as error:
             error.add_note(f"This was in trial {trial.number} of the search, with {changes}.")
             raise

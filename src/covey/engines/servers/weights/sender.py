@@ -119,9 +119,11 @@ class WeightSender:
                 bucket = await asyncio.shield(gathering)
             await each(lambda endpoint: self.api.end(endpoint, update.version, until))
         finally:
-            await asyncio.wait([gathering])
-            buckets.close()
-            await asyncio.gather(*(self._abandon(one) for one in endpoints if one not in remaining))
+            try:
+                await asyncio.wait([gathering])
+                buckets.close()
+            finally:
+                await asyncio.gather(*(self._abandon(one) for one in endpoints if one not in remaining))
         if failures:
             raise failures[0]
 
