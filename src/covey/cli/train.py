@@ -52,7 +52,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def evaluated_in(flags: list[str]) -> list[str]:
-    """The flags, with an output_dir beside the model where they name a model: the run file's is of another run."""
+    """The flags, with an output_dir next to the model where they name a model: the run file's is of another run."""
     given = parse_flags(flags)
     model = given.get("model")
     if not isinstance(model, str) or "output_dir" in given or not os.access(model, os.W_OK):

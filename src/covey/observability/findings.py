@@ -70,7 +70,7 @@ class Finding:
     evidence: str  # what was measured
     fix: str  # a field and its value, or what to change
     proof: str = ""  # the experiment that was made: what the fix changes, in numbers
-    effect: Effect | None = None  # of the fix in that experiment; None where none was made of it
+    effect: Effect | None = None  # of the fix in that experiment; None where there was none
     otherwise: str = ""  # the advice where the experiment refutes the fix; "": there is no finding then
 
     @property

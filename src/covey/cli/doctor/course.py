@@ -53,7 +53,7 @@ class Point:
 
 
 def findings(read: Any, run: ExaminedRun | None) -> Iterator[Finding]:
-    """What the record of a run shows; `run` makes experiments, where its parts can be made again."""
+    """Findings of the record of a run; `run` makes experiments, where its parts can be made again."""
     points: Sequence[Point] = [one for one in read.points if one.mean == one.mean]
     if len(points) < LEAST:
         return
