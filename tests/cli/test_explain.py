@@ -533,3 +533,21 @@ def test_layers_that_keep_their_activations_are_counted(run_file, capsys, monkey
         assert sentence in words(capsys.readouterr().out)
     assert main([run_file, "--gradient_checkpointing", "false"]) == 0
     assert "their activations" not in words(capsys.readouterr().out)
+
+
+def test_a_run_is_planned_for_the_containers_memory(tmp_path, monkeypatch):
+    """A model that fits into the machine and not into its control group; no advice changes what the run learns."""
+    from covey.cli.explain.figures import fit
+    from covey.runtime import process_memory
+
+    monkeypatch.setattr(process_memory, "GROUPS", tmp_path / "self")
+    monkeypatch.setattr(process_memory, "MOUNT", tmp_path)
+    (tmp_path / "self").write_text("0::/\n")
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    run = ExplainedRun(GRPOConfig(max_completion_length=4096, use_cpu=True, bf16=False), ModelPlan(config))
+    assert run.memory is not None
+    (tmp_path / "memory.max").write_text(f"{run.memory.peak * 4}\n")
+    assert [*fit(run)] == []
+    (tmp_path / "memory.max").write_text(f"{run.memory.peak // 2}\n")
+    (found,) = fit(run)
+    assert found.code == "memory" and "max_completion_length" not in found.fix + found.proof

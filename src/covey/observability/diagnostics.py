@@ -22,7 +22,7 @@ def advice(log_history: Sequence[Log], args: Any, ended: bool = False, entries: 
     """Findings about the latest logs, or steps, of training; all are enough if a run `ended` before `STREAK`."""
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
     needed = max(2, min(STREAK, len(logs))) if ended else STREAK
-    found = [one for course in COURSES if len(logs) >= STREAK + BEGIN and (one := course(logs)) is not None]
+    found = [one for course in COURSES if (one := course(logs)) is not None]
     known = {one.code for one in found}
     for code, (holds, about) in FINDINGS.items():
         if code == "signal-sparse" and "reward-lost" in known:
@@ -149,6 +149,11 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
 """Code: what each of the logs must satisfy, and evidence and fix of those that do."""
 
 
+def _sides(logs: Sequence[Log]) -> tuple[Sequence[Log], Sequence[Log]]:
+    """The first and the latest of a course that is long enough; else nothing."""
+    return (logs[:BEGIN], logs[-STREAK:]) if len(logs) >= BEGIN + STREAK else ((), ())
+
+
 def _mean(logs: Sequence[Log], name: str) -> float:
     """Mean of a metric over logs; NaN if one of them lacks it."""
     values = [log[name] for log in logs if log.get(name) is not None]
@@ -161,7 +166,7 @@ def _steps(logs: Sequence[Log]) -> str:
 
 def _collapsed(logs: Sequence[Log]) -> Finding | None:
     """One answer to different prompts, where there were others at the beginning and should be."""
-    begin, end = logs[:BEGIN], logs[-STREAK:]
+    begin, end = _sides(logs)
     name = "completions/distinct_across_prompts"
     (before, now), inside = (_mean(side, name) for side in (begin, end)), _mean(end, "completions/distinct")
     wanted = _mean(end, "completions/distinct_references")
@@ -183,7 +188,7 @@ def _collapsed(logs: Sequence[Log]) -> Finding | None:
 
 def _without_entropy(logs: Sequence[Log]) -> Finding | None:
     """The entropy vanished and the reward has not risen."""
-    begin, end = logs[:BEGIN], logs[-STREAK:]
+    begin, end = _sides(logs)
     before, now = (_mean(side, "entropy") for side in (begin, end))
     first, last = (_mean(side, "reward") for side in (begin, end))
     means = [log["reward"] for log in logs if log.get("reward") is not None]
@@ -214,8 +219,8 @@ def _exploded(logs: Sequence[Log]) -> Finding | None:
 
 def _paid_for_length(logs: Sequence[Log]) -> Finding | None:
     """Rewards that follow the length of completions in every step."""
-    name, end = "reward_length_correlation", logs[-STREAK:]
-    if any(abs(log.get(name) or 0.0) < 0.98 for log in end) or len({log[name] > 0 for log in end}) > 1:
+    name, (_, end) = "reward_length_correlation", _sides(logs)
+    if not end or any(abs(log.get(name) or 0.0) < 0.98 for log in end) or len({log[name] > 0 for log in end}) > 1:
         return None
     return Finding(
         "reward-length",
@@ -255,7 +260,7 @@ COURSES: tuple[Callable[[Sequence[Log]], Finding | None], ...] = (
     _paid_for_length,
     _lost,
 )
-"""What a course of at least `BEGIN` + `STREAK` logs or steps shows."""
+"""What a course of logs or steps shows, most of them by comparing its beginning with its end."""
 
 
 class Advice(TrainerCallback):

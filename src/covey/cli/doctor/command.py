@@ -51,6 +51,7 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
     {
         rewards.flat: ("reward-constant", "reward-saturated", "reward-unreachable"),
         rewards.scale: ("reward-scale",),
+        rewards.small: ("reward-scale",),
         rewards.length: ("reward-length",),
         rewards.signal: ("groups-small", "signal-sparse"),
     },

@@ -45,6 +45,7 @@ class Experiment:
     suspected: bool = False  # something else than these completions speaks for it
     certain: bool = False  # the prompts alone prove it
     otherwise: str = ""  # advice where completions are not better
+    masked: bool = False  # what is cut is left out of the loss, so that its share counts as well
 
     @property
     def worth(self) -> float:
@@ -90,7 +91,7 @@ class Experiment:
     @property
     def effect(self) -> Effect | None:
         """On the reward; where chance explains that, on the share that is cut. None: prompts alone are the proof."""
-        if self.worth or self.code == "completions-cut":
+        if self.worth or (self.code == "completions-cut" and not self.masked):
             return Effect(0.0, self.worth)
         if self.certain and self.ended <= 0:
             return None
@@ -340,6 +341,7 @@ def _longer(run: ExaminedRun) -> Iterator[Experiment | Finding]:
         f"Set max_completion_length={rounded}: 95% of those that ended took at most {enough} tokens.",
         short,
         batch,
+        masked=bool(run.args.mask_truncated_completions) and base.cut > 0.95,
         otherwise="More room gives no more reward: let the prompts ask for a short answer, or end it by a stop text"
         " (generation_kwargs={'stop': [...]}).",
     )

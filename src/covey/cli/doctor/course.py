@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.cli.doctor.examined import ExaminedRun
-from covey.cli.doctor.learning import rate_within
+from covey.cli.doctor.learning import MUCH, rate_within
 from covey.core.advantages import nanstd
 from covey.core.likeness import answer_of, common_share, most_common, reference_of
 from covey.core.records import FinishReason, PromptSample, ScoredRollouts
@@ -17,6 +17,7 @@ from covey.observability.findings import Effect, Finding
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
 ONE_ANSWER = 0.8  # share of completions with the same answer, over different prompts
+SMALL = 0.02  # nats a token in the first update, by which no policy is destroyed
 MOST_ASKED = 24  # prompts to which a constant answer is given
 
 
@@ -88,30 +89,34 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) -> Finding | None:
-    """Entropy that vanished or exploded while the reward fell."""
+    """A reward that fell by more than chance, with an entropy that vanished or exploded, or after huge updates."""
     begin, end = _thirds(points)
-    first, last = (fmean(point.mean for point in side) for side in (begin, end))
+    first, last = (_groups(side) for side in (begin, end))
+    error = (_variance(first) / len(first) + _variance(last) / len(last)) ** 0.5
+    if fmean(first) - fmean(last) <= max(2 * error, 1e-9) or rose(points):
+        return None
     entropies = [[point.entropy for point in side if point.entropy is not None] for side in (begin[:1], end)]
-    if not all(entropies):
+    before, after = (fmean(side) if side else float("nan") for side in entropies)
+    broken = (after < 0.1 * before and before > 0.1) or after > 3 * before + 1
+    trial = rate_within(run, rate) if run is not None and run.has_time("learning-rate-high") else None
+    if trial is not None and trial[1].finite and trial[1].moved < SMALL:
         return None
-    before, after = map(fmean, entropies)
-    broken = after < 0.1 * before or after > 3 * before + 1
+    huge = trial is not None and not (trial[1].finite and trial[1].moved < MUCH)
+    if not (broken or huge):
+        return None
     means = [point.mean for point in points]
-    scale = max(means) - min(means)
-    if not broken or scale <= 0 or last > first - 0.3 * scale or rose(points):
-        return None
     worst = min(range(1, len(points)), key=lambda n: means[n] - means[n - 1])
     norms = [point.grad_norm for point in points if point.grad_norm is not None]
     shown = f", and gradient norms of up to {max(norms):.3g}" if norms else ""
     evidence = (
-        f"from the first to the last rollout batches the mean reward went from {first:.3g} to {last:.3g} and the"
-        f" entropy from {before:.2g} to {after:.2g} nats, at learning_rate={rate:g}{shown}."
+        f"from the first to the last rollout batches the mean reward went from {fmean(first):.3g} to"
+        f" {fmean(last):.3g} and the entropy from {before:.2g} to {after:.2g} nats, at learning_rate={rate:g}{shown}."
     )
     fell = f"The reward fell most before step {points[worst].step}, from {means[worst - 1]:.3g} to {means[worst]:.3g}."
     advice = "Lower learning_rate: a tenth of it is a first guess."
-    if run is None or not run.has_time("learning-rate-high"):
+    if trial is None or trial[0] >= rate:
         return Finding("learning-rate-high", "error", evidence, advice, fell)
-    better, high, low = rate_within(run, rate)
+    better, high, low = trial
     return Finding(
         "learning-rate-high",
         "error",
@@ -122,6 +127,11 @@ def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) ->
         Effect(high.moved if high.finite else float("inf"), low.moved, higher_is_better=False),
         otherwise=advice,
     )
+
+
+def _groups(points: Sequence[Point]) -> list[float]:
+    """Mean reward of each group that has one."""
+    return [value for point in points for value in point.totals.nanmean(1).tolist() if value == value]
 
 
 def _one_answer(points: Sequence[Point], run: ExaminedRun | None) -> Finding | None:

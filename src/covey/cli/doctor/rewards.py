@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
-from covey.core.advantages import centred, nanstd
+from covey.core.advantages import EPSILON, centred, nanstd
 from covey.core.records import FinishReason
 from covey.observability.findings import Effect, Finding
 from covey.rewards.contract import MissingArgument
@@ -251,7 +251,8 @@ def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
         else:
             proof = f"Any text gets the same from it: {other} others were tried for each of {len(tried)} prompts."
             fix = f"Look at {name} and its columns: it must give a right answer another reward than a wrong one."
-            yield Finding("reward-constant", "note", evidence, fix, proof if tried else "")
+            useless = bool(tried) and base.weights[index] >= base.weights.max() and value <= 0
+            yield Finding("reward-constant", "warning" if useless else "note", evidence, fix, proof if tried else "")
 
 
 def texts_tried(run: ExaminedRun, function: int | None = None) -> list[tuple[float, float, str]]:
@@ -337,6 +338,9 @@ def _unreachable(run: ExaminedRun, value: float, best: tuple[float, float, str])
         works = f"The text {best[2][:60]!r} gets {best[1]:g}, so the reward works."
         yield _rare(f"groups with another reward than {value:g} are {hits} among {count} completions", works)
         return
+    if (written := _column_written_otherwise(run, value)) is not None:
+        yield written
+        return
     yield Finding(
         "reward-unreachable",
         "error",
@@ -346,6 +350,50 @@ def _unreachable(run: ExaminedRun, value: float, best: tuple[float, float, str])
         f"The reward works: the text {best[2][:80]!r} gets {best[1]:g}; the model wrote"
         f" {completion_text(run.base.rollouts[0].completion)[:80]!r}.",
     )
+
+
+def _last_number(text: str) -> str:
+    return (re.findall(r"-?\d+(?:\.\d+)?", text) or [text])[-1]
+
+
+WRITTEN = {
+    "without spaces around it": str.strip,
+    "in lower case": str.lower,
+    "in upper case": str.upper,
+    "with a capital": str.capitalize,
+    "without spaces and case": lambda text: text.strip().lower(),
+    "without a full stop": lambda text: text.strip().rstrip("."),
+    "as its last number": _last_number,
+}
+"""Ways to write what a column holds, by how they are called."""
+
+
+def _column_written_otherwise(run: ExaminedRun, value: float) -> Finding | None:
+    """A column that completions match, once it is written as they are."""
+    base, kept = run.base, run.failure
+    for name, held in base.samples[0].row.items():
+        if name == "prompt" or not isinstance(held, str):
+            continue
+        for how, write in WRITTEN.items():
+            if not run.has_time("reward-unreachable"):
+                return None
+            rows = [{**one.row, name: write(str(one.row[name]))} for one in base.samples]
+            if all(row[name] == one.row[name] for row, one in zip(rows, base.samples, strict=True)):
+                continue
+            totals = run.totals(rows, base.rollouts).nan_to_num(value)
+            run.failure = kept
+            if (hits := int((totals > value + 1e-9).sum())) > 1:
+                return Finding(
+                    "reward-unreachable",
+                    "error",
+                    f"all of {len(base.known)} completions get {value:g}: the column {name} holds {held[:60]!r}, and"
+                    f" none is written so.",
+                    f"Write the column {name} {how}, or compare both without case and spaces in the function.",
+                    f"With {name} {how} {hits} of the same {len(base.rollouts)} completions get more, and the mean"
+                    f" reward is {totals.mean():.3g} instead of {base.mean:.3g}.",
+                    Effect(base.mean, totals.mean().item()),
+                )
+    return None
 
 
 def _rare(evidence: str, proof: str) -> Finding:
@@ -360,6 +408,30 @@ def _further(run: ExaminedRun) -> tuple[int, int]:
         batch = run.sample(16, 4, start=start, max_tokens=run.base.limit)
         further, hits, start = further + len(batch.known), int((batch.spread > 0).sum()), start + 1
     return hits, further
+
+
+def small(run: ExaminedRun) -> Iterator[Finding]:
+    """Rewards that differ by so little that the constant beside their deviation, or no scaling, leaves no advantage."""
+    base, scaled = run.base, str(run.args.scale_rewards)
+    deviations = base.spread[base.spread > 0]
+    if not len(deviations) or run.args.method != "grpo" or run.args.advantages is not None:
+        return
+    one = deviations.median().item()
+    left = one if scaled == "none" else one / (one + EPSILON)
+    if left > (1e-3 if scaled == "none" else 0.5):
+        return
+    factor = float(f"{1 / one:.0e}")
+    weights = [float(f"{weight * factor:.3g}") for weight in base.weights.tolist()]
+    then = min(one * factor, 1.0) if scaled == "none" else one * factor / (one * factor + EPSILON)
+    yield Finding(
+        "reward-scale",
+        "warning",
+        f"rewards of a group differ by {one:.2g} (standard deviation), so that advantages are about {left:.2g}"
+        + (" (scale_rewards='none')." if scaled == "none" else f": {EPSILON:g} is added to what they are divided by."),
+        f"Set reward_weights={weights}.",
+        f"With these weights advantages of the same completions are about {then:.2g}.",
+        Effect(left, then),
+    )
 
 
 def scale(run: ExaminedRun) -> Iterator[Finding]:

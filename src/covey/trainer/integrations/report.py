@@ -187,6 +187,10 @@ def resume_command(checkpoint: str | bool = True) -> str:
     return shlex.join([*kept, "--resume_from_checkpoint", "true" if checkpoint is True else str(checkpoint)])
 
 
+PLAYED = ("rollout_func", "environment_factory", "agent")
+"""Arguments of a trainer that say how rollouts are played."""
+
+
 def named_parts(trainer: Any) -> dict[str, Any]:
     """Keys of a run file: model, rewards, tools and adapter; None for what has no name."""
     method = type(trainer.args).method
@@ -203,6 +207,7 @@ def named_parts(trainer: Any) -> dict[str, Any]:
         "peft": None if adapter is None else _adapter(adapter.to_dict()),
         "rollout_func": name_of(made.get("rollout_func")),
         "environment_factory": name_of(made.get("environment_factory")),
+        "unnamed": [one for one in PLAYED if made.get(one) is not None and name_of(made[one]) is None],
     }
 
 
