@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -356,7 +356,7 @@ def _last_number(text: str) -> str:
     return (re.findall(r"-?\d+(?:\.\d+)?", text) or [text])[-1]
 
 
-WRITTEN = {
+WRITTEN: dict[str, Callable[[str], str]] = {
     "without spaces around it": str.strip,
     "in lower case": str.lower,
     "in upper case": str.upper,
