@@ -305,6 +305,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Wrote a reward function that raises on some samples": (
             "Nothing, if it is rare; else repair it with the sample that is shown."
         ),
+        "Named a function of a script that trains at its top level": (
+            'Put what runs under `if __name__ == "__main__":`, or move the function into a file of its own.'
+        ),
         "Returned NaN for some samples": "Return None on purpose, repair what gives NaN by accident.",
         "Wrote reward functions that all abstain": "Is the answer in the column that the functions read?",
         "Wrote a reward function that hangs": (

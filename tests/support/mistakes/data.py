@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 from transformers import LlamaForSequenceClassification
 
 from covey import isolated
-from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, per_completion
+from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, per_completion, resolve_reward
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
 
@@ -227,6 +227,13 @@ def words(completions, **kwargs):
 
 def infinite(completions, **kwargs):
     return [math.inf] * len(completions)
+
+
+def from_a_script(bench):
+    """Names the reward function of a training script without a main guard."""
+    code = "def f(completions, **kwargs):\n    return [1.0] * len(completions)\n\ntrain(f)\n"
+    (bench.path / "training_script.py").write_text(code)
+    return resolve_reward(f"{bench.path}/training_script.py:f")
 
 
 def not_a_number(completions, **kwargs):
@@ -463,6 +470,13 @@ REWARDS = [
         ),
         TRAINING,
         RewardWarning,
+    ),
+    Mistake(
+        "Named a function of a script that trains at its top level",
+        from_a_script,
+        (r"line 4 of .*runs something whenever the file is imported", "if __name__ == '__main__'"),
+        when=CONFIG,
+        kind=UserWarning,
     ),
     reward(
         "Returned NaN for some samples",
