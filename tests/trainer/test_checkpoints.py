@@ -6,10 +6,8 @@ import io
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -326,68 +324,6 @@ def test_a_read_only_disk_is_said_before_training(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(ValueError, match=r"output_dir='.*run' is not a folder that can be written to"):
         runs.trainer(small_disk / "some" / "run", **SAVING)
-
-
-class Signals:
-    """Sends signals from the reward of the second step."""
-
-    def __init__(self, *numbers, seconds=0.0):
-        self.__name__, self.numbers, self.seconds, self.calls = "signals", numbers, seconds, 0
-
-    def __call__(self, completion_ids, **kwargs):
-        self.calls += 1
-        if self.calls == 2:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
-                time.sleep(0.01)
-            time.sleep(self.seconds)
-        return runs.longer(completion_ids)
-
-
-@pytest.mark.parametrize(
-    ("number", "ends", "status"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)]
-)
-def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, saved, number, ends, status, capfd):
-    before = signal.getsignal(number)
-    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(number)}, max_steps=3, save_strategy="epoch")
-    with pytest.raises(ends) as ended:
-        asked.train()
-    assert status is None or ended.value.code == status
-    assert signal.getsignal(number) == before
-    assert "saving a checkpoint after this step and ending, in at most 25 s" in capfd.readouterr().err
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    assert same(runs.weights(resume(tmp_path, "auto")), saved[1])
-
-
-def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
-    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(2, 2, seconds=60)}, **SAVING, max_steps=3)
-    with pytest.raises(KeyboardInterrupt):
-        asked.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-def test_a_step_that_takes_too_long_ends_at_the_deadline(tmp_path):
-    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(15, seconds=600)}, **SAVING, max_steps=3)
-    asked.stop.seconds = 0.5
-    with pytest.raises(SystemExit):
-        asked.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-def test_a_save_that_is_late_is_finished(tmp_path, saved):
-    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(15)}, max_steps=3, save_strategy="epoch")
-    write = asked.checkpoints.before_saving
-
-    def late():  # a large model on a slow disk: the deadline passes meanwhile
-        write()
-        asked.stop._deadline = time.monotonic()
-        asked.stop._expire()
-
-    asked.checkpoints.before_saving = late
-    with pytest.raises(SystemExit):
-        asked.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    assert same(runs.weights(resume(tmp_path, "auto")), saved[1])
 
 
 def adapter(*targets, **settings):

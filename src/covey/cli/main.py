@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from covey import __version__
+from covey.runtime.interrupts import TOLD, Interrupts
 from covey.runtime.safe_text import printable
 
 COMMANDS = {
@@ -64,15 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"covey: warning: {printable(str(message))}", file=sys.stderr
             )
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
-            status = _run(arguments[0], arguments[1:])
+            with Interrupts().listening():
+                status = _run(arguments[0], arguments[1:])
             if sys.stdout is not None:  # closed, as by >&-
                 sys.stdout.flush()
             return status
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("covey: stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        if not hasattr(error, TOLD):
+            print("covey: stopped", file=sys.stderr)
         return 130
     except Exception as error:
         origin = type(error).__module__

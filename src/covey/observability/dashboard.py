@@ -25,6 +25,7 @@ from covey.observability.completions import decimal
 from covey.observability.metric_docs import evaluation_sets, is_taken, metrics_of, with_interval
 from covey.observability.metrics import EVALUATE
 from covey.observability.plots import FAINT, PHASES, series
+from covey.runtime.interrupts import say
 
 FIGURES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "{:.3f}"),
@@ -219,6 +220,13 @@ class ProgressDisplay(TrainerCallback):
         if self._stop is not None:
             self._stop()
             self._stop = None
+
+    def announce(self, line: str) -> None:
+        """Show a line at once, above the live display where there is one; called from any thread."""
+        if self._stop is None:
+            say(line)
+        else:
+            self._say(line.lstrip())
 
     def _take(self, logs: dict[str, Any]) -> None:
         """Replace all figures with a rollout batch's first log; those of its further updates are added to them."""

@@ -18,6 +18,7 @@ from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
 from covey.rollout.speculation import Speculation
 from covey.rollout.user_batch_function import BatchFunction, BatchSampler
+from covey.runtime.interrupts import run_alone
 from covey.runtime.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -224,7 +225,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return run_alone(work)
     thread = LoopThread("covey-sampling", no_grad=True)
     try:
         return thread.run(work)

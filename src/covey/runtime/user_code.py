@@ -1,6 +1,5 @@
 """Protection against code that users wrote: its exceptions, the data it is given, and the process state it changes."""
 
-import asyncio
 import functools
 import inspect
 import os
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any, TypeVar
 
+from covey.runtime.interrupts import run_alone
 from covey.runtime.safe_text import printable, without_secrets
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def call_and_wait(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     async def wait() -> Any:
         return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+    return run_alone(wait()) if inspect.isawaitable(result) else result
 
 
 def call_all(*steps: Callable[[], Any]) -> None:

@@ -9,6 +9,7 @@ one at a time, each on a copy of the model.
 import asyncio
 import copy
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ from covey.study.variants import (
 )
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
-from covey.trainer.integrations.report import RunReport
+from covey.trainer.integrations.report import RunReport, command
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
 ASKED = ("system_prompt", "prompts_as_messages", "chat_template_kwargs")
@@ -157,7 +158,7 @@ class Study:
         self._asked: list[Command] = []  # what is carried out at the end of the step
         self._taken: list[Path] = []  # files that it came from
         self._sampled: list[str] = []  # variants whose adapters the engine holds
-        self._stop = StopAtStep(lambda number, doing: [number], enabled=True, way="--resume (`train(resume=True)`)")
+        self._stop = StopAtStep(lambda number, doing: [number], True, self._farewell, steps="the steps of all variants")
         self._saved = -1  # round after which the state was written down
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
@@ -218,6 +219,13 @@ class Study:
         self._save()
         for path in self._taken:
             path.unlink(missing_ok=True)
+
+    def _farewell(self) -> str:
+        way = (
+            f"{command().removesuffix(' --resume')} --resume" if "COVEY_COMMAND" in os.environ else "train(resume=True)"
+        )
+        kept = f"; round {self._saved} is saved" if self._saved > 0 else ""
+        return f"covey: the study stopped in round {self.round}{kept}; continue with: {way}"
 
     def stop(self, name: str) -> None:
         """End a variant after the step that runs; `resume` lets it go on."""

@@ -422,7 +422,9 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     trainer.add_callback(LogEnds())
     if (repo := args.log_completions_hub_repo) and trainer.is_world_process_zero():
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
-    trainer.add_callback(ProgressDisplay(plain=bool(args.disable_tqdm)))
+    display = ProgressDisplay(plain=bool(args.disable_tqdm))
+    trainer.add_callback(display)
+    trainer.stop.say = display.announce if args.process_index == 0 else lambda line: None
     trainer.add_callback(Advice(lambda: {**trainer.metrics.end_step(), "grad_norm": trainer.finite.norm}))
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))

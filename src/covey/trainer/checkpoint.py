@@ -37,6 +37,7 @@ class Checkpointer:
     reference: Reference | None = None  # of the KL penalty
     staging: bool = field(default=False, init=False)  # one is being written, into a folder that is moved when complete
     delayed_pushes: list[str] = field(default_factory=list, init=False)  # folders that were to be uploaded meanwhile
+    _earlier_state: dict[str, dict[str, Any]] | None = field(default=None, init=False)  # saved in the place of today's
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective.
@@ -112,7 +113,19 @@ class Checkpointer:
         return next((problem for problem in everyone if problem is not None), None)
 
     def method_state(self) -> dict[str, dict[str, Any]]:
-        return {name: part.state_dict() for name, part in self.parts.items()}
+        """State of each part, in containers of its own: what the parts do next does not change it."""
+        if self._earlier_state is not None:
+            return self._earlier_state
+        return {name: _copied(part.state_dict()) for name, part in self.parts.items()}
+
+    @contextmanager
+    def as_of(self, state: dict[str, dict[str, Any]]) -> Iterator[None]:
+        """Within it, checkpoints hold an earlier `method_state`."""
+        self._earlier_state = state
+        try:
+            yield
+        finally:
+            self._earlier_state = None
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         for name, part in self.parts.items():
@@ -266,6 +279,13 @@ def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: 
         trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
         return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
+
+
+def _copied(value: Any) -> Any:
+    """Dictionaries and lists with the same content; tensors and other values are the same objects."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def superfluous_checkpoints(

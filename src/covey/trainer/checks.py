@@ -169,11 +169,15 @@ def _check_best_metric(name: str | None, datasets: Any) -> None:
 
 
 def log_save_evaluate(trainer: Any, tr_loss: Tensor, *rest: Any, **named: Any) -> None:
-    """A method of the trainer: the loss after a log begins at 0, also where `Trainer` subtracts NaN from itself."""
+    """A method of the trainer: the loss after a log begins at 0, also where `Trainer` subtracts NaN from itself.
+
+    What a checkpoint of this step needs is kept at its end.
+    """
     logs = trainer.control.should_log
     Trainer._maybe_log_save_evaluate(trainer, tr_loss, *rest, **named)
     if logs:
         tr_loss.zero_()
+    trainer.remember_step()
 
 
 def determine_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -> bool:

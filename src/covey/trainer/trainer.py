@@ -30,6 +30,7 @@ from covey.rollout.vision import tokenizer_of
 from covey.runtime.data_files import refusing_objects
 from covey.runtime.definitions import refuse_while_loading
 from covey.runtime.files import locked
+from covey.runtime.interrupts import interruptible
 from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import call_all
@@ -39,7 +40,7 @@ from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
-from covey.trainer.distributed.stopping import StopAtStep
+from covey.trainer.distributed.stopping import Finished, StopAtStep, random_state, set_random_state
 from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
@@ -100,6 +101,7 @@ class OnlineTrainer(Trainer):
     on_evaluated: Callable[[dict[str, float], int], bool] | None = None  # of a search: metrics, step -> stop training
 
     @accepts_old_names
+    @interruptible
     def __init__(
         self,
         model: build.ModelLike | None = None,
@@ -212,7 +214,10 @@ class OnlineTrainer(Trainer):
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
         parts: dict[str, Stateful] = {n: getattr(self, n) for n in stateful} | {"failures": self.rollouts.failures}
         self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described, self.reference)
-        self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
+        alone = self.collectives.size == 1
+        self.stop = StopAtStep(
+            self.collectives.gather, args.save_strategy != "no", lambda: self.report.farewell(), alone
+        )
 
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
         """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
@@ -304,6 +309,10 @@ class OnlineTrainer(Trainer):
                 if (optimizer := recommending_optimizer(self.optimizer)) and not self.args.load_best_model_at_end:
                     optimizer.eval()
                 return result
+            except BaseException:
+                if (finished := self.stop.leave()) is not None:
+                    self._save_finished(finished, trial)
+                raise
             finally:
                 call_all(self.report.end, self.rollouts.cancel, self.rollouts.close)
 
@@ -388,13 +397,13 @@ class OnlineTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Sample and score an evaluation dataset, or each of several; log metrics, and with them completions."""
-        metrics = super().evaluate(*args, **kwargs)
+        metrics = interruptible(super().evaluate)(*args, **kwargs)
         self.evaluation.send_completions()
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Sample and score a dataset that is given; there are metrics and no predictions."""
-        output = super().predict(*args, **kwargs)
+        output = interruptible(super().predict)(*args, **kwargs)
         self.evaluation.send_completions()
         return output
 
@@ -432,6 +441,24 @@ class OnlineTrainer(Trainer):
         final = self.stop.uncut(self.checkpoints.save, self._get_output_dir(trial), write)
         if self.checkpoints.delayed_pushes:
             self._push_from_checkpoint(final)
+
+    def remember_step(self) -> None:
+        """Keep what a checkpoint of the last finished step needs, for a run that is stopped in its next one."""
+        args, sharded = self.args, self.sharding.weights or self.is_deepspeed_enabled
+        if self.stop.enabled and self.stop.alone and not (sharded or args.max_staleness or args.speculative_reuse):
+            self.stop.finished = Finished(self.state.global_step, self.checkpoints.method_state(), random_state())
+
+    def _save_finished(self, finished: Finished, trial: Any) -> None:
+        """Save a checkpoint of the last finished step: the weights are as they were, and nothing else is."""
+        set_random_state(finished.random)
+        with self.checkpoints.as_of(finished.method):
+            self._save_checkpoint(self.model, trial)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.remember_step()
+        with self.stop.evaluating():
+            return super()._evaluate(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.checkpoints.staging:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,12 +105,16 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def serve(app: web.Application, port: int, started: Callable[[str], None]) -> None:
-    """Serve until cancelled; `started` gets the address. OSError where the port is taken."""
+    """Serve until cancelled, Ctrl-C or SIGTERM; `started` gets the address. OSError where the port is taken."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(RuntimeError, ValueError, NotImplementedError):  # on another thread, or another system
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
         started(f"http://127.0.0.1:{runner.addresses[0][1]}/")
-        await asyncio.Event().wait()
+        await ended.wait()
     finally:
         await runner.cleanup()

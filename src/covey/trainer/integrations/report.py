@@ -62,26 +62,36 @@ class RunReport(TrainerCallback):
             self.write()
 
     def end(self) -> None:
-        """Write for the last time, also after an error, and say how to go on with a run that was interrupted."""
+        """Write for the last time, also after an error; say how to continue after an interrupt that nobody answers."""
         shown = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ProgressDisplay)]
         call_all(*(callback.close for callback in shown), self._write_last)
 
     def _write_last(self) -> None:
         trainer, state = self.trainer, self.trainer.state
-        interrupted = trainer.stop.signal is not None or isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        answered = trainer.stop.signal is not None
+        interrupted = answered or isinstance(sys.exc_info()[1], KeyboardInterrupt)
         try:
             if self.saves and state.log_history and not (interrupted and self._step == state.global_step):
                 self.write()
         finally:  # a page may take longer than there is time to stop
-            if interrupted and state.is_world_process_zero:
-                saved = numbered_checkpoints(trainer.args.output_dir)
-                others = trainer.checkpoints.context.earlier
-                there = [one for one in saved if one.name not in others and int(one.name[11:]) <= state.global_step]
-                way = "no checkpoint was saved"
-                if there:
-                    wanted = there[-1] == saved[-1] or str(there[-1])
-                    way = f"go on from {there[-1].name} with: {resume_command(wanted)}"
-                print(f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}", file=sys.stderr)
+            if interrupted and not answered and (line := self.farewell()):
+                print(line, file=sys.stderr)
+
+    def farewell(self) -> str:
+        """How far an interrupted run came, and the command that continues it; nothing on other processes."""
+        trainer, state = self.trainer, self.trainer.state
+        if not state.is_world_process_zero:
+            return ""
+        saved = numbered_checkpoints(trainer.args.output_dir)
+        others = trainer.checkpoints.context.earlier
+        there = [one for one in saved if one.name not in others and int(one.name[11:]) <= state.global_step]
+        way = "no checkpoint was saved"
+        if there:
+            wanted = there[-1] == saved[-1] or str(there[-1])
+            way = f"continue from {there[-1].name} with: {resume_command(wanted)}"
+        elif trainer.args.save_strategy == "no":
+            way += ", as save_strategy='no'"
+        return f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}"
 
     def write(self, **own: Any) -> None:
         """Write all three; `own` arguments of `write_report` take the place of what a run shows."""
