@@ -15,14 +15,15 @@ from aiohttp import web
 from PIL import Image
 
 from covey.cli.view import command, server
-from covey.cli.view.runs import RecordedRun
+from covey.cli.view.runs import RecordedRun, title_of
 from covey.core.batch import collate
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
 from covey.observability.findings import Finding, write_findings
 from covey.observability.record import Recorder
-from covey.observability.record_files import FINDINGS, FOLDER, files, read_rows
+from covey.observability.record_files import FINDINGS, FOLDER, files, read_rows, spent
 from covey.observability.updates import vocabulary_of
+from covey.trainer.evaluation.suites import EvalSuite
 from tests.support import records, runs, tiny
 from tests.support.engines import CopyEngine
 
@@ -127,6 +128,79 @@ def test_findings_of_the_doctor_are_shown(tmp_path):
     before = run.state()["version"]
     write_findings(tmp_path / FOLDER / FINDINGS, [Finding("kl-scale", "error", "it is 3", "set beta to 0")])
     assert run.described()["findings"][0]["title"].startswith("the KL penalty") and run.state()["version"] != before
+
+
+def test_warnings_of_the_run_are_findings(tmp_path):
+    """Every completion gets the same reward; a finding of the doctor's takes the place of the run's of its code."""
+
+    def constant(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    with pytest.warns(UserWarning, match="nothing is learnt"):
+        runs.trainer(tmp_path, parts={"reward_funcs": constant}, max_steps=2).train()
+    (found,) = RecordedRun(tmp_path).described()["findings"]
+    assert found["code"] == "signal-sparse" and found["evidence"] and found["fix"]
+    write_findings(tmp_path / FOLDER / FINDINGS, [Finding("signal-sparse", "error", "none", "another reward")])
+    assert [one["level"] for one in RecordedRun(tmp_path).described()["findings"]] == ["error"]
+
+
+def test_evaluations_are_curves_with_their_intervals(tmp_path):
+    suite = EvalSuite(tiny.rows()[:4], num_generations=2, pass_at=(1,), success_threshold=6.5)
+    held = {"plain": tiny.rows()[:4], "held": suite}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    trained = runs.trainer(tmp_path, parts={"eval_dataset": held}, **settings)
+    trained.train()
+    curves = {(one["set"], one["metric"]): one["points"] for one in RecordedRun(tmp_path).described()["evaluations"]}
+    assert {name for name, metric in curves if metric == "reward"} == {"plain", "held"}
+    assert [point["x"] for point in curves["plain", "reward"]] == [1, 2]
+    assert [point["y"] for point in curves["held", "pass@1"]] == runs.history(trained, "eval_held_pass@1")
+    assert all(one["low"] <= one["y"] <= one["high"] for one in curves["held", "pass@1"])
+
+
+SYSTEM = {"role": "system", "content": "Name the department that should answer."}
+
+
+def asked(text, system=SYSTEM):
+    return [system, {"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "titles"),
+    [
+        ([asked("my card"), asked("my app")], ["my card", "my app"]),
+        (["Count the letters of this word: tree", "Count the letters of this word: two"], ["… tree", "… two"]),
+        ([asked("the same", {"role": "system", "content": f"You are a helpful {who}."}) for who in "ab"], None),
+        ([asked("one alone")], ["one alone"]),
+        (["1 + 1", "1 + 2"], ["1 + 1", "1 + 2"]),  # too little to leave out
+    ],
+)
+def test_prompts_are_named_by_what_differs(prompts, titles):
+    title = title_of(prompts)
+    assert [title(prompt) for prompt in prompts] == (titles or ["… a.\n\nuser: the same", "… b.\n\nuser: the same"])
+    assert title("Another text") == "Another text"  # which does not begin as they do
+
+
+def test_time_and_cores_are_those_of_all_processes_without_pauses():
+    """Two processes: of the first 40 of 50 s of CPU are after its first log, all 30 of the second count."""
+
+    def line(time, cpu, run):
+        return {"time": time, "cpu_seconds": cpu, "run_seconds": run}
+
+    first, second = [line(100, 10, 5), line(160, 50, 65)], [line(9000, 20, 15), line(9010, 30, 25)]
+    assert spent([*first, *second]) == (60 + 15 + 10, 40 + 20 + 10)
+    without = [{key: value for key, value in one.items() if key != "run_seconds"} for one in [*first, *second]]
+    assert spent(without) == (60 + 10, 40 + 20 + 10)  # of an earlier release: the time before a first log is unknown
+    assert np.isnan(spent(first[:1])[0])
+
+
+def test_a_replay_calls_no_change_of_the_policy_a_gap(tmp_path):
+    records.write(tmp_path, steps=1, prompts=1, size=2, length=8)
+    gap = next(one for one in RecordedRun(tmp_path).rollout("0.0.0")["tokens"]["columns"] if one["name"] == "gap")
+    path = tmp_path / FOLDER / "run.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps({**described, "settings": {**described.get("settings", {}), "replay_from": "'other'"}}))
+    of_replay = RecordedRun(tmp_path).rollout("0.0.0")["tokens"]["columns"]
+    assert next(one for one in of_replay if one["name"] == "gap")["title"] != gap["title"]
 
 
 def test_a_default_run_can_be_looked_at(tmp_path):

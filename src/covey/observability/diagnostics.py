@@ -4,13 +4,15 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.observability.findings import Finding
+from covey.observability.findings import Finding, add_findings
+from covey.observability.record_files import FOLDER, WARNINGS
 
 STREAK = 5  # logs or steps in a row that must agree before something is said
 BEGIN = 3  # with which the latest are compared
@@ -297,10 +299,15 @@ class Advice(TrainerCallback):
             self._say(args, ended=True)
 
     def _say(self, args: Any, ended: bool) -> None:
-        for finding in advice(self._history, args, ended, "steps with new completions"):
-            if finding.code not in self._said:
-                self._said.add(finding.code)
-                warnings.warn(finding.sentence, UserWarning, stacklevel=3)
+        found = advice(self._history, args, ended, "steps with new completions")
+        new = [finding for finding in found if finding.code not in self._said]
+        for finding in new:
+            self._said.add(finding.code)
+            warnings.warn(finding.sentence, UserWarning, stacklevel=3)
+        folder = Path(args.output_dir) / FOLDER
+        if new and (folder / "run.json").exists() and args.record != "off":
+            with suppress(OSError):  # the run continues without it
+                add_findings(folder / WARNINGS, new)
 
 
 class LogEnds(TrainerCallback):

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,21 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
     for finding in sorted(kept, key=lambda one: (LEVELS.index(one.level), order[one.code])):
         best.setdefault(finding.code, finding)
     return list(best.values())
+
+
+def read_findings(path: Path) -> list[dict[str, Any]]:
+    """Findings of a file; none where it is missing or cannot be read."""
+    with suppress(OSError, ValueError):
+        return list(json.loads(path.read_text()))
+    return []
+
+
+def add_findings(path: Path, findings: Iterable[Finding]) -> None:
+    """Add to the findings of a file; one that is there already is replaced by the new one of its code."""
+    known = {one["code"]: one for one in read_findings(path)}
+    known |= {finding.code: finding.as_dict() for finding in findings}
+    with written_whole(path) as new:
+        new.write_text(json.dumps([*known.values()], indent=1))
 
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:

@@ -72,6 +72,7 @@ class Recorder(TrainerCallback):
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
     _config: str = field(default="", init=False)
+    _training_since: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
         self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
@@ -92,13 +93,17 @@ class Recorder(TrainerCallback):
             self._keep(state.global_step, None, lambda: updates.write(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a line of metrics, with the time, the process's CPU seconds and its memory."""
+        """Append a line of metrics, with the time, how long this process has trained, its CPU seconds and memory."""
         if self.rank or not self._begun or not logs:
             return
         spent: dict[str, float] = {"cpu_seconds": time.process_time(), "memory_gb": _memory() / GIGABYTE}
+        spent["run_seconds"] = time.monotonic() - self._training_since
         line = {"step": state.global_step, "time": time.time(), "config": self._config, **spent, **logs}
         with suppress(OSError), (self.folder / METRICS).open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training_since = time.monotonic()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_log(args, state, control, {"event": "end"})

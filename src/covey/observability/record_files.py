@@ -1,7 +1,8 @@
 """Files of a record (`covey.observability.record`): their names, and reading them without torch."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from covey.runtime.files import written_whole
 from covey.runtime.user_code import format_error
 
 FOLDER = "record"
-METRICS, VOCABULARY, FINDINGS = "metrics.jsonl", "vocabulary.parquet", "findings.json"
-OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS)  # rather than of a generation and process
+METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
+FINDINGS, WARNINGS = "findings.json", "warnings.json"  # of `covey doctor`, and of the run itself
+OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS)  # rather than of a generation and process
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls")
 REWARD = "reward/"
 """Prefix of the columns of rewards; null where a function abstained."""
@@ -73,6 +75,34 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 lines.append(json.loads(line))
     return lines
+
+
+def spent(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Seconds, and CPU seconds of the main process, from the first log to the last; NaN where they are not known.
+
+    `cpu_seconds` counts from the start of a process, and a resumed run has had several: the time between them counts
+    for nothing, and what a later one has spent before its first log counts, as `run_seconds` tells how long that was.
+    """
+    known = [line for line in lines if all(isinstance(line.get(name), int | float) for name in ("time", "cpu_seconds"))]
+    if len(known) < 2:
+        return math.nan, math.nan
+    seconds = cores = 0.0
+    for before, line in zip(known, known[1:], strict=False):
+        if line["cpu_seconds"] >= before["cpu_seconds"] and line.get("run_seconds", 1) >= before.get("run_seconds", 0):
+            seconds += line["time"] - before["time"]
+            cores += line["cpu_seconds"] - before["cpu_seconds"]
+        else:
+            seconds += line.get("run_seconds", 0.0)
+            cores += line["cpu_seconds"]
+    return seconds, cores
+
+
+def ends_of(values: Sequence[float]) -> tuple[float, float] | None:
+    """A curve's value at first and at last: means over its first and its last tenth; None of an empty one."""
+    if not values:
+        return None
+    tenth = max(1, len(values) // 10)
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
 def read_run(run: Path) -> dict[str, Any]:

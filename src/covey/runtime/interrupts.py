@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM: answered at once, whatever the main thread is doing, and ending without a traceback.
 
-Python runs its handlers of signals on the main thread, once a call into C has returned: a backward pass or the import of
-a library may take a minute. So a second thread reads each signal from a pipe, says what will happen, keeps the deadline
-and, as a last resort, ends the process.
+Python runs its handlers of signals on the main thread, once a call into C has returned: a backward pass, or the import
+of a library, may take a minute. So a second thread reads each signal from a pipe, says what will happen, keeps the
+deadline and, as a last resort, ends the process.
 """
 
 import asyncio

@@ -54,7 +54,8 @@ from covey.study.variants import (
 )
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
-from covey.trainer.integrations.report import RunReport, command
+from covey.trainer.integrations.report import RunReport
+from covey.trainer.integrations.report import command as given_command
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
 ASKED = ("system_prompt", "prompts_as_messages", "chat_template_kwargs")
@@ -221,9 +222,9 @@ class Study:
             path.unlink(missing_ok=True)
 
     def _farewell(self) -> str:
-        way = (
-            f"{command().removesuffix(' --resume')} --resume" if "COVEY_COMMAND" in os.environ else "train(resume=True)"
-        )
+        way = "train(resume=True)"
+        if "COVEY_COMMAND" in os.environ:
+            way = given_command().removesuffix(" --resume") + " --resume"
         kept = f"; round {self._saved} is saved" if self._saved > 0 else ""
         return f"covey: the study stopped in round {self.round}{kept}; continue with: {way}"
 

@@ -128,20 +128,6 @@ def test_a_run_goes_on_from_no_later_step_than_its_own(tmp_path, capfd, monkeypa
     assert interrupted_report(tmp_path).farewell().endswith(f"checkpoint-2 with: {way}")
 
 
-def test_a_page_cut_short_leaves_the_way_to_go_on(tmp_path, capfd, monkeypatch):
-    """The time to stop may end, or a second Ctrl-C come, while the last page is written."""
-    report = interrupted_report(tmp_path)
-    report.saves = True
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        report.end()
-    assert "covey: stopped at step 2 of 4; no checkpoint was saved" in capfd.readouterr().err
-
-
 def test_a_run_that_saves_nothing_writes_no_page(tmp_path):
     runs.trainer(tmp_path, max_steps=1).train()
     assert not (tmp_path / "summary.html").exists()

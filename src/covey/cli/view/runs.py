@@ -3,7 +3,10 @@
 import ast
 import json
 import math
+import os
+import re
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -11,11 +14,27 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from covey.cli.view.tables import Generation, Update
+from covey.cli.view.tables import EXCERPT, Generation, Update
 from covey.core.transcript import as_text
-from covey.observability.record_files import FINDINGS, FOLDER, METRICS, VOCABULARY, number_of, read_metrics, read_run
+from covey.observability.findings import read_findings
+from covey.observability.metric_docs import evaluation_sets, metrics_of
+from covey.observability.record_files import (
+    FINDINGS,
+    FOLDER,
+    METRICS,
+    VOCABULARY,
+    WARNINGS,
+    ends_of,
+    number_of,
+    read_metrics,
+    read_run,
+    spent,
+)
 
 CACHED = 24  # tables of generations in memory
+TITLED = 8  # generations whose prompts decide on what names of prompts leave out
+WORTH_LEAVING_OUT = 16  # characters that all prompts begin with
+CHANGE = "trainer's log-prob minus the recorded run's: how far this policy is from the one that sampled"
 QUIET = 600.0  # seconds without a new file after which a run without an end counts as stopped
 
 
@@ -38,7 +57,7 @@ class RecordedRun:
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
         files = self._files()
-        times = [_written(self.record / name) for name in ("run.json", METRICS, FINDINGS)]
+        times = [_written(self.record / name) for name in ("run.json", METRICS, FINDINGS, WARNINGS)]
         written = max(times[1], *(map(_written, [*files.values()][-1:] or [self.record]))) / 1e9
         lines = self._lines()
         ended = bool(lines) and lines[-1].get("event") == "end"
@@ -52,14 +71,26 @@ class RecordedRun:
         }
 
     def described(self) -> dict[str, Any]:
-        """Settings, metrics and findings."""
+        """Settings, metrics, evaluations, totals, and findings: the doctor's, and warnings of the run itself."""
         described = read_run(self.folder)
         described["settings"] = {name: _literal(text) for name, text in described.get("settings", {}).items()}
-        findings = []
-        with suppress(OSError, ValueError):
-            findings = json.loads((self.record / FINDINGS).read_text())
+        findings = read_findings(self.record / FINDINGS)
+        warned = read_findings(self.record / WARNINGS)
+        findings += [one for one in warned if one["code"] not in {known["code"] for known in findings}]
         lines = [{name: value for name, value in line.items() if _is_json(value)} for line in self._lines()]
-        return {"described": described, "metrics": lines, "findings": findings}
+        seconds, cores = spent(lines)
+        totals = {
+            "reward": ends_of([line["reward"] for line in lines if "reward" in line]),
+            "seconds": None if math.isnan(seconds) else seconds,
+            "core_seconds": None if math.isnan(cores) else cores,
+        }
+        return {
+            "described": described,
+            "metrics": lines,
+            "evaluations": evaluations_of(lines),
+            "totals": totals,
+            "findings": findings,
+        }
 
     def blocks(self, keys: list[str]) -> dict[str, Any]:
         """Summaries of the rollouts of generations, by key."""
@@ -70,9 +101,18 @@ class RecordedRun:
                 continue
             version = self._version(key, path)
             if self._blocks.get(key, ("",))[0] != version:
-                self._blocks[key] = version, self._generation(key, path).block(weights)
+                generation = self._generation(key, path)
+                block = generation.block(weights)
+                block["columns"]["prompt"] = [title[:EXCERPT] for title in generation.prompts(self._title)]
+                self._blocks[key] = version, block
             found[key] = self._blocks[key][1]
         return found
+
+    @cached_property
+    def _title(self) -> Callable[[Any], str]:
+        """Names a prompt by what it differs by from others."""
+        generations = [self._generation(key, path) for key, path in [*self._files().items()][:TITLED]]
+        return title_of([generation.prompt(row) for generation in generations for row in generation.firsts()])
 
     def rollout(self, name: str) -> dict[str, Any]:
         """A rollout by `generation.rank.row`; NotRecorded where there is none."""
@@ -82,11 +122,20 @@ class RecordedRun:
         generation = self._generation(key, path)
         if not row.isdecimal() or int(row) >= generation.table.num_rows:
             raise NotRecorded(f"generation {key} has no rollout {row}")
-        return generation.rollout(int(row), key, self._words)
+        return self._named(generation.rollout(int(row), key, self._words))
 
     def generation(self, key: str) -> list[dict[str, Any]]:
         generation = self._generation(key, self._files()[key])
-        return [generation.rollout(row, key, self._words) for row in range(generation.table.num_rows)]
+        rows = range(generation.table.num_rows)
+        return [self._named(generation.rollout(row, key, self._words)) for row in rows]
+
+    def _named(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """The rollout with its columns of tokens under the names that hold for this run."""
+        replayed = _literal(read_run(self.folder).get("settings", {}).get("replay_from")) is not None
+        for column in rollout["tokens"]["columns"] if replayed and rollout["tokens"] else ():
+            if column["name"] == "gap":
+                column["title"], column["meaning"] = "change", CHANGE
+        return rollout
 
     def search(self, words: str) -> list[str]:
         """Rollouts whose prompt or completion contains the words, in any case."""
@@ -141,6 +190,52 @@ class RecordedRun:
     def _words(self) -> list[bytes]:
         path = self.record / VOCABULARY
         return pq.read_table(path)["bytes"].to_pylist() if path.exists() else []
+
+
+def title_of(prompts: Sequence[Any]) -> Callable[[Any], str]:
+    """Function that names a prompt by what differs among these: the last message of a user, or the whole text.
+
+    What all of them begin with, such as a task's instructions, is left out.
+    """
+    for text_of in (_last_message, as_text):
+        texts = {text_of(prompt) for prompt in prompts}
+        if len(texts) > 1:
+            break
+    else:
+        text_of = _last_message
+        texts = set()
+    common = os.path.commonprefix([*texts])
+    common = common[: max(common.rfind(space) for space in " \n") + 1] if len(texts) > 1 else ""
+
+    def title(prompt: Any) -> str:
+        text = text_of(prompt)
+        return text if len(common) < WORTH_LEAVING_OUT or not text.startswith(common) else f"… {text[len(common) :]}"
+
+    return title
+
+
+def _last_message(prompt: Any) -> str:
+    """The last message of a user; the whole text where there is none."""
+    if isinstance(prompt, list):
+        for message in reversed(prompt):
+            if isinstance(message, dict) and message.get("role") == "user":
+                return as_text([message]).removeprefix("user: ")
+    return as_text(prompt)
+
+
+def evaluations_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Curves of evaluations: rewards, and shares such as pass@1 with their intervals, of each set."""
+    curves: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for line in lines:
+        for name in evaluation_sets(line):
+            metrics = metrics_of(name, line)
+            own = [key for key in metrics if re.fullmatch("rewards/.*/mean", key)]
+            shares = [key for key in metrics if "@" in key and not key.endswith(("_low", "_high"))]
+            for key in (*shares, *(["reward"] if "reward" in metrics else ()), *(own if len(own) > 1 else ())):
+                point = {"x": line["step"], "y": metrics[key]}
+                point |= {end: metrics[f"{key}_{end}"] for end in ("low", "high") if f"{key}_{end}" in metrics}
+                curves.setdefault((name, key), []).append(point)
+    return [{"set": name, "metric": metric, "points": points} for (name, metric), points in curves.items()]
 
 
 def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:

@@ -4,6 +4,7 @@ import functools
 import json
 import zlib
 from base64 import b64encode
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,6 @@ class Generation:
         columns["reward"] = _totals([*rewards.values()], reward_weights)
         columns["excerpt"] = [text[:EXCERPT] for text in texts]
         columns["text"] = [zlib.crc32(text.encode("utf-8", "replace")) for text in texts]
-        columns["prompt"] = self._prompts()
         columns["turns"] = [max(one.turns, 1) for one in counts]
         columns["calls"] = [one.calls for one in counts]
         columns["failed_calls"] = [one.failed_calls for one in counts]
@@ -188,10 +188,15 @@ class Generation:
         found["clipped_at"] = int(clipped.argmax()) if found["clipped"] and clipped is not None else None
         return found
 
-    def _prompts(self) -> list[str]:
-        """The prompt's beginning, at the first rollout of each group."""
-        _, firsts = np.unique(self.table["group"].to_numpy(), return_index=True)
-        return [as_text(self.prompt(row))[:EXCERPT] if row in firsts else "" for row in range(self.table.num_rows)]
+    def firsts(self) -> list[int]:
+        """Rows of the first rollout of each group."""
+        _, rows = np.unique(self.table["group"].to_numpy(), return_index=True)
+        return sorted(rows.tolist())
+
+    def prompts(self, text_of: Callable[[Any], str] = as_text) -> list[str]:
+        """Text of the prompt at the first rollout of each group, nothing at the others."""
+        firsts = {*self.firsts()}
+        return [text_of(self.prompt(row)) if row in firsts else "" for row in range(self.table.num_rows)]
 
     def prompt(self, row: int) -> Any:
         own = json.loads(self.table["prompt"][row].as_py())

@@ -23,8 +23,9 @@ from transformers import TrainerCallback
 
 from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
-from covey.observability.metric_docs import all_sets, metrics_of, with_interval
+from covey.observability.metric_docs import all_sets, evaluation_sets, metrics_of, with_interval
 from covey.observability.plots import plot_curves
+from covey.observability.record_files import ends_of
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
@@ -253,16 +254,18 @@ def changed(args: Any) -> dict[str, Any]:
 def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     figures: dict[str, Any] = {}
-    if rewards:
-        tenth = max(1, len(rewards) // 10)
-        figures["Reward at first"] = round(sum(rewards[:tenth]) / tenth, 4)
-        figures["Reward at last"] = round(sum(rewards[-tenth:]) / tenth, 4)
+    if ends := ends_of(rewards):
+        figures["Reward at first"], figures["Reward at last"] = (round(value, 4) for value in ends)
     latest = {key: value for entry in history for key, value in entry.items()}
     for name in all_sets(history):
         metrics = metrics_of(name, latest)
-        figures[f"Reward in evaluation {name}".rstrip()] = metrics["reward"]
+        first = metrics_of(name, next(entry for entry in history if name in evaluation_sets(entry)))
+        changed_to = f"{first.get('reward', math.nan):.4g} → {metrics['reward']:.4g}"
+        same = first.get("reward") == metrics["reward"]
+        figures[f"Reward in evaluation {name}".rstrip()] = metrics["reward"] if same else changed_to
         for label, text in with_interval(metrics):
-            figures[f"{label} {name}".rstrip()] = text
+            change = f"{first[label]:.1%} → " if first.get(label, metrics[label]) != metrics[label] else ""
+            figures[f"{label} {name}".rstrip()] = change + text
     figures["Optimizer steps"] = latest.get("step", 0)
     if "num_tokens" in latest:
         figures["Tokens"] = int(latest["num_tokens"])

@@ -4,6 +4,14 @@ import { el, faint, number, seconds } from "./core.js";
 
 const WIDTH = 340, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
+/** True where two columns have no room: a wide chart is drawn narrow there, so that its labels stay readable. */
+export const NARROW = matchMedia("(max-width: 40rem)");
+const isNarrow = () => NARROW.matches;
+
+/** Ends of a point's band: those given, or half of an interval on both sides. */
+const lowOf = (one) => one.low ?? one.y - one.half;
+const highOf = (one) => one.high ?? one.y + one.half;
+
 function ticks(low, high, count = 4) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -18,7 +26,7 @@ function ticks(low, high, count = 4) {
  * Curves over steps. `series`: [{name, colour, points: [{x, y, half}]}]; a click leads to `onStep(x, index)`.
  */
 export function curves({ title, note = "", series, height = 150, wide = false, zero = false, onStep = null }) {
-  const width = wide ? 2 * WIDTH : WIDTH;
+  const width = wide && !isNarrow() ? 2 * WIDTH : WIDTH;
   const points = series.flatMap((one) => one.points).filter((one) => Number.isFinite(one.y));
   const figure = el("figure", { class: `chart ${wide ? "wide" : ""}` });
   const readout = el("span", { class: "readout" });
@@ -26,7 +34,7 @@ export function curves({ title, note = "", series, height = 150, wide = false, z
   if (!points.length) return figure;
   const xs = points.map((one) => one.x);
   const [first, last] = [Math.min(...xs), Math.max(...xs)];
-  const ends = points.flatMap((one) => [one.y - (one.half || 0), one.y + (one.half || 0)]);
+  const ends = points.flatMap((one) => [lowOf(one), highOf(one)].map((end) => (Number.isFinite(end) ? end : one.y)));
   let [low, high] = [Math.min(...ends, zero ? 0 : Infinity), Math.max(...ends, zero ? 0 : -Infinity)];
   if (zero && low === high) high = 1;
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
@@ -45,11 +53,11 @@ export function curves({ title, note = "", series, height = 150, wide = false, z
     svg.append(el("text", { class: "tick", x: X(value), y: height - 5, "text-anchor": "middle" }, String(value)));
   for (const { points: own, colour } of series) {
     const known = own.filter((one) => Number.isFinite(one.y));
-    const band = known.filter((one) => Number.isFinite(one.half));
+    const band = known.filter((one) => Number.isFinite(lowOf(one)));
     if (band.length > 1)
       svg.append(el("path", {
         class: "band", style: { fill: colour },
-        d: `M${band.map((one) => `${X(one.x)},${Y(one.y + one.half)}`).join("L")}L${[...band].reverse().map((one) => `${X(one.x)},${Y(one.y - one.half)}`).join("L")}Z`,
+        d: `M${band.map((one) => `${X(one.x)},${Y(highOf(one))}`).join("L")}L${[...band].reverse().map((one) => `${X(one.x)},${Y(lowOf(one))}`).join("L")}Z`,
       }));
     svg.append(el("polyline", { class: "curve", style: { stroke: colour },
         points: known.map((one) => `${X(one.x)},${Y(one.y)}`).join(" ") }));
@@ -72,7 +80,9 @@ export function curves({ title, note = "", series, height = 150, wide = false, z
     const shown = series.map((one, i) => {
       const point = one.points.find((other) => other.x === x && Number.isFinite(other.y));
       place(dots[i], point ? { cx: X(x), cy: Y(point.y) } : { visibility: "hidden" });
-      return point ? `${series.length > 1 ? one.name + " " : ""}${number(point.y)}${Number.isFinite(point.half) ? ` ± ${number(point.half, 2)}` : ""}` : null;
+      const range = point && Number.isFinite(point.half) ? ` ± ${number(point.half, 2)}`
+        : point && Number.isFinite(point.low) ? ` (${number(point.low)} to ${number(point.high)})` : "";
+      return point ? `${series.length > 1 ? one.name + " " : ""}${number(point.y)}${range}` : null;
     });
     readout.textContent = `step ${x}: ${shown.filter(Boolean).join(", ")}`;
   });
@@ -96,7 +106,7 @@ export const legend = (series) =>
 
 /** Stacked bars: `columns`: [{x, parts: Map(name -> seconds)}]. */
 export function stacked(columns, names, colours) {
-  const width = 2 * WIDTH, height = 150;
+  const width = isNarrow() ? WIDTH : 2 * WIDTH, height = 150;
   const totals = columns.map(({ parts }) => names.reduce((sum, name) => sum + (parts.get(name) ?? 0), 0));
   const highest = Math.max(...totals, 1e-9);
   const each = (width - LEFT - RIGHT) / columns.length;
@@ -115,7 +125,7 @@ export function stacked(columns, names, colours) {
       svg.append(el("rect", { x: LEFT + i * each + 0.08 * each, width: Math.max(each * 0.84, 0.5), y, height: size,
           style: { fill: colours(name) } }));
     }
-    if (columns.length <= 20 || i % Math.ceil(columns.length / 10) === 0)
+    if (columns.length <= width / 34 || i % Math.ceil(columns.length / (width / 68)) === 0)
       svg.append(el("text", { class: "tick", x: LEFT + (i + 0.5) * each, y: height - 5, "text-anchor": "middle" }, String(x)));
   });
   return svg;

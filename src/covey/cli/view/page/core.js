@@ -166,7 +166,8 @@ export async function refresh(onProgress = () => {}) {
   const state = await get("state");
   let changed = false;
   for (const [index, now] of state.runs.entries()) {
-    const run = (runs[index] ??= { index, blocks: new Map(), version: "", rollouts: [], metrics: [] });
+    const run = (runs[index] ??= { index, blocks: new Map(), version: "", rollouts: [], metrics: [], described: {},
+        groups: new Map(), steps: new Map() });
     Object.assign(run, { name: now.name, folder: now.folder, live: now.live, written: now.written });
     if (run.version !== now.version) {
       Object.assign(run, await get(`run/${index}`), { version: now.version });
@@ -236,6 +237,15 @@ export function groupBy(items, keyOf) {
 export const promptOf = (rollout) => runs[rollout.run].groups.get(rollout.cluster)[0].prompt;
 
 export const rewardNames = (run) => [...new Set([...run.blocks.values()].flatMap((block) => Object.keys(block.rewards)))];
+
+/** Completions that differ from every other of their group, as a share of all. */
+export function distinct(members) {
+  const groups = [...groupBy(members, (one) => one.cluster).values()];
+  return groups.reduce((sum, own) => sum + new Set(own.map((one) => one.text)).size, 0) / members.length;
+}
+
+/** A run that trains from another run's record: its samples are not of its own policy. */
+export const replays = (run) => Boolean(run.described?.settings?.replay_from);
 
 export const stepsOf = (run) => [...run.steps].sort(([a], [b]) => a - b);
 

@@ -3,7 +3,7 @@
 import { rewardStrip } from "./charts.js";
 import {
   colourOf, deviation, el, facts, faint, get, groupBy, interval, link, mean, messagesOf, number, numbersOf, oneLine, percent, plainText,
-  promptOf, runs, said, search, seconds, short, signed, stepsOf, visible,
+  promptOf, replays, runs, said, search, seconds, short, signed, stepsOf, visible,
 } from "./core.js";
 
 // ---- what every list shows ---------------------------------------------------------------------------------------
@@ -41,9 +41,10 @@ export function fateChip(one) {
 }
 const advantage = (value) => el("span", { class: value > 0 ? "good" : value < 0 ? "bad" : "faint" }, signed(value, 2));
 
+const textOf = (one) => said(oneLine(one.excerpt, 200));
 const COLUMNS = [
   ["step", (one) => one.step, "num"],
-  ["completion", (one) => [said(oneLine(one.excerpt, 200)) , el("small", { class: "faint wide-only" }, said(oneLine(promptOf(one), 110)))],
+  ["completion", (one) => [textOf(one), el("small", { class: "faint wide-only" }, said(oneLine(promptOf(one), 110)))],
       "text"],
   ["reward", (one) => number(one.reward), "num"],
   ["advantage", (one) => advantage(one.advantage), "num less"],
@@ -54,9 +55,10 @@ const COLUMNS = [
   ["fate", fateChip, ""],
 ];
 
-/** A table of rollouts that grows as one scrolls. */
-export function rolloutTable(rollouts, sort = "", caption = "Rollouts") {
-  const columns = COLUMNS.filter(([, , , known]) => !known || rollouts.some(known));
+/** A table of rollouts that grows as one scrolls; those of one group need no prompt in each row. */
+export function rolloutTable(rollouts, sort = "", caption = "Rollouts", oneGroup = false) {
+  const columns = COLUMNS.filter(([, , , known]) => !known || rollouts.some(known)).map(([name, cell, ...rest]) =>
+      [name === "gap" && replays(runs[rollouts[0].run]) ? "change" : name, name === "completion" && oneGroup ? textOf : cell, ...rest]);
   const body = el("tbody");
   const table = el("table", { class: "rows" }, el("caption", { class: "unseen" }, caption),
     el("thead", {}, el("tr", {}, columns.map(([name, , kind]) => el("th", { scope: "col", class: kind }, name)))), body);
@@ -129,6 +131,10 @@ export function listView(run, query) {
   ];
 }
 
+/** Heads of the columns of a list of groups, of which the first takes the room that is left. */
+export const heads = (first, ...others) => el("div", { class: "heads faint", "aria-hidden": "true" }, el("span", { class: "what" }, first),
+    others.map((name) => el("span", { class: name === "rewards" ? "strip" : name === "length" ? "num less" : "num" }, said(name))));
+
 // ---- a step ------------------------------------------------------------------------------------------------------
 
 const hasSignal = (members) => members.some((one) => one.fate === "trained");
@@ -170,6 +176,7 @@ export function stepView(run, step) {
     ),
     Object.entries(kinds).filter(([, own]) => own.length).map(([title, own]) => el("section", {},
       el("h2", {}, title, el("span", { class: "faint count" }, ` ${own.length}`)),
+      heads("prompt", "rewards", "mean", "spread", "length"),
       el("ul", { class: "groups" }, own.sort((a, b) => spread(b) - spread(a)).map((group) => el("li", {},
         el("a", { href: link(run.index, "group", group[0].cluster) },
           said(oneLine(group[0].prompt, 150), { class: "what" }),
@@ -183,8 +190,11 @@ export function stepView(run, step) {
   ];
 }
 
-export const settingsTable = (entries) =>
-  el("div", { class: "scroll" }, el("table", { class: "settings" }, el("tbody", {}, entries.map(([name, ...values]) =>
+/** A table of names and values; `columns` head it where there are several values. */
+export const settingsTable = (entries, columns = null) =>
+  el("div", { class: "scroll" }, el("table", { class: "settings" },
+    columns ? el("thead", {}, el("tr", {}, columns.map((name) => el("th", { scope: "col" }, said(name))))) : null,
+    el("tbody", {}, entries.map(([name, ...values]) =>
     el("tr", {}, el("th", { scope: "row" }, name), values.map((value) =>
       el("td", {}, said(value === null || value === undefined ? "unset" : typeof value === "object" ? JSON.stringify(value)
           : typeof value === "number" ? number(value, 5) : value))))))));
@@ -284,7 +294,7 @@ export async function groupView(run, cluster) {
   const first = whole[0];
   const same = runs.filter((other) => other !== run && twinsOf(other, members).length);
   return [
-    el("h1", {}, `Group of row ${members[0].row}`),
+    el("h1", {}, `Group of row ${members[0].row}`, faint(said(oneLine(members[0].prompt, 120)))),
     groupFacts(members),
     same.map((other) => el("p", {}, el("a", { href: link(run.index, "pair", cluster, other.index) },
         `Beside the same prompt's completions in ${other.name} →`))),
@@ -292,7 +302,7 @@ export async function groupView(run, cluster) {
     Object.keys(first.data).length ? el("details", {}, el("summary", {}, "Other columns of the row"),
         settingsTable(Object.entries(first.data))) : null,
     el("section", {}, el("h2", {}, "Completions, up to where they part"), list),
-    el("section", {}, el("h2", {}, "One by one"), rolloutTable(members)),
+    el("section", {}, el("h2", {}, "One by one"), rolloutTable(members, "", "Rollouts of the group", true)),
   ];
 }
 

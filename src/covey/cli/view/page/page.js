@@ -1,5 +1,6 @@
 // The page: addresses, the bar at the top, keys, and following a run that goes on.
 
+import { NARROW } from "./charts.js";
 import { colourOf, el, isExport, link, refresh, runs, said } from "./core.js";
 import { groupView, listView, pairView, stepView } from "./lists.js";
 import { runView } from "./run.js";
@@ -122,6 +123,7 @@ async function follow() {
 
 if (stored()) document.documentElement.dataset.theme = stored();
 addEventListener("hashchange", () => render());
+NARROW.addEventListener("change", () => render(true));
 try {
   await refresh(() => render(true));
   await render();

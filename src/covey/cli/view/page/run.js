@@ -2,25 +2,51 @@
 
 import { curves, legend, stacked } from "./charts.js";
 import {
-  colourOf, el, faint, groupBy, interval, link, mean, number, oneLine, percent, rewardNames, runs, said, seconds, short, signed, stepsOf,
+  colourOf, distinct, el, faint, groupBy, interval, link, mean, number, oneLine, percent, replays, rewardNames, runs, said, seconds, short,
+  signed, stepsOf,
 } from "./core.js";
-import { SORTS, rolloutLink, settingsTable, sorted, twinsOf } from "./lists.js";
+import { SORTS, heads, rolloutLink, settingsTable, sorted, twinsOf } from "./lists.js";
 
 const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5"];
 
-/** A point for each step: mean of a value of its rollouts, with an interval over groups. */
-const ofSteps = (run, value) =>
-  stepsOf(run).map(([step, members]) => {
+/** A point for each step: mean of a value of its rollouts, with an interval over groups, within the values that there are. */
+function ofSteps(run, value) {
+  const all = run.rollouts.map((one) => value(one) ?? NaN).filter(Number.isFinite);
+  const lowest = all.reduce((least, one) => Math.min(least, one), Infinity);
+  const highest = all.reduce((most, one) => Math.max(most, one), -Infinity);
+  return stepsOf(run).map(([step, members]) => {
     const { mean: y, half, count } = interval(members.map((one) => value(one) ?? NaN), members.map((one) => one.cluster));
-    return { x: step, y: count ? y : NaN, half };
+    return { x: step, y: count ? y : NaN, half, low: Math.max(y - half, lowest), high: Math.min(y + half, highest) };
   });
+}
 const shareOfGroups = (run, holds) =>
   stepsOf(run).map(([step, members]) => {
     const groups = [...groupBy(members, (one) => one.cluster).values()];
     return { x: step, y: groups.filter(holds).length / groups.length };
   });
 const ofLogs = (run, name) => run.metrics.filter((one) => Number.isFinite(one[name])).map((one) => ({ x: one.step, y: one[name] }));
+const either = (points, others) => (points.some((one) => Number.isFinite(one.y)) ? points : others);
 const trained = (members) => members.some((one) => one.fate === "trained");
+
+/** Names of metrics that any of the runs logs and that begin so, in the words of a title. */
+const logged = (all, start) => [...new Set(all.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line))))].filter((name) =>
+    name.startsWith(start)).sort();
+const asTitle = (name) => { const words = name.replace(/[/_]/g, " "); return words[0].toUpperCase() + words.slice(1); };
+
+/** Curves of every set that was evaluated: shares with their intervals, and rewards. */
+function evaluations(run, others) {
+  const all = [run, ...others];
+  const keys = new Map(all.flatMap((one) => one.evaluations ?? []).map((curve) => [`${curve.set}/${curve.metric}`, curve]));
+  if (!keys.size) return null;
+  return el("section", {}, el("h2", {}, "Evaluations"), el("div", { class: "charts" }, [...keys].map(([key, { set, metric }]) => {
+    const own = all.map((one) => ({ name: one.name, colour: colourOf(one.index),
+        points: (one.evaluations ?? []).find((curve) => `${curve.set}/${curve.metric}` === key)?.points ?? [] }));
+    const name = metric.replace(/^rewards\/(.*)\/mean$/, "$1").replace(/_reward$/, "").replaceAll("_", " ");
+    return curves({ title: metric.includes("@") ? name : asTitle(name),
+        note: [set, metric.includes("@") && "95% interval over prompts"].filter(Boolean).join(", "), zero: true,
+        series: own.filter((one) => one.points.length) });
+  })));
+}
 
 function charts(run, others, open) {
   const all = [run, ...others];
@@ -34,8 +60,11 @@ function charts(run, others, open) {
     ["Groups with signal", "share", (one) => shareOfGroups(one, trained), { zero: true }],
     ["Completion length", "tokens", (one) => ofSteps(one, (rollout) => rollout.length), { zero: true }],
     ["Cut off", "share", (one) => ofSteps(one, (rollout) => Number(rollout.finish === "length")), { zero: true }],
-    ["Entropy", "nats per token", (one) => ofSteps(one, (rollout) => rollout.entropy)],
-    ["Largest gap to the engine", "nats, of any token", (one) => stepsOf(one).map(([step, members]) =>
+    ["Entropy", "nats per token", (one) => either(ofSteps(one, (rollout) => rollout.entropy), ofLogs(one, "entropy"))],
+    ["Distinct completions", "share, within a group", (one) => stepsOf(one).map(([step, members]) =>
+        ({ x: step, y: distinct(members) })), { zero: true }],
+    ...logged(all, "completions/distinct").map((name) => [asTitle(name), "", (one) => ofLogs(one, name), { zero: true }]),
+    ["Largest gap to the engine", "nats, of any token", (one) => (replays(one) ? [] : stepsOf(one)).map(([step, members]) =>
         ({ x: step, y: Math.max(...members.map((rollout) => Math.abs(rollout.gap ?? NaN)).filter(Number.isFinite),
         -Infinity) })).filter((point) => point.y > -Infinity), { zero: true }],
     ["Clipped tokens", "share", (one) => ofSteps(one, (rollout) => (Number.isFinite(rollout.clipped) ? rollout.clipped / Math.max(1,
@@ -69,32 +98,40 @@ function phases(run) {
           value: `${seconds(total(name))}, ${percent(total(name) / all)}` })))));
 }
 
+/** The change of an evaluation's value from its first to its last, with the interval of the last. */
+function evaluated(tile, set, metric, points) {
+  const [first, last] = [points[0], points.at(-1)];
+  const value = metric.includes("@") ? percent : (one) => number(one, 2);
+  const range = Number.isFinite(last.low) ? `${value(last.low)} to ${value(last.high)}` : "";
+  return tile(`${metric.includes("@") ? metric : `Evaluated ${metric}`}${set ? ` of ${set}` : ""}`,
+      points.length > 1 ? [value(first.y), faint(" → "), value(last.y)] : value(last.y),
+      [range, `${points.length === 1 ? "once, at" : "up to"} step ${last.x}`].filter(Boolean).join(", "));
+}
+
 function tiles(run) {
-  const steps = stepsOf(run).map(([step]) => step);
-  const [first, last] = [0, -1].map((i) => run.steps.get(steps.at(i)) ?? []);
-  const reward = (members) => interval(members.map((one) => one.reward ?? NaN), members.map((one) => one.cluster));
-  const [before, after] = [reward(first), reward(last)];
+  const { reward, seconds: time, core_seconds: cores } = run.totals ?? {};
   const sampled = run.rollouts.reduce((sum, one) => sum + one.sampled, 0);
   const taught = run.rollouts.reduce((sum, one) => sum + one.taught, 0);
-  const lines = run.metrics.filter((one) => Number.isFinite(one.cpu_seconds));
-  const cores = lines.length > 1 ? lines.at(-1).cpu_seconds - lines[0].cpu_seconds : NaN;
-  const time = lines.length > 1 ? lines.at(-1).time - lines[0].time : NaN;
   const groups = [...run.groups.values()];
   const tile = (name, value, note) => el("div", {}, el("dt", {}, name), el("dd", {}, value), note ? el("small", {}, note) : null);
   return el("dl", { class: "tiles" },
-    tile("Reward", [number(before.mean, 2), faint(" → "), number(after.mean, 2)],
-        `± ${number(after.half, 2)}, steps ${steps[0]} to ${steps.at(-1)}`),
+    reward ? tile("Reward", [number(reward[0], 2), faint(" → "), number(reward[1], 2)], "first and last tenth of the logs") : null,
+    (run.evaluations ?? []).filter(({ metric }, i, all) => metric.includes("@")
+        || (metric === "reward" && !all.some((one) => one.metric.includes("@")))).slice(0, 2)
+      .map(({ set, metric, points }) => evaluated(tile, set, metric, points)),
     tile("Tokens sampled", short(sampled), `${percent(taught / sampled)} taught something`),
     tile("Groups with signal", percent(groups.filter(trained).length / groups.length),
         `${number(groups.filter(trained).length)} of ${number(groups.length)}`),
-    Number.isFinite(time) ? tile("Time", seconds(time), `since the first log; ${number(Math.round(cores))} core-seconds`) : null,
+    Number.isFinite(time) ? tile("Time", seconds(time), `since the first log, without pauses; ${number(Math.round(cores))} core-seconds`)
+        : null,
     tile("Rollouts", number(run.rollouts.length),
         `${number(run.rollouts.filter((one) => one.finish === "length").length)} cut off, ${number(run.rollouts.filter((one) => one.fate === "failed").length)} failed`));
 }
 
 /** Links to what one looks for first; the largest gap is one click away. */
 function lookAt(run) {
-  const found = ["gap", "clipped", "ratio", "odd", "longest", "entropy"].map((sort) => [sort, sorted(run.rollouts, sort)[0]]).filter(([sort,
+  const sorts = ["gap", "clipped", "ratio", "odd", "longest", "entropy"].filter((sort) => sort !== "gap" || !replays(run));
+  const found = sorts.map((sort) => [sort, sorted(run.rollouts, sort)[0]]).filter(([sort,
       one]) => one && (sort !== "odd" || one.odd > 0.5));
   return el("nav", { class: "look", "aria-label": "Where to look" },
     found.map(([sort, one]) => el("a", { href: rolloutLink(one, sort) }, el("small", {}, SORTS[sort][0]), el("b", {}, SORTS[sort][2](one)),
@@ -115,25 +152,35 @@ function findings(run) {
         said(typeof one[name] === "string" ? one[name] : JSON.stringify(one[name]))))))));
 }
 
-function settings(run, others) {
-  const all = [run, ...others];
+function settings(run) {
   const body = el("div");
   const parts = { settings: "Settings", versions: "Versions", rewards: "Rewards", dataset: "Dataset", engine: "Engine", model: "Model" };
-  const show = (words) => body.replaceChildren(...Object.entries(parts).map(([part, title]) => {
-    const names = [...new Set(all.flatMap((one) => Object.keys(one.described[part] ?? {})))].sort();
-    const rows = names.map((name) => [name, ...all.map((one) => one.described[part]?.[name])])
-      .filter(([name, ...values]) => (others.length && !words ? new Set(values.map((value) => JSON.stringify(value))).size > 1
-          : name.includes(words)));
-    return rows.length ? el("div", {}, el("h3", {}, title), settingsTable(rows)) : "";
+  const show = (words) => body.replaceChildren(...Object.entries(parts).map(([part, name]) => {
+    const rows = Object.entries(run.described[part] ?? {}).sort().filter(([key]) => key.includes(words));
+    return rows.length ? el("div", {}, el("h3", {}, name), settingsTable(rows)) : "";
   }));
   show("");
-  const details = el("details", { open: others.length > 0 }, el("summary", {}, "Show"), body);
-  return el("section", {}, el("h2", {}, others.length ? "Settings that differ" : "Settings"),
-    el("label", { class: "inline" }, others.length ? "Find any" : "Find",
+  const details = el("details", {}, el("summary", {}, "Show"), body);
+  return el("section", {}, el("h2", {}, "Settings"),
+    el("label", { class: "inline" }, "Find",
         el("input", { type: "search", oninput: (event) => { details.open = true; show(event.target.value.trim()); } })),
-    others.length ? el("p", { class: "faint" }, all.map((one) => one.name).join(" | ")) : null,
     details);
 }
+
+const PLACES = ["output_dir", "run_name", "logging_dir", "hub_model_id"]; // settings that differ in any two runs
+
+/** What differs between runs, in front of everything else: a setting in each row. */
+function differences(all) {
+  const rows = ["settings", "model", "rewards", "dataset", "engine", "versions"].flatMap((part) => {
+    const names = [...new Set(all.flatMap((one) => Object.keys(one.described[part] ?? {})))].filter((name) => !PLACES.includes(name)).sort();
+    return names.map((name) => [part === "settings" ? name : `${part}: ${name}`, ...all.map((one) => one.described[part]?.[name])]);
+  }).filter(([, ...values]) => new Set(values.map((value) => JSON.stringify(value))).size > 1);
+  if (!rows.length) return el("p", { class: "notice" }, "No setting differs between these runs.");
+  return el("section", { "aria-label": "What differs" }, el("h2", {}, "What differs"), settingsTable(rows, ["setting", ...all.map((one) => one.name)]));
+}
+
+/** True where rollouts have the same texts, rewards and lengths. */
+const isEqual = (pairs) => pairs.every(([one, two]) => one.text === two.text && one.reward === two.reward && one.length === two.length);
 
 /** Differences between two runs over the rollouts of the same step, row and place in the group. */
 function compared(run, other) {
@@ -150,11 +197,15 @@ function compared(run, other) {
   }
   if (!pairs.length) return el("p", { class: "notice" },
       `${other.name} has no rollouts of the same steps and rows, so there is nothing to pair.`);
+  const there = [...other.rollouts].length - pairs.length;
+  if (isEqual(pairs)) return el("p", { class: "notice" },
+      `${run.name} and ${other.name} are equal: all ${number(pairs.length)} pairs of completions have the same text and reward`
+      + (there ? `; ${number(there)} of ${other.name} have no counterpart.` : "."));
   const difference = (value, list) => interval(list.map(([one, two]) => (value(two) ?? NaN) - (value(one) ?? NaN)),
       list.map(([one]) => one.cluster));
   const byStep = [...groupBy(pairs, ([one]) => one.step)].sort(([a], [b]) => a - b);
   const rows = Object.entries(values).map(([name, value]) => [name, value, difference(value, pairs)]).filter(([, , found]) => found.count);
-  prompts.sort((a, b) => Math.abs(b.by || 0) - Math.abs(a.by || 0));
+  const differ = prompts.filter(({ by }) => by).sort((a, b) => Math.abs(b.by) - Math.abs(a.by));
   return el("div", {},
     el("div", { class: "charts" }, curves({ title: `Reward: ${other.name} minus ${run.name}`, note: "paired, 95% interval over prompts",
         wide: true, zero: true,
@@ -167,8 +218,9 @@ function compared(run, other) {
         [0, 1].map((side) => el("td", { class: "num" }, number(mean(pairs.map((pair) => value(pair[side])).filter(Number.isFinite))))),
         el("td", { class: `num ${Math.abs(found.mean) > found.half ? "sure" : ""}` }, `${signed(found.mean)} ± ${number(found.half, 2)}`),
             el("td", { class: "num" }, number(found.count))))))),
-    el("h3", {}, "Prompts that differ most"),
-    el("ul", { class: "groups" }, prompts.slice(0, 12).map(({ members, by }) => el("li", {},
+    el("h3", {}, differ.length ? "Prompts whose rewards differ most" : "No prompt's reward differs"),
+    differ.length ? heads("prompt", "step", `${other.name} − ${run.name}`) : null,
+    el("ul", { class: "groups" }, differ.slice(0, 12).map(({ members, by }) => el("li", {},
         el("a", { href: link(run.index, "pair", members[0].cluster, other.index) },
       said(oneLine(members[0].prompt, 150), { class: "what" }), el("span", { class: "num faint" }, `step ${members[0].step}`),
           el("span", { class: `num ${by > 0 ? "good" : "bad"}` }, signed(by, 2)))))));
@@ -183,18 +235,21 @@ export function runView(run) {
   const about = [model.path?.split("/").at(-1), given.loss_type && `loss ${given.loss_type}`,
       `${number(run.rollouts.length)} rollouts of ${run.steps.size} steps`].filter(Boolean);
   return [
-    el("h1", {}, said(run.name)),
+    el("h1", {}, said(others.length ? [run, ...others].map((one) => one.name).join(" and ") : run.name)),
+    others.length ? differences([run, ...others]) : null,
+    others.length ? el("section", {}, el("h2", {}, `Paired with ${run.name}`), others.map((other) => compared(run, other))) : null,
+    others.length ? el("h2", {}, el("i", { class: "dot", style: { background: colourOf(run.index) } }), said(run.name)) : null,
     el("p", { class: "faint about" }, said(about.join(" · ")), " · ", el("span", { class: `live ${run.live}` },
         { running: "running", ended: "ended", stopped: "no news" }[run.live]),
         ` · last written ${new Date(run.written * 1000).toLocaleString()}`),
     lookAt(run),
     tiles(run),
     findings(run),
-    others.length ? el("section", {}, el("h2", {}, "Paired with the first run"), others.map((other) => compared(run, other))) : null,
+    evaluations(run, others),
     el("section", {}, el("h2", {}, "Curves", el("span", { class: "faint count" }, " a click opens the step")), charts(run, others, open)),
     phases(run),
     el("section", {}, el("h2", {}, "Steps"), el("ul", { class: "chips" }, stepsOf(run).map(([step]) => step).map((step) =>
         el("li", {}, el("a", { href: link(run.index, "step", step) }, String(step)))))),
-    settings(run, others),
+    settings(run),
   ];
 }

@@ -297,13 +297,17 @@ export async function rolloutView(run, id, token, by) {
     return image;
   });
   const rewards = Object.entries(rollout.rewards);
+  const weights = run.described?.settings?.reward_weights;
+  const weightOf = (i) => (Array.isArray(weights) && weights.length === rewards.length ? weights[i] : 1);
   const head = [
     el("div", { class: "head" }, el("h1", {}, `Rollout ${place + 1} of ${siblings.length}`, faint(` row ${brief.row}, step ${brief.step}`)),
       el("nav", { class: "steps", "aria-label": "Rollouts of the group" }, neighbour(siblings[place - 1], "← previous", "k"),
           el("a", { href: link(run.index, "group", brief.cluster), "aria-keyshortcuts": "g" }, "group"),
           neighbour(siblings[place + 1], "next →", "j"))),
     facts(
-      ...rewards.map(([name, value]) => [name.replace(/_reward$/, "").replaceAll("_", " "), number(value)]),
+      ...(rewards.length > 1 || weightOf(0) !== 1 ? [["reward", number(brief.reward)]] : []),
+      ...rewards.map(([name, value], i) => [name.replace(/_reward$/, "").replaceAll("_", " "),
+        weightOf(i) === 1 ? number(value) : [number(value), faint(` × ${number(weightOf(i))}`)]]),
       ["advantage", signed(brief.advantage, 3)],
       ["fate", fateChip(brief)],
       ["tokens", number(brief.length)],
