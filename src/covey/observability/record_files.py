@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def spent(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     if len(known) < 2:
         return math.nan, math.nan
     seconds = cores = 0.0
-    for before, line in zip(known, known[1:], strict=False):
+    for before, line in pairwise(known):
         if line["cpu_seconds"] >= before["cpu_seconds"] and line.get("run_seconds", 1) >= before.get("run_seconds", 0):
             seconds += line["time"] - before["time"]
             cores += line["cpu_seconds"] - before["cpu_seconds"]

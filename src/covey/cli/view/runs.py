@@ -204,7 +204,7 @@ def title_of(prompts: Sequence[Any]) -> Callable[[Any], str]:
     else:
         text_of = _last_message
         texts = set()
-    common = os.path.commonprefix([*texts])
+    common = os.path.commonprefix([*texts])  # noqa: RUF071 (of texts, not of paths)
     common = common[: max(common.rfind(space) for space in " \n") + 1] if len(texts) > 1 else ""
 
     def title(prompt: Any) -> str:
