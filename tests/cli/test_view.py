@@ -176,7 +176,7 @@ def asked(text, system=SYSTEM):
 )
 def test_prompts_are_named_by_what_differs(prompts, titles):
     title = title_of(prompts)
-    assert [title(prompt) for prompt in prompts] == (titles or ["… a.\n\nuser: the same", "… b.\n\nuser: the same"])
+    assert [title(prompt) for prompt in prompts] == (titles or ["… a.\nuser: the same", "… b.\nuser: the same"])
     assert title("Another text") == "Another text"  # which does not begin as they do
 
 

@@ -9,7 +9,17 @@ import pytest
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from covey.observability.dashboard import FIGURES, Board, ProgressDisplay, duration, folded, phase_bar, sparkline
+from covey.observability.activity import Activity
+from covey.observability.dashboard import (
+    FIGURES,
+    Board,
+    Notebook,
+    ProgressDisplay,
+    duration,
+    folded,
+    phase_bar,
+    sparkline,
+)
 
 
 def shown(renderable, width=100):
@@ -242,3 +252,80 @@ def test_an_evaluation_without_training_names_no_step():
     state = TrainerState(global_step=0, max_steps=0, is_world_process_zero=True, is_local_process_zero=True)
     run.display.on_log(None, state, TrainerControl(), logs={"eval_reward": 0.5})
     assert run.lines == ["eval  reward 0.500"]
+
+
+def followed(terminal=False):
+    run = Run(terminal)
+    activity = Activity(run.clock)
+    run.display.follow(activity)
+    return run, activity
+
+
+def test_the_part_of_a_step_that_is_done_is_shown():
+    run, activity = followed()
+    run.display.board.activity = activity
+    activity.begin("generate")
+    activity.count(32)
+    activity.advance(12)
+    run.clock.now += 65.0
+    assert "sampling 12 of 32" in shown(run.display.board) and "1m05s" in shown(run.display.board)
+    activity.begin("reward")
+    activity.count(2, -1)
+    activity.advance(1, "right")
+    assert "rewards 0 of 2: right" in shown(run.display.board)
+    activity.inside("evaluation held 2 of 4")
+    activity.begin("generate")
+    assert "evaluation held 2 of 4, sampling" in shown(run.display.board)
+
+
+def test_off_a_terminal_a_long_silence_is_broken_ever_less_often():
+    run, activity = followed()
+    activity.begin("generate")
+    run.display._beats.set()  # its thread asks too, by a clock of its own
+    said = []
+    for _ in range(100):
+        run.clock.now += 1.0
+        before = len(run.lines)
+        run.display._beat()
+        said += [run.clock.now] * (len(run.lines) - before)
+    assert said == [20.0, 60.0]  # after 20 s, and 40 s later; the next would be 80 s later
+    assert run.lines[-1].endswith("sampling (1m00s)")
+
+
+def test_a_run_that_logs_often_enough_says_nothing_else():
+    run, activity = followed()
+    activity.begin("train")
+    run.display._beats.set()
+    for _ in range(10):
+        run.step(15.0, reward=1.0)
+        run.display._beat()
+    assert len(run.lines) == 10
+
+
+def test_an_evaluation_alone_is_shown_until_its_end():
+    out = io.StringIO()
+    display = ProgressDisplay(Console(file=out, force_terminal=True, width=100))
+    activity = Activity()
+    display.follow(activity)
+    activity.begin("evaluate")
+    assert display._stop is not None
+    display.on_evaluate(None, None, None)
+    assert display._stop is None
+
+
+def test_a_notebook_has_one_output_with_the_rewards(monkeypatch):
+    pages = []
+
+    class Handle:
+        def update(self, page):
+            pages.append(page.data)
+
+    shown_first = []
+    monkeypatch.setattr("IPython.display.display", lambda page, display_id: shown_first.append(page.data) or Handle())
+    run = Run()
+    run.display.notebook = Notebook()
+    run.step(1.0, reward=0.25, loss=0.0)
+    run.step(1.0, reward=0.5, loss=0.0)
+    run.display.on_train_end(None, run.state, TrainerControl())
+    assert len(shown_first) == 1 and pages
+    assert "<td>0.250</td>" in pages[-1] and "<td>0.500</td>" in pages[-1] and run.lines == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from covey.runtime.interrupts import TOLD, Interrupts
+from covey.runtime.interrupts import ANSWERED, Interrupts
 from tests.support import forking, runs, tiny
 from tests.support.launching import environment
 
@@ -86,7 +86,7 @@ def assert_continues(folder, saved, step):
 def test_a_signal_finishes_the_step_and_saves_it(tmp_path, saved, number, ends):
     _, said, error = stopped(tmp_path, Stops(number), ends)
     assert len(said) == 2
-    assert error.code == 143 if ends is SystemExit else getattr(error, TOLD)
+    assert error.code == 143 if ends is SystemExit else getattr(error, ANSWERED)
     assert_continues(tmp_path, saved, 2)
 
 
@@ -217,7 +217,7 @@ def test_an_evaluation_without_training_ends_with_an_answer(tmp_path, capfd):
     asked = runs.trainer(tmp_path, parts={"reward_funcs": reward, "eval_dataset": tiny.rows()[:4]})
     with pytest.raises(KeyboardInterrupt) as ended:
         asked.evaluate()
-    assert getattr(ended.value, TOLD)
+    assert getattr(ended.value, ANSWERED)
     assert capfd.readouterr().err.splitlines()[-2:] == ["covey: stopping", "covey: stopped"]
 
 

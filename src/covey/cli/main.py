@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from covey import __version__
-from covey.runtime.interrupts import TOLD, Interrupts
+from covey.runtime.interrupts import ANSWERED, Interrupts
 from covey.runtime.safe_text import printable
 
 COMMANDS = {
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
-        if not hasattr(error, TOLD):
+        if not hasattr(error, ANSWERED):
             print("covey: stopped", file=sys.stderr)
         return 130
     except Exception as error:

@@ -88,6 +88,8 @@ def read_run(
 def train(run: RunConfig) -> Any:
     from covey.trainer.integrations.report import public_command
 
+    if run.args.process_index == 0:
+        print(f"loading {run.model}", flush=True)
     trainer = build_trainer(run)
     trainer.report.named = without_secrets({key: value for key in RUN_KEYS if (value := getattr(run, key))})
     if isinstance(run.agent, str):

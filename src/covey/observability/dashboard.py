@@ -1,8 +1,10 @@
 """Progress of training: a live display on a terminal, one line per log elsewhere."""
 
+import html
 import io
 import math
 import re
+import threading
 import time
 import weakref
 from collections import deque
@@ -17,10 +19,12 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from covey.observability.activity import Activity
 from covey.observability.completions import decimal
 from covey.observability.metric_docs import evaluation_sets, is_taken, metrics_of, with_interval
 from covey.observability.metrics import EVALUATE
@@ -46,6 +50,8 @@ FIGURES: dict[str, tuple[str, str]] = {
 
 ALWAYS_SHOWN = ("loss", "grad_norm")  # metrics that are shown as nan or inf, too
 SPARKS = "▁▂▃▄▅▆▇█"
+NOTEBOOK_ROWS = 50  # of the table in a notebook
+FIRST_SILENCE, LONGEST_SILENCE = 20.0, 300.0  # seconds without a line, after which one tells what a run is doing
 PHASE_BAR, SHADES = 30, "█▓▒░▞▚▤"  # cells, and signs of phases, which differ where there are no colours
 Figures = list[tuple[str, str]]  # labels and formatted values
 
@@ -61,6 +67,8 @@ class Board:
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=60))  # of the latest logs, oldest first
     seconds_per_step: float | None = None  # over the steps of this process; None before the first
     tokens_per_second: float | None = None  # between the last two logs; None before the second
+    activity: Activity | None = None  # within the step
+    spinner: Spinner = field(default_factory=lambda: Spinner("dots"))
 
     @property
     def seconds_left(self) -> float | None:
@@ -87,7 +95,11 @@ class Board:
             f"{self.step}/{self.max_steps or '?'}",
             Text(f"ETA {left}", style="dim"),
         )
-        parts: list[RenderableType] = [bar]
+        parts: list[RenderableType] = [bar] if self.max_steps or self.step else []
+        if self.activity is not None and (doing := str(self.activity)):
+            line = Table.grid(padding=(0, 1))
+            line.add_row(self.spinner, Text(doing), Text(duration(self.activity.seconds), "dim"))
+            parts.append(line)
         if self.rewards:
             ends = f"  {min(self.rewards):.2f} to {max(self.rewards):.2f}"
             parts.append(Text.assemble(("reward ", "dim"), (sparkline([*self.rewards]), "green"), (ends, "dim")))
@@ -153,12 +165,74 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+class Notebook:
+    """One output of a notebook, written again as the run goes on: a table of the latest logs, with lines around it."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._lines: list[str] = []  # above the table
+        self._ends: list[str] = []  # below it
+        self._rows: deque[tuple[str, Figures]] = deque(maxlen=NOTEBOOK_ROWS)
+        self._left_out = 0
+        self._doing = ""
+        self._shown = -math.inf
+
+    def add(self, line: str) -> None:
+        (self._ends if self._rows else self._lines).append(line)
+        self._write()
+
+    def row(self, place: str, figures: Figures, board: Board) -> None:
+        self._left_out += len(self._rows) == NOTEBOOK_ROWS
+        self._rows.append((place, figures))
+        self.show(board, self._doing, at_once=True)
+
+    def show(self, board: Board, doing: str, at_once: bool = False) -> None:
+        left = f", {duration(board.seconds_left)} left" if board.seconds_left else ""
+        self._doing = f"step {board.step} of {board.max_steps}{left}: {doing}" if board.max_steps else doing
+        if at_once or time.monotonic() - self._shown > 0.5:
+            self._write()
+
+    def end(self) -> None:
+        if self._doing:
+            self._doing = ""
+            self._write()
+
+    def _write(self) -> None:
+        from IPython.display import HTML, display
+
+        self._shown = time.monotonic()
+        page = HTML(self.html())
+        if self._handle is None:
+            self._handle = display(page, display_id=True)
+        else:
+            self._handle.update(page)
+
+    def html(self) -> str:
+        labels = list(dict.fromkeys(label for _, figures in self._rows for label, _ in figures))
+        head = "".join(f"<th>{html.escape(label)}</th>" for label in ("", *labels))
+        body = "".join(
+            f"<tr><th>{html.escape(place)}</th>"
+            + "".join(f"<td>{html.escape(dict(figures).get(label, ''))}</td>" for label in labels)
+            + "</tr>"
+            for place, figures in self._rows
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self._rows else ""
+        skipped = [f"({self._left_out} earlier logs are not shown)"] if self._left_out else []
+        above = [*self._lines, *filter(None, [self._doing]), *skipped]
+        return "".join(map(_line, above)) + table + "".join(map(_line, self._ends))
+
+
+def _line(text: str) -> str:
+    return f"<div>{html.escape(text)}</div>"
+
+
 class ProgressDisplay(TrainerCallback):
     """Shows progress on the main process; `plain`: one line per log on a terminal too."""
 
     def __init__(self, console: Console | None = None, clock: Any = time.monotonic, *, plain: bool = False):
         self.plain = plain
         self.console = console or rich.get_console()
+        self.notebook = Notebook() if self.console.is_jupyter and not plain else None
         file = self.console.file
         if isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
             file.reconfigure(errors="backslashreplace")  # one that cannot encode a sign ends no run
@@ -168,9 +242,65 @@ class ProgressDisplay(TrainerCallback):
         self._tokens: tuple[float, float] | None = None  # so far, and the seconds of training
         self._trained = 0.0  # seconds in phases of training: without evaluations, checkpoints and reports
         self._stop: Callable[[], Any] | None = None
+        self._activity: Activity | None = None
+        self._beats: threading.Event | None = None  # set to end the lines of a run that logs nothing for long
+        self._said, self._patience = clock(), FIRST_SILENCE
+        self._hidden = False  # another process shows the run
+        self._training = False
+
+    def follow(self, activity: Activity) -> None:
+        """Show what is done within a step, and evaluations without training, too."""
+        self._activity = activity
+        reference = weakref.WeakMethod(self._on_activity)
+
+        def changed() -> None:
+            if (method := reference()) is not None:
+                method()
+
+        activity.changed = changed
+
+    def _on_activity(self) -> None:
+        if self.notebook is not None:
+            if self._training or str(self._activity):
+                self.notebook.show(self.board, str(self._activity))
+            return
+        if self._stop is None and self._beats is None and self._activity is not None and str(self._activity):
+            self._show()
+
+    def _show(self) -> None:
+        """Begin the live display, or elsewhere the lines of a run that logs nothing for long."""
+        if self.plain or self._hidden:
+            return
+        self.board.activity = self._activity
+        if self.notebook is not None:
+            return
+        if self.console.is_terminal:
+            # Live holds the board alone: held itself, this object would never go away
+            live = Live(self.board, console=self.console, refresh_per_second=4, transient=not self.board.max_steps)
+            live.start()
+            self._stop = weakref.finalize(self, live.stop)
+            return
+        self._beats, reference = threading.Event(), weakref.WeakMethod(self._beat)
+        beats = self._beats
+        weakref.finalize(self, beats.set)
+
+        def beat() -> None:
+            while not beats.wait(1.0) and (method := reference()) is not None:
+                method()
+
+        threading.Thread(target=beat, name="covey-progress", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Say what is done where nothing was said for long, each time after twice as long."""
+        activity, now = self._activity, self._clock()
+        if activity is not None and (doing := str(activity)) and now - self._said >= self._patience:
+            self._patience = min(2 * self._patience, LONGEST_SILENCE)
+            self._say("  ".join(filter(None, (self._place(), f"{doing} ({duration(activity.seconds)})"))))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began = (state.global_step, self._clock())
+        if self.notebook is not None:
+            self.notebook = Notebook()  # a further training has an output of its own
+        self._began, self._training = (state.global_step, self._clock()), True
         self._tokens = (0.0, self._trained) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
         self.board.rewards.extend(series(state.log_history, "reward")[1])  # of a resumed run, from before
@@ -178,12 +308,9 @@ class ProgressDisplay(TrainerCallback):
             name = getattr(getattr(kwargs.get("model"), "config", None), "_name_or_path", "") or "the model"
             resumed = f" from step {state.global_step}" if state.global_step else ""
             self._say(f"training {name}{resumed} to step {state.max_steps}, output: {args.output_dir}")
-        if state.is_world_process_zero and self.console.is_terminal and not self.plain:
-            self.close()
-            # Live holds the board alone: held itself, this object would never go away
-            live = Live(self.board, console=self.console, refresh_per_second=2)
-            live.start()
-            self._stop = weakref.finalize(self, live.stop)
+        self._hidden = not state.is_world_process_zero
+        self.close()
+        self._show()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.board.step, self.board.max_steps = state.global_step, state.max_steps
@@ -206,20 +333,35 @@ class ProgressDisplay(TrainerCallback):
                 self._say("  ".join(filter(None, (f"eval {name}".rstrip(), self._place(), figures))))
         else:
             self._take(logs)
-            if self._stop is None and any(map(is_taken, {*logs} - {"epoch"})):  # not those of a script alone
+            if self.notebook is not None and any(map(is_taken, {*logs} - {"epoch"})):
+                self.notebook.row(self._place(), self.board.figures(), self.board)
+            elif self._stop is None and any(map(is_taken, {*logs} - {"epoch"})):  # not those of a script alone
                 left = self.board.seconds_left
                 ending = f"  ETA {duration(left)}" if left is not None else ""
                 self._say(f"{self._place()}  {_joined(self.board.figures())}{ending}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_step_end(args, state, control)
+        self._training = False
         self.close()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._training:
+            self.close()
+
+    on_predict = on_evaluate
 
     def close(self) -> None:
         """Stop the live display; also happens when this object goes away, as after an exception."""
+        if self.notebook is not None:
+            self.notebook.end()
         if self._stop is not None:
+            self.board.activity = None
             self._stop()
             self._stop = None
+        if self._beats is not None:
+            self._beats.set()
+            self._beats = None
 
     def announce(self, line: str) -> None:
         """Show a line at once, above the live display where there is one; called from any thread."""
@@ -252,6 +394,10 @@ class ProgressDisplay(TrainerCallback):
         return f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
 
     def _say(self, line: str) -> None:
+        self._said = self._clock()
+        if self.notebook is not None:
+            self.notebook.add(line)
+            return
         if self.console.is_terminal:
             line = folded(line, self.console.width)
         with suppress(SystemExit, OSError, ValueError):  # its reader has gone, its disk is full, or it was closed

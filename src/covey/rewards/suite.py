@@ -8,7 +8,7 @@ in `_adapt`.
 import inspect
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -121,7 +121,12 @@ class RewardSuite:
         return ThreadLane(function, trainer_state, self.timeout)
 
     def __call__(
-        self, rows: list[Row], rollouts: list[Rollout], context: RewardContext, streamed: RewardStream | None = None
+        self,
+        rows: list[Row],
+        rollouts: list[Rollout],
+        context: RewardContext,
+        streamed: RewardStream | None = None,
+        begins: Callable[[str], None] = lambda name: None,
     ) -> RewardResult:
         """Score rollouts; those that failed are shown to no function and get NaN.
 
@@ -130,6 +135,7 @@ class RewardSuite:
             rollouts: N of them, all groups of this process.
             context: the trainer's state and logs, for the functions.
             streamed: the stream that was given these rollouts as they ended.
+            begins: called with the name of each function that begins to score all of them.
 
         Raises:
             RewardError: a function asks for a column that does not exist, or failed on all samples of its first batch,
@@ -142,7 +148,7 @@ class RewardSuite:
         batch = RewardBatch(rows, rollouts).take(scorable)
         if not len(batch):
             return RewardResult(rewards, steps, self._stats([CallResult([], [], Log(0))] * len(self.names)))
-        results = self._score_all(batch, context.trainer_state, streamed or RewardStream())
+        results = self._score_all(batch, context.trainer_state, streamed or RewardStream(), begins)
         logged: dict[str, int] = {}  # functions by the columns that they log
         for index, result in enumerate(results):
             self._resolve_steps(index, result, batch, scorable, steps)
@@ -185,7 +191,9 @@ class RewardSuite:
             if isinstance(function, FunctionReward):
                 function.require_columns(columns)
 
-    def _score_all(self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream) -> list[CallResult]:
+    def _score_all(
+        self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream, begins: Callable[[str], None]
+    ) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
         waiting: Lanes = {}
         others: dict[int, FunctionReward | ModelReward] = {}
@@ -200,6 +208,7 @@ class RewardSuite:
             started.on_group(0, batch.rows, batch.rollouts)
             results: dict[int, CallResult] = {}
             for index, function in others.items():
+                begins(self.names[index])
                 results[index] = score(function, batch, trainer_state, self.timeout)
             results |= started.results() | streamed.results()
         for result in results.values():

@@ -27,7 +27,7 @@ HANDLER_SECONDS = 0.3  # for Python's handler to interrupt the main thread, befo
 CLEANUP_SECONDS = 1.0  # for tasks that an interrupt has cancelled
 LAST_RESORT = 5.0  # seconds from the last request to the end of a process whose main thread does not react
 FORWARD_SECONDS = 2.0  # within which a launcher passes on the Ctrl-C that its processes have received themselves
-TOLD = "covey_told"
+ANSWERED = "covey_answered"
 """Attribute of a KeyboardInterrupt about which everything has been said."""
 
 _END, _WAKE = 0, 255  # no signals have these numbers: for the thread that reads them
@@ -116,7 +116,7 @@ class Interrupts:
         if self.signal is not None:
             if line := self.farewell():
                 self.say(line)
-            raise SystemExit(128 + signal.SIGTERM) if self.signal == signal.SIGTERM else told(line)
+            raise SystemExit(128 + signal.SIGTERM) if self.signal == signal.SIGTERM else answered(line)
 
     def _start(self) -> tuple[threading.Thread | None, int]:
         """Start the thread that reads signals; none where another program reads them already, as asyncio may."""
@@ -253,10 +253,10 @@ def say(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-def told(line: str) -> KeyboardInterrupt:
+def answered(line: str) -> KeyboardInterrupt:
     """A KeyboardInterrupt that is shown as this line alone, which has been said."""
     error = KeyboardInterrupt(line)
-    setattr(error, TOLD, True)
+    setattr(error, ANSWERED, True)
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {line}"]  # type: ignore[attr-defined] # of IPython
     return error
 
@@ -272,20 +272,20 @@ _pipes: set[int] = set()  # of objects that listen, the outer ones too
 
 
 def _show_no_traceback() -> None:
-    """Leave out tracebacks of interrupts that have been told, and of those that were raised where none can leave."""
-    if getattr(sys.excepthook, TOLD, False):
+    """Leave out tracebacks of interrupts that have been answered, and of those that were raised where none can leave."""
+    if getattr(sys.excepthook, ANSWERED, False):
         return
     shows, warns = sys.excepthook, sys.unraisablehook
 
     def excepthook(kind: Any, error: Any, trace: Any) -> None:
-        if not getattr(error, TOLD, False):
+        if not getattr(error, ANSWERED, False):
             shows(kind, error, trace)
 
     def unraisablehook(what: Any) -> None:
         if not isinstance(what.exc_value, Interrupted):
             warns(what)
 
-    setattr(excepthook, TOLD, True)
+    setattr(excepthook, ANSWERED, True)
     sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
 
 

@@ -60,6 +60,7 @@ RewardLike: TypeAlias = str | torch.nn.Module | Callable[..., Any]
 DataLike: TypeAlias = Dataset | IterableDataset | Sequence[dict[str, Any]]
 EvalLike: TypeAlias = DataLike | EvalSuite
 
+NOTEBOOK_CALLBACK = "NotebookProgressCallback"  # of transformers, which only has it where IPython is
 UNLIMITED = 2**31  # `max_completion_length=None`: only the model's context ends a completion
 
 
@@ -416,6 +417,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     args = trainer.args
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+    for callback in [one for one in trainer.callback_handler.callbacks if type(one).__name__ == NOTEBOOK_CALLBACK]:
+        trainer.remove_callback(callback)  # its table shows the loss alone, which says nothing here
     if "swanlab" in (args.report_to or ()):
         trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
     guard_trackers(trainer.callback_handler.callbacks)
@@ -423,6 +426,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     if (repo := args.log_completions_hub_repo) and trainer.is_world_process_zero():
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
     display = ProgressDisplay(plain=bool(args.disable_tqdm))
+    if args.process_index == 0:
+        display.follow(trainer.context.activity)
     trainer.add_callback(display)
     trainer.stop.say = display.announce if args.process_index == 0 else lambda line: None
     trainer.add_callback(Advice(lambda: {**trainer.metrics.end_step(), "grad_norm": trainer.finite.norm}))

@@ -8,6 +8,7 @@ from transformers import TrainerState
 
 from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
+from covey.observability.activity import Activity
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import sharding_of
@@ -37,8 +38,13 @@ class RunContext:
         self.collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
         self.metrics = MetricLog(self.collectives.named("put the metrics together"))
         self.timeline = Timeline()
-        self.phases = PhaseTimer(notice=self.collectives.note, span=self.timeline.phase)
+        self.activity = Activity()
+        self.phases = PhaseTimer(notice=self._notice, span=self.timeline.phase)
         self.earlier: set[str] = set()  # names of checkpoints in output_dir that another run left there
+
+    def _notice(self, phase: str) -> None:
+        self.collectives.note(phase)
+        self.activity.begin(phase)
 
     @property
     def training(self) -> bool:

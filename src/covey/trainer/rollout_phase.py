@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
 from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
+from covey.observability.activity import Counted
 from covey.observability.record import Replay
 from covey.rewards import RewardSuite
 from covey.rewards.call import RewardStream
@@ -99,7 +101,9 @@ class RolloutPhase:
             else:
                 self._send_current_weights()
                 with context.phases("generate"), preserve_process_state():
-                    rollouts = self.collector.collect(samples, params or self.params, key, reuse, stream)
+                    context.activity.count(len(samples))
+                    counted = Counted(stream, context.activity)
+                    rollouts = self.collector.collect(samples, params or self.params, key, reuse, counted)
             self.failures.count(rollouts)
             if spec is not None:
                 context.metrics.add(reports.agent_stats(rollouts, spec), context.mode)
@@ -107,8 +111,10 @@ class RolloutPhase:
                 context.metrics.add(reports.failure_stats(rollouts), context.mode)
             try:
                 with context.phases("reward"), preserve_process_state():
-                    rows = [sample.row for sample in samples]
-                    result = self.rewards(rows, rollouts, log.context(context.loop.state), stream)
+                    rows, functions = [sample.row for sample in samples], len(self.rewards.names)
+                    context.activity.count(functions, -1)  # the first one that begins is the first one of all
+                    begins = partial(context.activity.advance, 1)
+                    result = self.rewards(rows, rollouts, log.context(context.loop.state), stream, begins)
             finally:
                 if spec is not None:
                     spec.release(rollouts)

@@ -161,6 +161,7 @@ class UpdatePhase:
             model = model.module  # no collective in a backward pass: processes need not run equally many
         loss, backward = torch.zeros((), device=context.device), partial(self._counted, self.backward, model)
         for number, batch in enumerate(micro_batches, 1):
+            context.activity.count(max(self._planned_passes, self._passes + 1), self._passes)
             self._passes += 1
             last = number == len(micro_batches)
             with sharding.around_pass(context.accelerator, model, last) if sharding.gradients else nullcontext():

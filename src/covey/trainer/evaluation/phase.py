@@ -64,6 +64,7 @@ class EvaluationPhase:
         context, args, model = self.context, self.context.args, self.context.loop.model
         was_training = model.training
         model.eval()
+        on_batch = self._counting(prefix, len(dataloader), on_batch)
         self.rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
         self.completions = log = CompletionLog(
             args.output_dir or ".",
@@ -81,6 +82,7 @@ class EvaluationPhase:
                 else:
                     rows, found = self._evaluate_suite(dataloader, dataloader.suite, log, on_batch)
         finally:
+            context.activity.inside("")
             model.train(was_training)
             if not context.loop.is_in_train:
                 self.rollouts.close()
@@ -88,6 +90,23 @@ class EvaluationPhase:
         metrics = context.metrics.drain("eval", prefix=f"{prefix}_")
         metrics |= {f"{prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
+
+    def _counting(self, prefix: str, batches: int, on_batch: Callable[[], None]) -> Callable[[], None]:
+        """Have the activity tell how many batches of this evaluation are done."""
+        name, done = prefix.removeprefix("eval").strip("_"), 0
+
+        def tell() -> None:
+            place = f" {min(done + 1, batches)} of {batches}" if batches > 1 else ""
+            self.context.activity.inside(f"evaluation{f' {name}' if name else ''}{place}")
+
+        def counted() -> None:
+            nonlocal done
+            done += 1
+            tell()
+            on_batch()
+
+        tell()
+        return counted
 
     def _evaluate_with_loss(self, dataloader: Any, on_batch: Callable[[], None]) -> tuple[int, dict[str, float]]:
         """The number of completions of a plain dataset, and their loss."""

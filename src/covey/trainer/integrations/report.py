@@ -79,7 +79,7 @@ class RunReport(TrainerCallback):
                 print(line, file=sys.stderr)
 
     def farewell(self) -> str:
-        """How far an interrupted run came, and the command that continues it; nothing on other processes."""
+        """The last step of an interrupted run, and the command that continues it; nothing on other processes."""
         trainer, state = self.trainer, self.trainer.state
         if not state.is_world_process_zero:
             return ""
