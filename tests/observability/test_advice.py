@@ -170,17 +170,6 @@ def test_the_first_and_the_last_step_are_logged():
     assert not logged(1, strategy="no")
 
 
-def test_completions_of_an_earlier_run_are_pointed_out(tmp_path):
-    (tmp_path / "completions").mkdir()
-    (tmp_path / "completions" / "completions_00001.parquet").touch()
-    args = SimpleNamespace(output_dir=str(tmp_path))
-    with pytest.warns(UserWarning, match="holds completions of an earlier run"):
-        Advice().on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a resumed run goes on with its own
-        Advice().on_train_begin(args, TrainerState(is_world_process_zero=True, global_step=3), TrainerControl())
-
-
 TOOLS = SimpleNamespace(**vars(ARGS), tool_parser=None, tool_timeout=60.0, max_tool_calling_iterations=4)
 LEARNS = {"frac_advantage_zero": 0.0, "tools/call_frequency": 2.0}
 

@@ -329,3 +329,16 @@ def test_a_notebook_has_one_output_with_the_rewards(monkeypatch):
     run.display.on_train_end(None, run.state, TrainerControl())
     assert len(shown_first) == 1 and pages
     assert "<td>0.250</td>" in pages[-1] and "<td>0.500</td>" in pages[-1] and run.lines == []
+
+
+def test_a_further_update_of_the_same_rollouts_repeats_nothing_of_them():
+    run = Run()
+    run.step(1.0, reward=0.25, loss=0.5, num_tokens=100, **{"completions/mean_length": 12.0})
+    run.step(1.0, loss=0.25, num_tokens=100)
+    assert "reward" in run.lines[0] and run.lines[1].split("  ")[2:-1] == ["loss +0.2500"]
+
+
+def test_a_phase_keeps_its_sign():
+    one, other = (shown(phase_bar(times)) for times in ({"train": 2.0, "reward": 1.0}, {"train": 1.0, "reward": 2.0}))
+    assert all(one.count(sign) and other.count(sign) for sign in "▓▒")
+    assert [line.split("train")[0][-2] for line in (one, other)] == ["▓", "▓"]

@@ -1,8 +1,16 @@
 """Evaluations of a study, which all variants have in common, and what is made of them."""
 
-import pytest
+import io
+from types import SimpleNamespace
 
+import pytest
+from rich.console import Console
+
+from covey.cli.study import rows_to_compare
 from covey.study.plan import Halving
+from covey.study.progress import StudyDisplay
+from covey.study.report import rich_table, table
+from covey.study.variants import Variant
 from tests.support import tiny
 from tests.support.studies import study
 
@@ -148,3 +156,58 @@ def test_a_variant_without_rewards_is_not_the_best():
     assert comparison({"a": unknown}) == (None, {}) and table({"a": unknown}).endswith("a | running | 0 |  |  | ")
     both = {"a": unknown, "b": Variant("b", {}, evaluations={1: [-1.0, -2.0]})}
     assert comparison(both) == ("b", {}) and comparison(both, to="a") == ("a", {})
+
+
+def evaluated(**rewards):
+    return {name: Variant(name, {}, evaluations={1: list(one)}) for name, one in rewards.items()}
+
+
+def test_none_is_the_best_while_a_difference_may_be_chance():
+    """Rewards that differ by 1 on every prompt are certain; those that are the same, or differ by chance, are not."""
+    equal = evaluated(a=[0.5, 0.5, 0.5], b=[0.5, 0.5, 0.5])
+    noisy = evaluated(a=[0.9, 0.1, 0.6], b=[0.1, 0.8, 0.5])
+    certain = evaluated(a=[1.0, 1.1, 1.0, 1.15], b=[0.0, 0.1, 0.0, 0.1])
+    assert [table(one).count("| best |") for one in (equal, noisy, certain)] == [0, 0, 1]
+
+
+def test_a_terminal_shows_every_cell_of_the_table():
+    text = table(evaluated(a=[1.0, 1.0], b=[0.0, 0.5]))
+    shown = rich_table(text)
+    assert shown.row_count == 2 and len(shown.columns) == len(text.splitlines()[0].split(" | "))
+
+
+class Screen:
+    """A display of a study off a terminal, with a clock that is set by hand."""
+
+    def __init__(self, hidden=False):
+        self.out, self.now = io.StringIO(), 0.0
+        self.display = StudyDisplay(Console(file=self.out, width=200), lambda: self.now, hidden)
+
+    def lines(self, seconds):
+        for number in range(seconds):
+            self.now = float(number)
+            self.display.show_round(number, evaluated(a=[1.0]))
+        return self.out.getvalue().splitlines()
+
+
+def test_off_a_terminal_rounds_are_told_now_and_then():
+    assert len(Screen().lines(25)) == 3  # at 0, 10 and 20 s
+    assert Screen(hidden=True).lines(25) == []
+
+
+def test_what_a_round_does_is_shown_with_every_variant():
+    screen = Screen()
+    screen.display.show_round(3, evaluated(small=[1.0, 0.5], fast=[]))
+    screen.display.doing("sampling for 2 variants")
+    screen.display.console.print(screen.display)
+    shown = screen.out.getvalue()
+    assert all(part in shown for part in ("small", "fast", "0.750", "sampling for 2 variants"))
+
+
+def test_a_mapping_of_evaluation_sets_is_compared_on_all_their_rows(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(3)))
+    sets = {"a": {"dataset": str(rows), "temperature": 0}, "b": str(rows)}
+    run = SimpleNamespace(eval_dataset=sets, columns=None)
+    with pytest.warns(UserWarning, match="temperature"):
+        assert [row["prompt"] for row in rows_to_compare(run)] == ["0", "1", "2"] * 2

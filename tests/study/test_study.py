@@ -209,7 +209,7 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
     assert main(["study", "show", "--study", folder]) == 0
     shown = capsys.readouterr().out
     assert "learning_rate=1e-2,r=2 | finished | 3" in shown and "&nbsp;&nbsp;slow | finished | 3" in shown
-    assert shown.count("| best |") == 2 and not list((tmp_path / "out/commands").glob("*.json"))
+    assert shown.count("| difference to ") == 2 and not list((tmp_path / "out/commands").glob("*.json"))
 
 
 @pytest.mark.parametrize(

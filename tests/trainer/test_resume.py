@@ -89,9 +89,9 @@ def assert_alike(one, other):
 
 def test_checkpoints_appear_whole_or_not_at_all(tmp_path):
     trained = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
-    write = trained.checkpoints.method_state
+    write = trained.checkpoints.before_saving
     seen = []
-    trained.checkpoints.method_state = lambda: seen.append(sorted(os.listdir(tmp_path))) or write()
+    trained.checkpoints.before_saving = lambda: seen.append(sorted(os.listdir(tmp_path))) or write()
     trained.train()
     # While checkpoint N is being written, only earlier ones are to be seen.
     assert [[name for name in names if name.startswith("checkpoint")] for names in seen] == [
@@ -205,7 +205,7 @@ def test_checkpoints_of_an_earlier_run_are_left_alone(tmp_path, capsys):
     runs.trainer(tmp_path, **cycle, max_steps=2).train()
     shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-9")
     trainer = runs.trainer(tmp_path, **cycle, max_steps=3)
-    with pytest.warns(UserWarning, match="holds checkpoints of an earlier run: checkpoint-2, checkpoint-9"):
+    with pytest.warns(UserWarning, match="holds files of an earlier run: checkpoint-2, checkpoint-9, "):
         trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-9"]
     assert "checkpoint-3, is kept" in trainer.finite._where_to_resume()

@@ -87,8 +87,8 @@ def load_run(
         if other in read and read.get(name, read[other]) != read[other]:
             raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
     flags = parse_flags(overrides)
-    given = {_new_name(name) for name in flags}
-    read = {name: value for name, value in read.items() if _new_name(name) not in given}  # a flag wins
+    given = {new_name(name) for name in flags}
+    read = {name: value for name, value in read.items() if new_name(name) not in given}  # a flag wins
     values = {**{OTHER_NAMES.get(name, name): value for name, value in read.items()}, **flags}
     _read_script_flags(values)
     for name in TEXTS:
@@ -107,7 +107,7 @@ def load_run(
     return RunConfig(args, method, **run)
 
 
-def _new_name(name: str) -> str:
+def new_name(name: str) -> str:
     alias = ALIASES.get(name)
     return OTHER_NAMES.get(name) or (alias and alias.new) or name
 

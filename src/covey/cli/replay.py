@@ -18,6 +18,7 @@ from covey.cli import parsers, train
 from covey.cli.config_file import parse_flags, parts_of_record, settings_of
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
+from covey.observability.dashboard import ProgressDisplay
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
 from covey.runtime.quiet import without_bars
 from covey.trainer.checkpoint import STATE_FILE, numbered_checkpoints
@@ -62,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
     named = given.run if given.run.name not in ("", "..") else given.run.resolve()
     output_dir = f"{named}_replay" if given.steps is None else f"{named}_replay_{first}-{last}"
     trainer = trainer_of(given.run, described, flags, last, logged, output_dir)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressDisplay):
+            callback.until = last
     trainer.train(resume_from_checkpoint=str(checkpoint) if first > 1 else None)
     trainer.save_model()
     if not trainer.is_world_process_zero():

@@ -1,5 +1,7 @@
 """`covey study`: trains many configurations over one model, and stops, clones, changes and resumes them meanwhile."""
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,9 +12,10 @@ import yaml
 from covey.cli.run_file import RUN_KEYS, FlagParser, read_mapping
 from covey.config.aliases import ALIASES, hint
 from covey.config.messages import closest
+from covey.runtime.quiet import without_bars
 from covey.study.commands import KINDS, Command, read_state, send
 
-USAGE = """usage: covey study study.yaml [--resume]
+USAGE = """usage: covey study study.yaml [--resume] [--field value ...]
        covey study stop NAME --study DIR
        covey study resume NAME [field=value ...] --study DIR
        covey study change NAME field=value ... --study DIR
@@ -36,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
         parser = FlagParser(prog="covey study", usage=USAGE)
         parser.add_argument("file")
         parser.add_argument("--resume", action="store_true")
-        options = parser.parse_args(list(argv))
-        print(train(read_mapping(options.file), options.resume))
+        options, flags = parser.parse_known_args(list(argv))
+        text = train(read_mapping(options.file), options.resume, flags)
+        show(text)
         return 0
     parser = FlagParser(prog=f"covey study {argv[0]}", usage=USAGE)
     parser.add_argument("words", nargs="*")
@@ -47,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(list(argv[1:]))
     if argv[0] == "show":
         read_state(options.study)
-        print(Path(options.study, "study.md").read_text())
+        title, text, *history = Path(options.study, "study.md").read_text().split("\n\n", 2)
+        print(title.removeprefix("# "))
+        show(text)
+        print("".join(f"\n{part}" for part in history), end="")
         return 0
     if not options.words:
         raise ValueError(f"`covey study {argv[0]}` needs the name of a variant. See `covey study -h`.")
@@ -56,9 +63,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def train(values: dict[str, Any], resume: bool = False) -> str:
-    """Train the study of a file; returns its table."""
-    from covey.cli.config_file import config_of, typed
+def show(text: str) -> None:
+    """Print a study's table, on a terminal with lines."""
+    if sys.stdout.isatty():
+        import rich
+
+        from covey.study.report import rich_table
+
+        rich.print(rich_table(text))
+    else:
+        print(text)
+
+
+@without_bars()
+def train(values: dict[str, Any], resume: bool = False, flags: Sequence[str] = ()) -> str:
+    """Train the study of a file, with flags (`--field value`) that win over it; returns its table."""
+    from covey.cli.config_file import config_of, new_name, parse_flags, typed
     from covey.cli.data import load_rows
     from covey.cli.train import parts_of, read_run, rewards
     from covey.study.plan import KEYS, halving_of, refuse_unknown, variants_of
@@ -70,12 +90,13 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         given = "the file has no key `study`, which" if plan is None else f"study={plan!r}"
         raise ValueError(f"{given} must be a mapping with some of the keys {', '.join(KEYS)}.")
     refuse_unknown("study", plan, KEYS)
+    given = parse_flags(flags)
+    values = {name: value for name, value in values.items() if new_name(name) not in map(new_name, given)} | given
     run = read_run(values, [], None)
-    if run.quantization or isinstance(run.eval_dataset, Mapping):
-        name = "quantization" if run.quantization else "eval_dataset"
+    if run.quantization:
         raise ValueError(
-            f"{name}={values[name]!r} is not possible in a study: the model has 16 or 32 bits, and variants"
-            " are compared on one data set, given by name. Leave it out, or name one."
+            f"quantization={values['quantization']!r} is not possible in a study: the model has 16 or 32 bits. Leave it"
+            " out."
         )
     settings = {name: value for name, value in values.items() if name not in RUN_KEYS}
     own = {"method": run.method, "peft": run.peft, "system_prompt": run.system_prompt}
@@ -86,13 +107,30 @@ def train(values: dict[str, Any], resume: bool = False) -> str:
         {**typed(settings, config_of(run.method)), **own},
         reward_funcs=rewards(run.reward_funcs) or None,
         train_dataset=load_rows(run.dataset, run.dataset_split, run.columns) if run.dataset else None,
-        eval_dataset=load_rows(run.eval_dataset, None, run.columns) if run.eval_dataset else (),
+        eval_dataset=rows_to_compare(run),
         eval_steps=plan.get("eval_steps"),
         save_rounds=plan.get("save_rounds"),
         halving=halving_of(plan.get("halving")),
         parts=parts_of(run),
     )
     return table(study.train(resume))
+
+
+def rows_to_compare(run: Any) -> Sequence[dict[str, Any]]:
+    """The rows of all evaluation sets of a run file; the study asks them in its own way."""
+    from covey.cli.data import evaluation_sets, load_evaluations
+    from covey.trainer.evaluation.suites import rows_of
+
+    loaded = load_evaluations(run.eval_dataset, run.columns)
+    sets = list(loaded.values()) if isinstance(loaded, dict) else [] if loaded is None else [loaded]
+    entries = [entry for entry in evaluation_sets(run.eval_dataset).values() if isinstance(entry, Mapping)]
+    if ignored := sorted({name for entry in entries for name in entry} - {"dataset", "split"}):
+        warnings.warn(
+            f"a study compares its variants by their mean rewards, sampled as in training: {', '.join(ignored)} of"
+            " eval_dataset have no effect. Evaluate a variant with them by `covey eval --model DIR/NAME`.",
+            stacklevel=2,
+        )
+    return [dict(row) for one in sets for row in rows_of(one)]
 
 
 def changes_of(words: Sequence[str]) -> dict[str, Any]:

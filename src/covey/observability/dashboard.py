@@ -146,7 +146,10 @@ def sparkline(values: list[float]) -> str:
 def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Group:
     total, bar, end = sum(phases.values()), Text.assemble(("time   ", "dim")), 0.0
     legend = []
-    for sign, (name, seconds) in zip(cycle(SHADES), sorted(phases.items(), key=lambda item: -item[1]), strict=False):
+    known = dict(zip(PHASES, cycle(SHADES), strict=False))
+    others = dict(zip(sorted(phases.keys() - known.keys()), cycle(SHADES), strict=False))
+    for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
+        sign = (known | others)[name]
         start, end = end, end + seconds
         cells = round(end / total * PHASE_BAR) - round(start / total * PHASE_BAR)
         colour = PHASES.get(name, FAINT)
@@ -237,6 +240,7 @@ class ProgressDisplay(TrainerCallback):
         if isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
             file.reconfigure(errors="backslashreplace")  # one that cannot encode a sign ends no run
         self.board = Board()
+        self.until: int | None = None  # the last step, where it is not that of the schedule
         self._clock = clock
         self._began: tuple[int, float] | None = None
         self._tokens: tuple[float, float] | None = None  # so far, and the seconds of training
@@ -307,7 +311,7 @@ class ProgressDisplay(TrainerCallback):
         if state.is_world_process_zero:
             name = getattr(getattr(kwargs.get("model"), "config", None), "_name_or_path", "") or "the model"
             resumed = f" from step {state.global_step}" if state.global_step else ""
-            self._say(f"training {name}{resumed} to step {state.max_steps}, output: {args.output_dir}")
+            self._say(f"training {name}{resumed} to step {self.until or state.max_steps}, output: {args.output_dir}")
         self._hidden = not state.is_world_process_zero
         self.close()
         self._show()
@@ -330,15 +334,17 @@ class ProgressDisplay(TrainerCallback):
             for name in evaluation_sets(logs):
                 metrics = self.board.evaluations[name] = metrics_of(name, logs)
                 figures = _joined(with_interval(metrics) + readable(metrics))
-                self._say("  ".join(filter(None, (f"eval {name}".rstrip(), self._place(), figures))))
+                place = " ".join(filter(None, ("eval", name, self._place())))
+                self._say(f"{place}  {figures}" if figures else place)
         else:
-            self._take(logs)
+            # A further update of the same rollouts has no reward of its own.
+            figures = self.board.figures() if self._take(logs) else readable(logs)
             if self.notebook is not None and any(map(is_taken, {*logs} - {"epoch"})):
-                self.notebook.row(self._place(), self.board.figures(), self.board)
+                self.notebook.row(self._place(), figures, self.board)
             elif self._stop is None and any(map(is_taken, {*logs} - {"epoch"})):  # not those of a script alone
                 left = self.board.seconds_left
                 ending = f"  ETA {duration(left)}" if left is not None else ""
-                self._say(f"{self._place()}  {_joined(self.board.figures())}{ending}")
+                self._say(f"{self._place()}  {_joined(figures)}{ending}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_step_end(args, state, control)
@@ -349,7 +355,8 @@ class ProgressDisplay(TrainerCallback):
         if not self._training:
             self.close()
 
-    on_predict = on_evaluate
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.on_evaluate(args, state, control)
 
     def close(self) -> None:
         """Stop the live display; also happens when this object goes away, as after an exception."""
@@ -363,6 +370,10 @@ class ProgressDisplay(TrainerCallback):
             self._beats.set()
             self._beats = None
 
+    def tell(self, line: str) -> None:
+        """Show a line among those of the run."""
+        self._say(line)
+
     def announce(self, line: str) -> None:
         """Show a line at once, above the live display where there is one; called from any thread."""
         if self._stop is None:
@@ -370,8 +381,8 @@ class ProgressDisplay(TrainerCallback):
         else:
             self._say(line.lstrip())
 
-    def _take(self, logs: dict[str, Any]) -> None:
-        """Replace all figures with a rollout batch's first log; those of its further updates are added to them."""
+    def _take(self, logs: dict[str, Any]) -> bool:
+        """Replace all figures with a rollout batch's first log (True); those of its further updates are added."""
         board, taken = self.board, {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if begins := "reward" in logs or "completions/mean_length" in logs:
             board.logs = {}
@@ -386,6 +397,7 @@ class ProgressDisplay(TrainerCallback):
             if self._tokens is not None and self._trained > self._tokens[1]:
                 board.tokens_per_second = (tokens - self._tokens[0]) / (self._trained - self._tokens[1])
             self._tokens = (tokens, self._trained)
+        return begins
 
     def _place(self) -> str:
         step, total = self.board.step, self.board.max_steps

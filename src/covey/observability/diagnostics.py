@@ -277,16 +277,8 @@ class Advice(TrainerCallback):
         self._history: list[Log] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A further run may be warned again; completions that are there already are pointed out."""
+        """A further run may be warned again."""
         self._said, self._history = set(), []
-        folder = Path(args.output_dir) / "completions"
-        if state.is_world_process_zero and state.global_step == 0 and any(folder.glob("completions_*.parquet")):
-            warnings.warn(
-                f"{folder} holds completions of an earlier run. This run replaces those of the same step; those of"
-                " other steps stay, and they are of the earlier run. Choose another output_dir to keep the two apart.",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         values = self._step()

@@ -37,6 +37,7 @@ class Panel:
     curves: dict[str, str]  # metric names and their labels
     band: tuple[str, ...] = ()  # metrics drawn as a shade: ("low", "high"), or ("deviation",) around the first curve
     percent: bool = False  # the axis shows shares
+    zero: bool = False  # the axis shows 0, so that small differences look small
 
 
 PANELS = (
@@ -206,6 +207,9 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
     if panel.percent:
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%" if value <= 1 else "")
         axis.set_ylim(bottom=0)
+    if panel.zero:
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0.0), max(high, 0.0))
     drawn = len(axis.get_legend_handles_labels()[1])
     if drawn > 1:
         low, high = axis.get_ylim()

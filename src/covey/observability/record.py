@@ -141,11 +141,6 @@ class Recorder(TrainerCallback):
             for path in [*earlier, *files(self.folder, self.rank, "update"), *others]:
                 if path.exists():
                     path.rename(kept / path.name)
-            warnings.warn(
-                f"{str(self.folder)!r} held the record of an earlier run, which is now in {kept.name!r}. Choose another"
-                " output_dir to keep runs apart.",
-                stacklevel=4,
-            )
         for kind, first in (("generation", generation), ("update", step)):
             for path in files(self.folder, self.rank, kind):
                 if number_of(path) >= first:

@@ -272,7 +272,7 @@ _pipes: set[int] = set()  # of objects that listen, the outer ones too
 
 
 def _show_no_traceback() -> None:
-    """Leave out tracebacks of interrupts that have been answered, and of those that were raised where none can leave."""
+    """Leave out tracebacks of interrupts that have been answered, and of those raised where none can leave."""
     if getattr(sys.excepthook, ANSWERED, False):
         return
     shows, warns = sys.excepthook, sys.unraisablehook

@@ -1,7 +1,10 @@
-"""Progress bars of libraries, left out where Covey shows its own progress."""
+"""Progress bars of libraries, left out where Covey shows its own progress; and Covey's warnings, without its code."""
 
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -24,3 +27,31 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
         if prepares:
             datasets.enable_progress_bars()
+
+
+def show_own_warnings_plainly() -> None:
+    """Show Covey's own warnings as their text alone: a line of its code tells a user nothing.
+
+    Where another program has chosen how warnings are shown, as a test runner or a logger does, that stays.
+    """
+    usual = getattr(warnings, "_showwarning_orig", None)
+    if usual is None or warnings.showwarning is not usual:
+        return
+
+    def show(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        if file is None and _warns_from_covey():
+            print(f"covey: warning: {message}", file=sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+
+
+def _warns_from_covey() -> bool:
+    """True where the innermost function that is not of the module `warnings` is one of Covey's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == "warnings":
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith("covey.")

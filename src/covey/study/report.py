@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+from rich.text import Text
 
 from covey.core.estimates import interval_of_mean
 from covey.core.transcript import shorten
@@ -85,13 +88,15 @@ def _mean(values: list[float]) -> float:
 
 
 def table(variants: Mapping[str, Variant]) -> str:
-    """One line for each variant, below its parent."""
+    """One line for each variant, below its parent. None is the best while an interval to the highest includes zero."""
     best, differences = comparison(variants)
-    lines = ["variant | status | step | mean reward | difference to the best | settings", "-|-|-:|-:|-|-"]
+    is_best = bool(differences) and all(difference.is_real for difference in differences.values())
+    other = f"difference to {_cell(best)}" if differences and best else "difference"
+    lines = [f"variant | status | step | mean reward | {other} | settings", "-|-|-:|-:|-|-"]
     for depth, variant in descent(variants):
         last = variant.evaluations.get(max(variant.evaluations, default=-1), [])
         other = differences.get(variant.name)
-        difference = "best" if variant.name == best else ""
+        difference = "best" if is_best and variant.name == best else ""
         if other is not None:
             verdict = "real" if other.is_real else "not certain"
             difference = f"{other.mean:+.3f} [{other.low:+.3f}, {other.high:+.3f}], {verdict}"
@@ -104,12 +109,27 @@ def table(variants: Mapping[str, Variant]) -> str:
             difference,
             changes,
         ]
-        lines.append(" | ".join(_one_line(cell).replace("|", "/") for cell in cells))
+        lines.append(" | ".join(map(_cell, cells)))
     return "\n".join(lines)
+
+
+def rich_table(text: str) -> Any:
+    """The same table as a terminal shows it."""
+    from rich.table import Table
+
+    head, _, *rows = text.splitlines()
+    shown = Table(*head.split(" | "))
+    for row in rows:
+        shown.add_row(*(Text(cell.replace("&nbsp;", " ")) for cell in row.split(" | ")))
+    return shown
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    return _one_line(text).replace("|", "/")
 
 
 def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
@@ -185,5 +205,5 @@ def curves_of(variants: Mapping[str, Variant]) -> list[tuple[list[dict[str, floa
         curves = {f"{start}_{name}": shorten(name, 28) for name in variants}  # of all: each has its own colour
         drawn = [label for key, label in curves.items() if any(one.get(key) for one in points)]
         if drawn:
-            panels.append((points, Panel(title if len(drawn) > 1 else f"{title}: {drawn[0]}", curves)))
+            panels.append((points, Panel(title if len(drawn) > 1 else f"{title}: {drawn[0]}", curves, zero=True)))
     return panels

@@ -38,6 +38,7 @@ from covey.study import commands
 from covey.study.commands import Command, check_known, check_name
 from covey.study.interventions import carry_out, check_changes
 from covey.study.plan import Halving
+from covey.study.progress import StudyDisplay
 from covey.study.report import write_report
 from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
 from covey.study.variants import (
@@ -160,6 +161,8 @@ class Study:
         self._taken: list[Path] = []  # files that it came from
         self._sampled: list[str] = []  # variants whose adapters the engine holds
         self._stop = StopAtStep(lambda number, doing: [number], True, self._farewell, steps="the steps of all variants")
+        self._display = StudyDisplay(hidden=bool(self.common.get("disable_tqdm")))
+        self._stop.say = self._display.say
         self._saved = -1  # round after which the state was written down
         self._cut = False  # all variants save a checkpoint at the end of their step
         for variant in self.variants.values():
@@ -172,7 +175,7 @@ class Study:
         With `resume`, variants that are not in the folder begin, too; ValueError for a folder of another study.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder), self._stop.listening(), warnings.catch_warnings():
+        with locked(self.folder), self._stop.listening(), self._display, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "since .* was saved, this run has changed")  # as it was asked to
             if (self.folder / commands.STATE).is_file():
                 self._load(resume)
@@ -192,6 +195,7 @@ class Study:
     def play_round(self) -> None:
         """Sample for all variants in one batch, then let each take its step; carry out what was asked for."""
         self.round += 1
+        self._display.show_round(self.round, self.variants)
         evaluated = self._evaluated()
         if not self._live() and (waiting := self._unfinished()):
             variant = max(waiting, key=lambda variant: variant.step)
@@ -209,7 +213,9 @@ class Study:
         for variant in self._live():
             if variant.turn is not None and variant.turn.pending is None:
                 self._go_on(variant)  # it begins, and samples with the others at once, as after a kill
+        self._display.doing(f"sampling for {len(self._live())} variants")
         for name, outcome in self._sample().items():
+            self._display.doing(f"training {name}")
             self._go_on(self.variants[name], outcome)
         if not self._cut or any(variant.must_save for variant in self._live()):
             write_report(self.folder, self.round, self.variants, page=self._evaluated() > evaluated)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import Trainer
 
+from covey.observability.record_files import FOLDER as RECORD
 from covey.policy.adapters import has_adapter
 from covey.policy.replicas import Reference, Sample, frozen_sample
 from covey.policy.weights import checkpoint_name, load_renamed, save_sharded, saves_other_names
@@ -268,13 +269,8 @@ def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: 
     # All, or those after the one that this run goes on from.
     others = found[places.index(own) + 1 :] if own in places else found
     context.earlier = {path.name for path in others}
-    if context.earlier and context.accelerator.is_main_process and trainer.args.save_strategy != "no":
-        warnings.warn(
-            f"output_dir={folder!r} holds checkpoints of an earlier run: {', '.join(sorted(context.earlier))}. This run"
-            " replaces those of its own steps, and keeps and does not count the others; but resuming from the latest"
-            " would take theirs. Choose another output_dir to keep runs apart.",
-            stacklevel=2,
-        )
+    if context.accelerator.is_main_process:
+        _warn_of_earlier_run(Path(folder), trainer.args, sorted(context.earlier), begins=checkpoint is None)
     if trainer.accelerator.scaler is None:  # a run in fp16 may go on in another precision
         trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
@@ -286,6 +282,22 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _warn_of_earlier_run(folder: Path, args: Any, checkpoints: list[str], begins: bool) -> None:
+    """Say once what an earlier run has left in this one's folder; a run that is resumed finds its own files there."""
+    found = checkpoints if args.save_strategy != "no" else []
+    if begins and any(folder.glob("completions/completions_*.parquet")):
+        found = [*found, "completions"]
+    if begins and args.record != "off" and any(folder.glob(f"{RECORD}/generation_*.parquet")):
+        found = [*found, "its record, which is kept next to the new one"]
+    if found:
+        warnings.warn(
+            f"output_dir={str(folder)!r} holds files of an earlier run: {', '.join(found)}. This run replaces those of"
+            " its own steps and keeps the others, which it does not count; but resuming from the latest checkpoint"
+            " would take an earlier one. Choose another output_dir to keep runs apart.",
+            stacklevel=2,
+        )
 
 
 def superfluous_checkpoints(

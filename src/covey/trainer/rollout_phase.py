@@ -196,6 +196,10 @@ class RolloutPhase:
         spec = self.collector.spec
         call_all(self.rewards.close, *([] if spec is None else [spec.close]))
 
+    def send_weights(self) -> None:
+        """Send the current weights, for completions that belong to no step."""
+        self._send_current_weights()
+
     def _send_current_weights(self) -> None:
         """Send the current weights before sampling; what is in flight goes on with those that it began with."""
         if self.async_rollouts is None:

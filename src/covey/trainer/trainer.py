@@ -32,9 +32,10 @@ from covey.runtime.definitions import refuse_while_loading
 from covey.runtime.files import locked
 from covey.runtime.interrupts import interruptible
 from covey.runtime.process_memory import reuse_freed_memory
-from covey.runtime.quiet import without_bars
+from covey.runtime.quiet import show_own_warnings_plainly, without_bars
 from covey.runtime.user_code import call_all
 from covey.trainer import build
+from covey.trainer.asking import Metrics, describe, generate
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
@@ -98,6 +99,7 @@ class OnlineTrainer(Trainer):
     own_callbacks: frozenset[int]  # ids of those that the user has not given
     loss_is_scaled_for_ga = True  # an average over the accumulation window is in the weights already
     evaluates_alone = False  # the policy was sharded for an evaluation without training
+    generations_asked = 0  # calls of `generate`
     on_evaluated: Callable[[dict[str, float], int], bool] | None = None  # of a search: metrics, step -> stop training
 
     @accepts_old_names
@@ -158,6 +160,7 @@ class OnlineTrainer(Trainer):
         )
         if self.accelerator.device.type == "cpu":
             reuse_freed_memory()
+        show_own_warnings_plainly()
         self.context = context = RunContext(self, self.accelerator, args, self.make_algorithm(args))
         self.sharding, self.collectives = context.sharding, context.collectives
         self.metrics, self.timeline = context.metrics, context.timeline
@@ -273,6 +276,32 @@ class OnlineTrainer(Trainer):
         if not isinstance(play, BatchFunction):
             raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
         return play.generate_completions(prompts, **changes)
+
+    @interruptible
+    @torch.no_grad()
+    def generate(self, prompts: Any, num_generations: int = 1, seed: int | None = None, **changes: Any) -> Any:
+        """Completions by the model as it is now, sampled by the engine and with the settings of training.
+
+        Args:
+            prompts: a text or a conversation (a list of messages), or a list of these.
+            num_generations: completions of each prompt.
+            seed: the same one gives the same completions; by default every call gives others.
+            changes: settings that differ from the config's: `max_tokens`, `temperature`, `top_k`, `top_p`, ...
+
+        Returns:
+            The completion of a prompt, as a text, or a list of them where `num_generations` is above 1; for several
+            prompts a list with the completions of each.
+
+        Raises:
+            ValueError: a setting that does not exist.
+
+        Example:
+            trainer.generate([{"role": "user", "content": "What is 2 + 3?"}], temperature=0.0)
+        """
+        return generate(self, prompts, num_generations, seed, changes)
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     def train(
         self,
@@ -399,7 +428,7 @@ class OnlineTrainer(Trainer):
         """Sample and score an evaluation dataset, or each of several; log metrics, and with them completions."""
         metrics = interruptible(super().evaluate)(*args, **kwargs)
         self.evaluation.send_completions()
-        return metrics
+        return Metrics(metrics)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Sample and score a dataset that is given; there are metrics and no predictions."""

@@ -25,6 +25,7 @@ from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
 from covey.observability.metric_docs import all_sets, evaluation_sets, metrics_of, with_interval
 from covey.observability.plots import plot_curves
+from covey.observability.record_files import FOLDER as RECORD
 from covey.observability.record_files import ends_of
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
@@ -77,6 +78,17 @@ class RunReport(TrainerCallback):
         finally:  # a page may take longer than there is time to stop
             if interrupted and not answered and (line := self.farewell()):
                 print(line, file=sys.stderr)
+            if sys.exc_info()[1] is None and not interrupted and "COVEY_COMMAND" not in os.environ:
+                self._say_places()
+
+    def _say_places(self) -> None:
+        """Tell where the report and the page of a run are that a script has made; a command tells it by itself."""
+        folder, callbacks = Path(self.trainer.args.output_dir), self.trainer.callback_handler.callbacks
+        report = [f"report: {folder / 'summary.html'}"] if (folder / "summary.html").exists() else []
+        page = [f"look at it: covey view {shlex.quote(str(folder))}"] if (folder / RECORD).exists() else []
+        if self.trainer.is_world_process_zero() and (places := "  ".join([*report, *page])):
+            for display in (one for one in callbacks if isinstance(one, ProgressDisplay)):
+                display.tell(places)
 
     def farewell(self) -> str:
         """The last step of an interrupted run, and the command that continues it; nothing on other processes."""

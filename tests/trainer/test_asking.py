@@ -1,0 +1,84 @@
+"""A trainer at the prompt of Python: completions of its model, the line that shows it, and its warnings."""
+
+import warnings
+
+import pytest
+import torch
+
+from covey.runtime.quiet import show_own_warnings_plainly
+from tests.support import runs, tiny
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    one = runs.trainer(tmp_path_factory.mktemp("asked"), max_steps=1)
+    one.train()
+    return one
+
+
+def test_completions_are_those_of_the_trained_model(trained):
+    """Greedy: each token is the one that the model finds most probable after those before."""
+    text = trained.generate("2+2=", temperature=0.0, max_tokens=4)
+    tokenizer = tiny.tokenizer()
+    ids = trained.collector.codec.read("2+2=").ids
+    prompt = len(ids)
+    for _ in range(4):
+        with torch.no_grad():
+            ids = [*ids, int(trained.model(torch.tensor([ids])).logits[0, -1].argmax())]
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    assert text == tokenizer.decode(ids[prompt:], skip_special_tokens=True)
+
+
+def test_completions_come_in_the_shape_of_the_prompts(trained):
+    one = trained.generate([{"role": "user", "content": "hi"}])
+    many = trained.generate(["a", "b"], num_generations=3)
+    assert isinstance(one, str) and [len(group) for group in many] == [3, 3]
+    assert len(trained.generate("a", num_generations=2)) == 2
+
+
+def test_a_seed_gives_the_same_completions_and_training_is_as_it_was(trained):
+    state, weights = torch.get_rng_state(), runs.weights(trained)
+    again = [trained.generate(["a", "b"], seed=3) for _ in range(2)]
+    assert again[0] == again[1] and trained.model.training
+    assert torch.equal(torch.get_rng_state(), state) and all(map(torch.equal, runs.weights(trained), weights))
+
+
+def test_a_setting_that_does_not_exist_is_refused(trained):
+    with pytest.raises(ValueError, match="max_length"):
+        trained.generate("a", max_length=3)
+
+
+def test_a_trainer_shows_its_model_rewards_and_progress(trained):
+    shown = repr(trained)
+    assert shown.startswith("GRPOTrainer(") and "longer" in shown and "step 1 of 1" in shown
+
+
+def test_metrics_of_an_evaluation_are_a_table_in_notebooks(tmp_path):
+    asked = runs.trainer(tmp_path, parts={"eval_dataset": tiny.rows()[:4]})
+    metrics = asked.evaluate()
+    assert isinstance(metrics, dict) and f"<td>{metrics['eval_reward']:.4g}</td>" in metrics._repr_html_()
+
+
+def test_own_warnings_are_shown_without_code_and_those_of_others_as_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "showwarning", warnings._showwarning_orig)
+    monkeypatch.setattr(warnings, "_showwarnmsg_impl", warnings.__dict__["_showwarnmsg_impl"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = warnings._showwarning_orig
+        show_own_warnings_plainly()
+        exec("import warnings; warnings.warn('its own')", {"__name__": "covey.somewhere"})
+        exec("import warnings; warnings.warn('of another')", {"__name__": "another"})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "covey: warning: its own"
+    assert "UserWarning: of another" in lines[1]
+
+
+def test_what_an_earlier_run_has_left_is_one_warning(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    runs.trainer(tmp_path, **saving).train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs.trainer(tmp_path, **saving).train()
+    found = [str(one.message) for one in caught if "earlier run" in str(one.message)]
+    assert len(found) == 1 and all(word in found[0] for word in ("checkpoint-1", "completions", "record"))
