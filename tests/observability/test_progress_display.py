@@ -87,7 +87,7 @@ def test_a_long_line_is_not_wrapped():
 
 
 def test_on_a_terminal_lines_break_between_figures():
-    assert folded("eval  step 1/2  reward 1.000  loss +0.0265", 32) == "eval  step 1/2  reward 1.000\n  loss +0.0265"
+    assert folded("eval step 1/2  reward 1.000  loss +0.0265", 32) == "eval step 1/2  reward 1.000\n  loss +0.0265"
     run = Run(terminal=True)
     run.display.on_log(None, run.state, TrainerControl(), logs={f"eval_{name}": 0.5 for name in FIGURES})
     plain = [line for line in run.lines if "\x1b" not in line]  # not of the board
@@ -132,7 +132,7 @@ def test_evaluations_and_the_end_are_told():
     run.step(1.0)
     run.display.on_log(None, run.state, TrainerControl(), logs={"eval_reward": 0.5, "eval_loss": 0.0, "epoch": 1.0})
     run.display.on_log(None, run.state, TrainerControl(), logs={"train_runtime": 75.0})
-    assert run.lines == ["eval  step  1/10  reward 0.500  loss 0.0000", "trained 1 step in 1m15s"]
+    assert run.lines == ["eval step  1/10  reward 0.500  loss 0.0000", "trained 1 step in 1m15s"]
 
 
 def test_named_evaluation_sets_are_told_apart():
@@ -145,7 +145,7 @@ def test_named_evaluation_sets_are_told_apart():
         "easy": 1.0,
         "very_hard": 0.25,
     }
-    assert "eval easy  step  1/10  reward 1.000  loss 0.0000" in run.out.getvalue()
+    assert "eval easy step  1/10  reward 1.000  loss 0.0000" in run.out.getvalue()
 
 
 def test_a_plain_display_prints_lines_on_a_terminal_too():

@@ -1,12 +1,13 @@
 """A trainer at the prompt of Python: completions of its model, the line that shows it, and its warnings."""
 
+import sys
 import warnings
 
 import pytest
 import torch
 
-from covey.runtime.quiet import show_own_warnings_plainly
-from tests.support import runs, tiny
+from tests.support import forking, runs, tiny
+from tests.support.launching import environment
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +61,17 @@ def test_metrics_of_an_evaluation_are_a_table_in_notebooks(tmp_path):
     assert isinstance(metrics, dict) and f"<td>{metrics['eval_reward']:.4g}</td>" in metrics._repr_html_()
 
 
-def test_own_warnings_are_shown_without_code_and_those_of_others_as_they_are(monkeypatch, capsys):
-    monkeypatch.setattr(warnings, "showwarning", warnings._showwarning_orig)
-    monkeypatch.setattr(warnings, "_showwarnmsg_impl", warnings.__dict__["_showwarnmsg_impl"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = warnings._showwarning_orig
-        show_own_warnings_plainly()
-        exec("import warnings; warnings.warn('its own')", {"__name__": "covey.somewhere"})
-        exec("import warnings; warnings.warn('of another')", {"__name__": "another"})
-    lines = capsys.readouterr().err.splitlines()
+WARNS = """
+import warnings
+from covey.runtime.quiet import show_own_warnings_plainly
+show_own_warnings_plainly()
+for name, text in (("covey.somewhere", "its own"), ("another", "of another")):
+    exec(f"import warnings; warnings.warn({text!r})", {"__name__": name})
+"""
+
+
+def test_own_warnings_are_shown_without_code_and_those_of_others_as_they_are():
+    lines = forking.run([sys.executable, "-c", WARNS], env=environment(), timeout=120).stderr.splitlines()
     assert lines[0] == "covey: warning: its own"
     assert "UserWarning: of another" in lines[1]
 

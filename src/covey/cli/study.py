@@ -90,8 +90,8 @@ def train(values: dict[str, Any], resume: bool = False, flags: Sequence[str] = (
         given = "the file has no key `study`, which" if plan is None else f"study={plan!r}"
         raise ValueError(f"{given} must be a mapping with some of the keys {', '.join(KEYS)}.")
     refuse_unknown("study", plan, KEYS)
-    given = parse_flags(flags)
-    values = {name: value for name, value in values.items() if new_name(name) not in map(new_name, given)} | given
+    flagged = parse_flags(flags)
+    values = {name: value for name, value in values.items() if new_name(name) not in map(new_name, flagged)} | flagged
     run = read_run(values, [], None)
     if run.quantization:
         raise ValueError(

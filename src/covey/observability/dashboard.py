@@ -338,13 +338,13 @@ class ProgressDisplay(TrainerCallback):
                 self._say(f"{place}  {figures}" if figures else place)
         else:
             # A further update of the same rollouts has no reward of its own.
-            figures = self.board.figures() if self._take(logs) else readable(logs)
+            shown = self.board.figures() if self._take(logs) else readable(logs)
             if self.notebook is not None and any(map(is_taken, {*logs} - {"epoch"})):
-                self.notebook.row(self._place(), figures, self.board)
+                self.notebook.row(self._place(), shown, self.board)
             elif self._stop is None and any(map(is_taken, {*logs} - {"epoch"})):  # not those of a script alone
                 left = self.board.seconds_left
                 ending = f"  ETA {duration(left)}" if left is not None else ""
-                self._say(f"{self._place()}  {_joined(figures)}{ending}")
+                self._say(f"{self._place()}  {_joined(shown)}{ending}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_step_end(args, state, control)
@@ -382,7 +382,7 @@ class ProgressDisplay(TrainerCallback):
             self._say(line.lstrip())
 
     def _take(self, logs: dict[str, Any]) -> bool:
-        """Replace all figures with a rollout batch's first log (True); those of its further updates are added."""
+        """Replace all figures with a rollout batch's first log; those of its further updates (False) are added."""
         board, taken = self.board, {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if begins := "reward" in logs or "completions/mean_length" in logs:
             board.logs = {}
@@ -393,11 +393,12 @@ class ProgressDisplay(TrainerCallback):
         if begins and math.isfinite(reward := board.logs.get("reward", math.nan)):
             board.rewards.append(reward)
         tokens = taken.get("num_tokens", 0)
+        new = begins or "num_tokens" not in taken or self._tokens is None or tokens != self._tokens[0]
         if tokens and (self._tokens is None or tokens != self._tokens[0]):
             if self._tokens is not None and self._trained > self._tokens[1]:
                 board.tokens_per_second = (tokens - self._tokens[0]) / (self._trained - self._tokens[1])
             self._tokens = (tokens, self._trained)
-        return begins
+        return new
 
     def _place(self) -> str:
         step, total = self.board.step, self.board.max_steps

@@ -6,6 +6,7 @@ deadline and, as a last resort, ends the process.
 """
 
 import asyncio
+import atexit
 import functools
 import math
 import os
@@ -280,6 +281,14 @@ def _show_no_traceback() -> None:
     def excepthook(kind: Any, error: Any, trace: Any) -> None:
         if not getattr(error, ANSWERED, False):
             shows(kind, error, trace)
+            return
+        # As Python does, whose own note of an interrupt is lost where anything calls `exec` meanwhile.
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(Exception):
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
     def unraisablehook(what: Any) -> None:
         if not isinstance(what.exc_value, Interrupted):

@@ -34,8 +34,8 @@ def show_own_warnings_plainly() -> None:
 
     Where another program has chosen how warnings are shown, as a test runner or a logger does, that stays.
     """
-    usual = getattr(warnings, "_showwarning_orig", None)
-    if usual is None or warnings.showwarning is not usual:
+    usual, shows = (getattr(warnings, name, None) for name in ("_showwarning_orig", "_showwarnmsg_impl"))
+    if usual is None or warnings.showwarning is not usual or getattr(shows, "__module__", None) != "warnings":
         return
 
     def show(

@@ -91,8 +91,8 @@ def table(variants: Mapping[str, Variant]) -> str:
     """One line for each variant, below its parent. None is the best while an interval to the highest includes zero."""
     best, differences = comparison(variants)
     is_best = bool(differences) and all(difference.is_real for difference in differences.values())
-    other = f"difference to {_cell(best)}" if differences and best else "difference"
-    lines = [f"variant | status | step | mean reward | {other} | settings", "-|-|-:|-:|-|-"]
+    title = f"difference to {_cell(best)}" if differences and best else "difference"
+    lines = [f"variant | status | step | mean reward | {title} | settings", "-|-|-:|-:|-|-"]
     for depth, variant in descent(variants):
         last = variant.evaluations.get(max(variant.evaluations, default=-1), [])
         other = differences.get(variant.name)
