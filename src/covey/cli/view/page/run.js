@@ -28,9 +28,6 @@ const ofLogs = (run, name) => run.metrics.filter((one) => Number.isFinite(one[na
 const either = (points, others) => (points.some((one) => Number.isFinite(one.y)) ? points : others);
 const trained = (members) => members.some((one) => one.fate === "trained");
 
-/** Names of metrics that any of the runs logs and that begin so, in the words of a title. */
-const logged = (all, start) => [...new Set(all.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line))))].filter((name) =>
-    name.startsWith(start)).sort();
 const asTitle = (name) => { const words = name.replace(/[/_]/g, " "); return words[0].toUpperCase() + words.slice(1); };
 
 /** Curves of every set that was evaluated: shares with their intervals, and rewards. */
@@ -61,9 +58,9 @@ function charts(run, others, open) {
     ["Completion length", "tokens", (one) => ofSteps(one, (rollout) => rollout.length), { zero: true }],
     ["Cut off", "share", (one) => ofSteps(one, (rollout) => Number(rollout.finish === "length")), { zero: true }],
     ["Entropy", "nats per token", (one) => either(ofSteps(one, (rollout) => rollout.entropy), ofLogs(one, "entropy"))],
-    ["Distinct completions", "share, within a group", (one) => stepsOf(one).map(([step, members]) =>
-        ({ x: step, y: distinct(members) })), { zero: true }],
-    ...logged(all, "completions/distinct").map((name) => [asTitle(name), "", (one) => ofLogs(one, name), { zero: true }]),
+    ["Distinct completions", "share, within a group", (one) => either(ofLogs(one, "completions/distinct"),
+        stepsOf(one).map(([step, members]) => ({ x: step, y: distinct(members) }))), { zero: true }],
+    ["Distinct answers to different prompts", "share", (one) => ofLogs(one, "completions/distinct_across_prompts"), { zero: true }],
     ["Largest gap to the engine", "nats, of any token", (one) => (replays(one) ? [] : stepsOf(one)).map(([step, members]) =>
         ({ x: step, y: Math.max(...members.map((rollout) => Math.abs(rollout.gap ?? NaN)).filter(Number.isFinite),
         -Infinity) })).filter((point) => point.y > -Infinity), { zero: true }],
