@@ -59,6 +59,7 @@ def rewards() -> argparse.ArgumentParser:
         Rows have `prompt`, `completion` and the columns that the function asks for. The exit status is 1 if something
         is wrong.""",
     )
+    parser.usage = "covey rewards test FUNCTION (--completions FILE | --run FOLDER) [options]"
     parser.add_argument("command", choices=["test"])
     parser.add_argument("function", help="path/to/file.py:function, module:function or a built-in name")
     source = parser.add_mutually_exclusive_group(required=True)

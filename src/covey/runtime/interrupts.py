@@ -5,7 +5,6 @@ of a library, may take a minute. So a second thread reads each signal from a pip
 deadline and, as a last resort, ends the process.
 """
 
-import asyncio
 import atexit
 import functools
 import math
@@ -227,6 +226,8 @@ def interruptible(function: F) -> F:
 
 def run_alone(work: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, but an interrupt, which ends whichever task it meets, is raised once and logged by none."""
+    import asyncio  # not for each command
+
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         try:
