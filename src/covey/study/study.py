@@ -306,11 +306,11 @@ class Study:
             group = {field_of(name): value for name, value in self.common.items()}.get("num_generations")
             group = group or TRAINERS[common.get("method", "grpo")].config_class.num_generations
             common |= {"num_generations": group, "per_device_train_batch_size": group}
-            common = settings_of(common, own, self.folder / variant.name)[2]
-            shown = as_user_messages(self.eval_rows) if common.get("prompts_as_messages") else self.eval_rows
+            config = settings_of(common, own, self.folder / variant.name)[2]
+            shown = as_user_messages(self.eval_rows) if config.prompts_as_messages else self.eval_rows
             rows = with_system_message(own.get("system_prompt", self.common.get("system_prompt")), shown)
             has_own = any(field_of(name).startswith("reward_") for name in variant.changes)
-            evaluate = CommonEvaluation(common, rows, self._arguments({}).get("reward_funcs"), has_own)
+            evaluate = CommonEvaluation(config, rows, self._arguments({}).get("reward_funcs"), has_own)
         follows = FollowsStudy(variant, evaluate, self._is_due, pauses=lambda: self.halving is not None)
         trainer = TRAINERS[method](
             model=model,
