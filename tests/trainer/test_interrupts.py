@@ -291,7 +291,8 @@ def interrupted(tmp_path, place, number, times, script=SCRIPT):
         one = forking.Forked(command, env=environment(), stdout=out, stderr=out, start_new_session=True)
 
     def lines():
-        return [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("covey: ")]
+        said = (tmp_path / "out").read_text().splitlines()
+        return [line for line in said if line.startswith("covey: ") and not line.startswith("covey: warning")]
 
     try:
         until = time.monotonic() + 120
