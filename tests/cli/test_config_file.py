@@ -130,7 +130,8 @@ def test_all_unknown_names_are_listed_under_the_method(write):
     with pytest.raises(TypeError) as caught:
         load_run(write("lora_rank: 8\n"), ["--learnig_rate", "1", "--modle=x"], method="grpo")
     assert str(caught.value) == (
-        "`lora_rank` is no setting of a GRPO run: it belongs to the adapter: `peft: {r: ...}` in a run file, "
+        "`lora_rank` is no setting of a GRPO run: `lora_rank` is called `r` there: it belongs to the adapter: "
+        "`peft: {r: ...}` in a run file, "
         "`peft_config=LoraConfig(r=...)` in a script. `learnig_rate` is no setting of a GRPO run. Did you mean "
         "`learning_rate`? `modle` is no setting of a GRPO run. Did you mean `model`?"
     )

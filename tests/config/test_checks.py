@@ -12,8 +12,10 @@ import torch
 
 from covey.config import rules
 from covey.config.aliases import ALIASES
-from covey.config.fields import LIMITS
+from covey.config.base import OLD
+from covey.config.fields import LIMITS, none_means_unset
 from covey.config.grpo import GRPOConfig
+from covey.config.messages import default_of
 from covey.config.rloo import RLOOConfig
 
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -136,7 +138,6 @@ REFUSED = [
     {"optim": "adalomo"},
     {"optim": "galore_adamw_layerwise"},
     {"neftune_noise_alpha": 5.0},
-    {"use_liger_kernel": True},
     {"pad_to_multiple_of": "many"},
     {"max_staleness": 1, "use_vllm": True},
     {"max_staleness": 1, "use_transformers_continuous_batching": True},
@@ -189,7 +190,7 @@ REFUSED_BY_NAME = [
     (GRPOConfig, {"debug": ["underflow"]}, "debug='underflow' is not known.*'underflow_overflow'"),
     (GRPOConfig, {"ddp_backend": "cpu:gloo,cuda:foo"}, "ddp_backend='foo' is not known; choose one of: nccl, gloo"),
     (GRPOConfig, {"sleep_level": "deep"}, "`sleep_level='deep'` must be a whole number"),
-    (GRPOConfig, {"total_episodes": None}, "`total_episodes=None` must be a whole number"),
+    (GRPOConfig, {"total_episodes": "many"}, "`total_episodes='many'` must be a whole number"),
     (RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (RLOOConfig, {"kl_estimator": "k3"}, "kl_estimator='k3'"),
     (RLOOConfig, {"reward_clip_range": (1, -1)}, r"reward_clip_range=\(1, -1\)"),
@@ -281,8 +282,31 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
     (GRPOConfig, {"optim": "adamw_torch", "optim_args": "a=1"}, "optim='adamw_torch' reads none"),
     (GRPOConfig, {"optim_target_modules": ["q_proj"]}, "all modules alike"),
-    (GRPOConfig, {"liger_kernel_config": {"rope": True}}, "use_liger_kernel"),
+    (GRPOConfig, {"liger_kernel_config": {"rope": True}}, "logprob_chunk_size"),
+    (GRPOConfig, {"use_liger_kernel": True}, "logprob_chunk_size"),
     (GRPOConfig, {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}}, "'constant' has no settings"),
+    (GRPOConfig, {"lr_scheduler_type": "constant", "warmup_steps": 5}, "'constant_with_warmup' does"),
+    (GRPOConfig, {"save_strategy": "no", "save_steps": 5}, "save_strategy is 'no'"),
+    (GRPOConfig, {"save_strategy": "no", "save_only_model": True}, "no checkpoints"),
+    (GRPOConfig, {"eval_steps": 5}, "eval_strategy is 'no'"),
+    (GRPOConfig, {"eval_delay": 5}, "eval_strategy is 'no'"),
+    (GRPOConfig, {"logging_strategy": "epoch", "logging_steps": 5}, "logging_strategy is 'epoch'"),
+    (GRPOConfig, {"max_steps": 5, "num_train_epochs": 1}, "max_steps=5"),
+    (GRPOConfig, {"hub_strategy": "end"}, "push_to_hub is False"),
+    (GRPOConfig, {"project": "mine"}, "trackio"),
+    (GRPOConfig, {"ddp_find_unused_parameters": False}, "one process"),
+    (GRPOConfig, {"fsdp_config": {"min_num_params": 1}}, "fsdp is not set"),
+    (GRPOConfig, {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "off"),
+    (GRPOConfig, {"average_tokens_across_devices": False}, "all processes"),
+    (GRPOConfig, {"use_cache": True}, "cache of its own"),
+    (GRPOConfig, {"shuffle_dataset": False, "data_seed": 3}, "shuffle_dataset is False"),
+    (GRPOConfig, {"metric_for_best_model": "reward"}, "eval_strategy is 'no'"),
+    (GRPOConfig, {"run_name": "mine"}, "no tracker"),
+    (GRPOConfig, {"eval_do_concat_batches": False}, "predictions"),
+    (GRPOConfig, {"eval_use_gather_object": True}, "predictions"),
+    (GRPOConfig, {"include_for_metrics": ["loss"]}, "predictions"),
+    (GRPOConfig, {"dataloader_pin_memory": False}, "no tensors"),
+    (GRPOConfig, {"dataloader_multiprocessing_context": "spawn"}, "dataloader_num_workers is 0"),
     (GRPOConfig, {"remove_unused_columns": True}, "reward functions"),
     (GRPOConfig, {"bf16_full_eval": True}, "evaluation"),
     (GRPOConfig, {"prediction_loss_only": True}, "predictions"),
@@ -326,7 +350,7 @@ def test_a_wrong_entry_or_default_is_refused_by_name(cls, settings, named):
 def test_every_field_takes_a_value_or_names_itself(value, monkeypatch):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # transformers sets it
     hints, taken = get_type_hints(RLOOConfig), set()
-    for name in (field.name for field in dataclasses.fields(RLOOConfig) if field.init):
+    for name in (field.name for field in dataclasses.fields(RLOOConfig) if field.init and field.name not in OLD):
         try:
             RLOOConfig(**{"use_cpu": True, name: value})
             taken.add(name)
@@ -334,7 +358,30 @@ def test_every_field_takes_a_value_or_names_itself(value, monkeypatch):
             new = ALIASES[name].new if name in ALIASES else name
             assert name in str(error) or str(new) in str(error), (name, value)
     optional = {name for name, hint in hints.items() if NoneType in get_args(hint)}
-    assert value is not None or taken - optional == {"debug", "max_grad_norm", "top_k"}
+    unset = {name for name in taken if none_means_unset(name, default_of(RLOOConfig, name))}
+    assert value is not None or taken - optional - unset == {"debug", "max_grad_norm"}
+
+
+def test_none_is_a_default_where_nothing_else_is_meant(tmp_path):
+    names = ("top_p", "top_k", "repetition_penalty", "vllm_mode", "vllm_server_host", "vllm_server_port")
+    args = GRPOConfig(output_dir=str(tmp_path), **dict.fromkeys(names))
+    assert [getattr(args, name) for name in names] == [1.0, 0, 1.0, "colocate", "0.0.0.0", 8000]
+    assert GRPOConfig(output_dir=str(tmp_path), max_grad_norm=None).max_grad_norm == 0  # which does not clip
+
+
+def test_settings_that_cannot_work_are_named_together():
+    wrong = {"top_p": 3, "beta": -1, "loss_type": "x"}
+    assert all(f"{name}={value!r}" in refusal(GRPOConfig, wrong) for name, value in wrong.items())
+    by_rule = {"sync_ref_model": True, "entropy_coef_min": 2.0}
+    assert all(f"{name}={value!r}" in refusal(GRPOConfig, by_rule) for name, value in by_rule.items())
+
+
+@pytest.mark.parametrize("given", [{"pad_token_id": 0}, {"num_beams": 1}, {"use_cache": True}, {"output_scores": True}])
+def test_idle_keys_of_generation_kwargs_are_dropped_with_a_warning(tmp_path, given):
+    (name,) = given
+    with pytest.warns(UserWarning, match=f"generation_kwargs.*{name}.*has no effect"):
+        args = GRPOConfig(output_dir=str(tmp_path), generation_kwargs={**given, "do_sample": True, "stop": ["x"]})
+    assert args.generation_kwargs == {"stop": ["x"]}
 
 
 @pytest.mark.parametrize(("cls", "settings", "named"), WARNED, ids=label)
@@ -438,7 +485,7 @@ def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recw
         {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "num_iterations": 2},
         {"reward_weights": [1.0, 0.0]},
         {"speculative_reuse": "lenient", "speculative_lenience": 1.2, "speculative_max_tokens": 10},
-        {"speculative_reuse": "exact", "num_train_epochs": 1, "max_steps": 100},
+        {"speculative_reuse": "exact", "max_steps": 100},
         {"correct_built_in_engine": True, "vllm_importance_sampling_mode": "token_mask"},
         {"correct_built_in_engine": True, "loss_type": "vespo"},
         {"engine_parity": "warn"},

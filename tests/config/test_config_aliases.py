@@ -5,6 +5,7 @@ import inspect
 import warnings
 
 import pytest
+from transformers import HfArgumentParser
 
 from covey.config.aliases import ALIASES, HINTS
 from covey.config.grpo import GRPOConfig
@@ -121,6 +122,38 @@ def test_classes_derived_by_users_take_old_names_too():
 
     args, _ = warned(lambda: Mine(kl_coef=0.1, favourite=4))
     assert (args.beta, args.favourite) == (0.1, 4)
+
+
+class Scheduled(GRPOConfig):
+    def __init__(self, *args, decay_power=2, **keywords):
+        super().__init__(*args, **keywords)
+        self.decay_power = decay_power
+
+
+def test_a_class_with_an_init_of_its_own_takes_its_own_and_old_names():
+    args, messages = warned(lambda: Scheduled(decay_power=3, kl_coef=0.1))
+    assert (args.decay_power, args.beta, len(messages)) == (3, 0.1, 1)
+    with pytest.raises(TypeError, match=r"Scheduled has no field `bta`. Did you mean `beta`"):
+        Scheduled(bta=0.1)
+
+
+def test_a_value_is_read_under_the_old_name_that_it_was_given_by():
+    given = {"max_prompt_length": 128, "warmup_ratio": 0.1, "evaluation_strategy": "no", "tau_pos": 1.0}
+    args, _ = warned(lambda: GRPOConfig(**given))
+    assert {name: getattr(args, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    "flags", [["--max_prompt_length", "128"], ["--warmup_ratio", "0.1"], ["--group_by_length"], ["--use_liger_loss"]]
+)
+def test_parsers_of_fields_take_old_names(flags):
+    name, value = flags[0][2:], [*flags, True][1]
+    parser = HfArgumentParser(GRPOConfig)
+    flags = ["--output_dir", "out", *flags]
+    (args,), messages = warned(lambda: parser.parse_args_into_dataclasses(flags, look_for_args_file=False))
+    assert str(getattr(args, name)) == str(value) and len(messages) == 1
+    (read,), _ = warned(lambda: parser.parse_dict({"output_dir": "out", name: getattr(args, name)}))
+    assert getattr(read, name) == getattr(args, name)
 
 
 def test_warning_points_at_the_line_that_used_the_old_name():

@@ -17,7 +17,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from covey.config import fields, hardware
-from covey.config.base import OnlineConfig
+from covey.config.base import OLD, OnlineConfig
 from covey.config.fields import describe_fields, limited
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
@@ -43,6 +43,13 @@ def test_every_own_field_is_described(cls):
     own = [f for f in dataclasses.fields(cls) if f.name not in inherited]
     assert len(own) > 80
     assert all(f.metadata.get("help") for f in own)
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_help_describes_every_own_field(cls):
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
+    own = {f.name for f in dataclasses.fields(cls)} - inherited - OLD
+    assert own <= set(re.findall(r"^    (\w+)(?: \(.*?\))?: .", cls.__doc__, re.MULTILINE))
 
 
 def test_limits_are_known_without_source_files(monkeypatch):
@@ -79,7 +86,7 @@ def test_every_own_field_is_read_somewhere():
     source = "".join(path.read_text() for path in [*outside, config / "base.py"])
     inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
     own = {f.name for f in dataclasses.fields(RLOOConfig)} - inherited
-    assert {name for name in own if not re.search(rf'\.{name}\b|"{name}"', source)} == WITHOUT_EFFECT
+    assert {name for name in own - OLD if not re.search(rf'\.{name}\b|"{name}"', source)} == WITHOUT_EFFECT
 
 
 def test_rloo_has_every_field_of_grpo():
@@ -117,7 +124,6 @@ def test_configs_can_be_pickled_and_replaced():
         ("optim_args", "", ""),
         ("deepspeed", False, False),
         ("hub_token", True, True),
-        ("max_grad_norm", None, None),
         ("torch_compile_backend", "INDUCTOR", "inductor"),
         ("log_completions", np.True_, True),
     ],
@@ -152,6 +158,15 @@ def test_argument_parser_of_transformers_reads_the_config():
     assert args.shuffle_dataset is False
     assert args.log_completions is True
     assert args.generation_kwargs == {"seed": 1}
+
+
+def test_repr_shows_what_was_given_or_assigned(tmp_path):
+    args = GRPOConfig(output_dir="out", num_generations=4, hub_token="secret", beta=0.1, use_cpu=True, bf16=False)
+    args.temperature = 0.7
+    names = [part.partition("=")[0] for part in repr(args).removeprefix("GRPOConfig(").split(", ")]
+    assert sorted(names) == ["beta", "bf16", "hub_token", "num_generations", "output_dir", "temperature", "use_cpu"]
+    assert "secret" not in repr(args) + str(args)
+    assert "logprob_chunk_size=1024" in str(args)
 
 
 def test_argument_parser_help_can_be_shown():
@@ -213,6 +228,15 @@ def test_bf16_follows_the_hardware_and_works_either_way(monkeypatch, able):
     args = GRPOConfig()
     assert args.bf16 is able
     assert args.use_cpu is able
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_bf16_that_is_asked_for_on_a_cpu_is_taken_with_a_warning_where_it_is_emulated(monkeypatch, able, recwarn):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: able)
+    args = GRPOConfig(bf16=True)
+    assert args.bf16 is True and args.use_cpu is True
+    assert len([one for one in recwarn if "bf16=True" in str(one.message)]) == (not able)
 
 
 def test_asking_for_fp16_or_float32_is_heeded():

@@ -1,6 +1,7 @@
 """Keyword arguments that a trainer does not have are renamed or explained, under the name of the trainer."""
 
 import inspect
+import re
 
 import pytest
 from transformers import TrainerCallback
@@ -52,6 +53,11 @@ def test_a_trainer_needs_a_model():
 
 def test_the_signature_is_the_documented_one():
     assert list(inspect.signature(GRPOTrainer).parameters)[:3] == ["model", "reward_funcs", "args"]
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_help_describes_every_argument(kind):
+    assert set(inspect.signature(kind).parameters) <= set(re.findall(r"^ {4}(\w+): .", kind.__doc__, re.MULTILINE))
 
 
 def test_a_field_that_was_assigned_later_is_checked_too(tmp_path):

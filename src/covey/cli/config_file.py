@@ -202,6 +202,7 @@ def _read_script_flags(values: dict[str, Any]) -> None:
     for key, names in SCRIPT_FLAGS.items():
         found: dict[str, Any] = {}
         defaults: dict[str, Any] = {}
+        given = [name for name in names if name in values]
         for old, new in names.items():
             if isinstance(value := values.pop(old, None), list):  # of a flag, which may have no value or several
                 value = [str(part).strip(",") for part in value] if len(value) > 1 else [*value, True][0]
@@ -209,7 +210,7 @@ def _read_script_flags(values: dict[str, Any]) -> None:
         if key == "peft" and adapts:
             defaults = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
         elif key == "peft" and found and not values.get("peft"):
-            raise ValueError(f"{', '.join(found)} of an adapter, but no `use_peft`: pass it too, or leave them out.")
+            raise ValueError(f"{', '.join(given)} of an adapter, but no `use_peft`: pass it too, or leave them out.")
         if found or defaults:
             values[key] = {**defaults, **(_as_mapping(key, values.get(key)) or {}), **found}
     if (subset := values.pop("dataset_config", None)) and values.get("dataset"):

@@ -53,7 +53,10 @@ SCRIPT_FLAGS = {
         **{f"lora_{key}": key for key in ("r", "target_modules", "target_parameters", "task_type", "modules_to_save")},
         **{name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     },
-    "model_init_kwargs": {"dtype": "dtype", "model_revision": "revision", "attn_implementation": "attn_implementation"},
+    "model_init_kwargs": {
+        **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
+        **{"model_revision": "revision", "attn_implementation": "attn_implementation"},
+    },
     "quantization": {
         **{name: name for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage")},
         "use_bnb_nested_quant": "bnb_4bit_use_double_quant",

@@ -5,7 +5,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.config.messages import warn
 
@@ -20,10 +20,11 @@ class Alias:
     new: str | None
     advice: str = ""
     convert: Callable[[Any, Mapping[str, Any]], Any] = lambda value, keywords: value
+    kind: Any = str  # of its value, for parsers of fields
 
 
-def _removed(advice: str) -> Alias:
-    return Alias(None, advice)
+def _removed(advice: str, kind: Any = str) -> Alias:
+    return Alias(None, advice, kind=kind)
 
 
 def _by_name(rows: Mapping[str, T]) -> dict[str, T]:
@@ -41,55 +42,61 @@ ALIASES: dict[str, Alias] = {
     # TRL, earlier releases
     "max_prompt_length": _removed(
         "prompts are never truncated, and one longer than the model's context is an error: filter long prompts out of "
-        "the dataset"
+        "the dataset",
+        int,
     ),
     "vllm_guided_decoding_regex": Alias("vllm_structured_outputs_regex"),
     "vllm_importance_sampling_cap": Alias("vllm_importance_sampling_clip_max"),
-    "use_liger_loss": Alias("use_liger_kernel"),
+    "use_liger_loss": Alias("use_liger_kernel", kind=bool),
     "use_transformers_paged": Alias("use_transformers_continuous_batching"),
-    "wandb_log_unique_prompts": Alias("log_unique_prompts"),
+    "wandb_log_unique_prompts": Alias("log_unique_prompts", kind=bool),
     # RLOO before TRL 0.22
-    "rloo_k": Alias("num_generations"),
-    "cliprange": Alias("epsilon"),
-    "kl_coef": Alias("beta"),
+    "rloo_k": Alias("num_generations", kind=int),
+    "cliprange": Alias("epsilon", kind=float),
+    "kl_coef": Alias("beta", kind=float),
     "exp_name": Alias("run_name", "the old one also appended the seed and the time"),
-    "normalize_reward": Alias("normalize_advantages", "which is what it always did"),
-    "num_ppo_epochs": Alias("num_iterations"),
-    "num_mini_batches": Alias("steps_per_generation"),
-    "response_length": Alias("max_completion_length"),
+    "normalize_reward": Alias("normalize_advantages", "which is what it always did", kind=bool),
+    "num_ppo_epochs": Alias("num_iterations", kind=int),
+    "num_mini_batches": Alias("steps_per_generation", kind=int),
+    "response_length": Alias("max_completion_length", kind=int),
     "total_episodes": Alias(
         "max_steps",
         "set to total_episodes / gradient_accumulation_steps as the migration guide has it; one update trains on "
         "per_device_train_batch_size * gradient_accumulation_steps * processes completions",
         lambda episodes, keywords: max(1, int(episodes) // int(keywords.get("gradient_accumulation_steps", 1))),
+        int,
     ),
-    "token_level_kl": _removed("RLOO subtracts the KL of the whole completion from its reward"),
-    "dataset_num_proc": _removed("the dataset is not rewritten before training"),
+    "token_level_kl": _removed("RLOO subtracts the KL of the whole completion from its reward", bool),
+    "dataset_num_proc": _removed("the dataset is not rewritten before training", int),
     "local_rollout_forward_batch_size": _removed(
-        "log-probabilities are computed in micro-batches by tokens, which max_tokens_per_micro_batch bounds"
+        "log-probabilities are computed in micro-batches by tokens, which max_tokens_per_micro_batch bounds",
+        int,
     ),
-    "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
+    "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training", int),
     "stop_token stop_token_id": _removed(
         "completions stop at the end-of-sequence ids of the model's generation config"
     ),
     # transformers 4
-    "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
+    "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates", kind=float),
     "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
     "evaluation_strategy": Alias("eval_strategy"),
-    "no_cuda": Alias("use_cpu"),
-    "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
-    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
+    "no_cuda": Alias("use_cpu", kind=bool),
+    "per_gpu_train_batch_size": Alias("per_device_train_batch_size", kind=int),
+    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size", kind=int),
     "push_to_hub_model_id": Alias("hub_model_id"),
     "push_to_hub_token": Alias("hub_token"),
     "overwrite_output_dir": _removed(
-        "a run writes into output_dir whatever is there; name another folder to keep both"
+        "a run writes into output_dir whatever is there; name another folder to keep both",
+        bool,
     ),
-    "save_safetensors": _removed("weights are always saved as safetensors"),
-    "group_by_length": _removed("prompts come in the sampler's order, and nothing is padded to a common length"),
-    "include_tokens_per_second": _removed("timings are always logged"),
-    "use_mps_device": _removed("the device is detected"),
-    "fp16_backend fp16_opt_level half_precision_backend include_inputs_for_metrics jit_mode_eval": _GONE,
-    "mp_parameters past_index ray_scope tpu_num_cores use_ipex use_legacy_prediction_loop": _GONE,
+    "save_safetensors": _removed("weights are always saved as safetensors", bool),
+    "group_by_length": _removed("prompts come in the sampler's order, and nothing is padded to a common length", bool),
+    "include_tokens_per_second": _removed("timings are always logged", bool),
+    "use_mps_device": _removed("the device is detected", bool),
+    "fp16_backend fp16_opt_level half_precision_backend mp_parameters past_index ray_scope tpu_num_cores": _GONE,
+    "include_inputs_for_metrics jit_mode_eval use_ipex use_legacy_prediction_loop": dataclasses.replace(
+        _GONE, kind=bool
+    ),
     # ms-swift
     "async_generate": Alias(
         "max_staleness", "True means 1, False means 0", lambda on, _: int(str(on).lower() in ("true", "1", "yes"))
@@ -119,6 +126,34 @@ ALIASES: dict[str, Alias] = {
     "rollout_importance_sampling_threshold": Alias("vllm_importance_sampling_clip_max"),
 }
 ALIASES = _by_name(ALIASES)
+_FOREIGN = list(ALIASES)[list(ALIASES).index("async_generate") :]  # of ms-swift, which has a parser of its own
+_STILL_FIELDS = ("use_transformers_paged", "vllm_importance_sampling_cap")  # of TRL, too
+
+
+def _parsed(alias: Alias) -> Any:
+    said = f"Old name of {alias.new}; use that one." if alias.new else f"No effect: {alias.advice}."
+    return dataclasses.field(default=None, metadata={"help": said})
+
+
+if TYPE_CHECKING:
+
+    @dataclasses.dataclass
+    class OldNames:
+        """Names of earlier releases of TRL and transformers, so that parsers of fields take them."""
+
+else:
+    OldNames = dataclasses.make_dataclass(
+        "OldNames",
+        [
+            (name, alias.kind if alias.kind is bool else alias.kind | None, _parsed(alias))  # flags without a value
+            for name, alias in ALIASES.items()
+            if name not in (*_FOREIGN, *_STILL_FIELDS)
+        ],
+        namespace={
+            "__doc__": "Names of earlier releases of TRL and transformers, so that parsers of fields take them."
+        },
+    )
+    OldNames.__module__ = __name__  # `make_dataclass` calls it types
 
 
 _PEFT = "it belongs to the adapter: `peft: {{{0}: ...}}` in a run file, `peft_config=LoraConfig({0}=...)` in a script"
@@ -137,6 +172,12 @@ HINTS: dict[str, str] = {
     "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
     "eos token",
     "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
+    "chat_template": "set `processing_class.chat_template` of the trainer; it has no key in a run file",
+    "eos_token pad_token": "set it on the tokenizer, `processing_class` of the trainer, before it is given",
+    "vllm_sampling_params": "`generation_kwargs: {stop: ..., min_tokens: ...}`, and the fields temperature, top_p,"
+    " top_k and min_p",
+    "unsloth_num_chunks unsloth_logit_chunk_multiplier": "`logprob_chunk_size` bounds the memory for logits",
+    "unsloth_grpo_mini_batch": "`max_tokens_per_micro_batch` bounds the memory of a pass",
     "torch_dtype dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
     "attn_implementation attn_impl": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
     "model_id model_name_or_path": "it is an argument of the trainer: `model`, also in a run file",
@@ -195,7 +236,7 @@ HINTS: dict[str, str] = {
     **{f"bnb_4bit_{name}": _QUANTISED.format(f"bnb_4bit_{name}") for name in ("quant_type", "quant_storage")},
     "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant"),
     "train_type sft_type tuner_type use_peft": _ADAPTER,
-    "lora_rank lora_r": _PEFT.format("r"),
+    **{name: f"`{name}` is called `r` there: {_PEFT.format('r')}" for name in ("lora_rank", "lora_r")},
     **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     **{f"lora_{name}": _PEFT.format(name) for name in ("task_type", "modules_to_save", "target_parameters")},
     "target_modules lora_target_modules": _PEFT.format("target_modules"),
@@ -208,12 +249,36 @@ class AcceptsAliases(type):
     """Metaclass of the configs: replaces old names, for dataclasses derived by users too."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        return super().__call__(*args, **renamed(cls, keywords))
+        if inspect.unwrap(cls.__init__).__code__.co_filename != "<string>":  # type: ignore[misc]
+            return super().__call__(*args, **keywords)  # an `__init__` of the user's, which calls that of a config
+        made = super().__call__(*args, **renamed(cls, keywords))
+        _remember(made, keywords)
+        return made
 
     @property
     def __signature__(cls) -> Any:
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
         return inspect.Signature(parameters)
+
+
+def takes_old_names(cls: T) -> T:
+    """Class decorator of a config: its `__init__`, called by that of a user's class, takes old names, too."""
+    kind: Any = cls
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **renamed(type(self), keywords))
+        _remember(self, keywords)
+
+    kind.__init__ = wrapped
+    return cls
+
+
+def _remember(config: Any, keywords: Mapping[str, Any]) -> None:
+    """Let scripts read a value under the old name that it was given by."""
+    for name in keywords.keys() & ALIASES.keys():
+        setattr(config, name, keywords[name])
 
 
 def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:

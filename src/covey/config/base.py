@@ -15,8 +15,8 @@ from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages
 from covey.algorithms.registered import register_loss_of_file
 from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED, BatchAlgebra, planning_for, steps_of
-from covey.config.aliases import AcceptsAliases
-from covey.config.fields import DICT_FIELDS, FILE_FIELDS, SAMPLING_FIELDS
+from covey.config.aliases import AcceptsAliases, OldNames
+from covey.config.fields import DICT_FIELDS, FILE_FIELDS, SAMPLING_FIELDS, none_means_unset
 from covey.config.hardware import (
     announce_meeting,
     by_deepspeed,
@@ -26,11 +26,12 @@ from covey.config.hardware import (
     multiplies_bf16,
     require_deepspeed,
 )
+from covey.config.messages import default_of, is_set, warn
 from covey.runtime.files import unique
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import is_secret, without_secrets
 
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
+OLD = frozenset(field.name for field in dataclasses.fields(OldNames))
 
 
 class HidesSecrets(TrainingArguments):
@@ -38,13 +39,12 @@ class HidesSecrets(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as trackers and logs show it: with placeholders for keys and tokens."""
-        return self._public(super().to_dict(), lambda name: f"<{name.upper()}>")
+        values = {name: value for name, value in super().to_dict().items() if name not in OLD}
+        return self._public(values, lambda name: f"<{name.upper()}>")
 
     def __str__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in sorted(self.to_dict().items()))
         return f"{type(self).__name__}({', '.join(shown)})"
-
-    __repr__ = __str__
 
     def __getstate__(self) -> dict[str, Any]:
         return self._public(self.__dict__, lambda name: None)
@@ -69,6 +69,7 @@ class HidesSecrets(TrainingArguments):
 
 @dataclasses.dataclass(repr=False)
 class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
+    OldNames,
     training.TrainingDefaults,
     training.ModelFields,
     training.BatchFields,
@@ -103,6 +104,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def __post_init__(self) -> None:
         self.planned = PLANNED.get()
+        self._note_given()
+        fill_unset(self)
         self._normalise()
         rules.check_fields(self)  # before transformers, whose errors seldom name a field
         self._settle_names()
@@ -114,8 +117,26 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._settle_direction()
         rules.check_batch_settings(self)
         self._settle_batches()
-        for rule in rules.RULES:
-            rule(self)
+        rules.check_rules(self)
+        self._settled = dict(vars(self))
+
+    def __repr__(self) -> str:
+        """The fields that were given, or assigned since; `str()` has every field."""
+        names = [name for name in (field.name for field in dataclasses.fields(self)) if name not in OLD]
+        names = [name for name in names if is_set(self, name)]
+        shown = self._public({name: getattr(self, name) for name in names}, lambda name: f"<{name.upper()}>")
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that were given another value than their default, or assigned one since."""
+        settled = self.__dict__.get("_settled", {})
+        assigned = {name for name in FIELDS if name in settled and vars(self)[name] is not settled[name]}
+        return frozenset(self.__dict__.get("_given", set()) | assigned)
+
+    def _note_given(self) -> None:
+        names = [field.name for field in dataclasses.fields(self) if field.name not in OLD]
+        self._given = {name for name in names if getattr(self, name) != default_of(type(self), name)}
 
     @property
     def resolved_epsilon_high(self) -> float:
@@ -123,6 +144,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         if self.epsilon_high is not None:
             return self.epsilon_high
         return 5.0 if self.loss_type == "cispo" else self.epsilon  # lets gradients through, as in MiniMax-M1
+
+    @property
+    def resolved_data_seed(self) -> int:
+        """Seed of the order of prompts: `data_seed`, or the seed of everything."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def vllm_urls(self) -> list[str]:
@@ -191,7 +217,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             "steps_per_generation": self._steps_given,
             "lr_scheduler_kwargs": self._scheduler_kwargs_given,
         }
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        fields = [field.name for field in dataclasses.fields(self) if field.init and field.name not in OLD]
+        values = {name: getattr(self, name) for name in fields}
         with planning_for(self.planned.world_size, self.planned.gpu):
             return type(self)(**{**values, **filled_in, **changes})
 
@@ -211,7 +238,6 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 read = as_dict(name, value, ", or name a file that is there" * takes_file) if value else None
                 setattr(self, name, read and value.strip())  # transformers reads numbers and words within, too
         set_fields_from_generation_kwargs(self)
-        self.top_k = 0 if self.top_k is None else self.top_k  # as earlier releases of TRL have it
         if self.report_to is None:
             self.report_to = "none"
         scale = str(self.scale_rewards)  # True and "true" mean "group", their opposites "none"
@@ -249,18 +275,25 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 self.use_cpu = True  # TrainingArguments wants bfloat16 on a CPU to be asked for by this name
         elif self.planned.gpu and not has_accelerator():
             self.use_cpu = True  # what this machine lacks, the planned GPU may have
+        elif self.bf16 and not (has_accelerator() or self.use_cpu or by_deepspeed()):
+            self.use_cpu = True  # there is nothing else
+            if not multiplies_bf16(self.use_cpu):
+                warn(
+                    "bf16=True on a CPU that does not multiply bfloat16: it is emulated, several times slower than"
+                    " float32. Leave bf16 unset, which takes bfloat16 where the hardware has it."
+                )
 
     def _settle_best_metric(self) -> None:
         """Default `metric_for_best_model` to the reward: the loss is not a measure of quality."""
         decides = self.load_best_model_at_end or self.save_strategy == "best"
-        if (decides or self.lr_scheduler_type in BY_METRIC) and self.metric_for_best_model is None:
+        if (decides or self.lr_scheduler_type in training.BY_METRIC) and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"
 
     def _settle_direction(self) -> None:
         """Let a scheduler that reads a metric wait for it to rise or to fall, by `greater_is_better`."""
         given = as_dict("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
         self._scheduler_kwargs_given = given
-        if self.lr_scheduler_type in BY_METRIC:
+        if self.lr_scheduler_type in training.BY_METRIC:
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(given or {})}
 
@@ -279,6 +312,18 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         algebra = self.algebra()
         self.steps_per_generation = algebra.steps_per_generation
         self.generation_batch_size = algebra.generation_batch_size
+
+
+FIELDS = frozenset(field.name for field in dataclasses.fields(OnlineConfig)) - OLD
+
+
+def fill_unset(args: OnlineConfig) -> None:
+    """Put defaults in the place of None where that means the same, and 0 where it means no clipping."""
+    for name in FIELDS:
+        if getattr(args, name) is None and none_means_unset(name, default := default_of(type(args), name)):
+            setattr(args, name, default)
+    if args.max_grad_norm is None:
+        args.max_grad_norm = 0.0
 
 
 # ---- values as users write them (JSON text, numbers, lists), in the form that the code reads -------------------------
@@ -363,8 +408,14 @@ def as_range(value: object) -> tuple[float, float] | None:
 
 
 def set_fields_from_generation_kwargs(args: Any) -> None:
-    """Move keys that are fields into these; ValueError where a field was given another value."""
+    """Move keys that are fields into these; ValueError where a field was given another value. Drop idle keys."""
     given = dict(args.generation_kwargs or {})
+    for key, because in sampling.IDLE_KEYS.items():
+        if key in given and given[key] == sampling.IDLE_AT.get(key, given[key]):
+            value = given.pop(key)
+            if key != "do_sample":  # which says what happens
+                warn(f"`generation_kwargs[{key!r}]={value!r}` has no effect: {because}.")
+            args.generation_kwargs = given
     for key in SAMPLING_FIELDS.keys() & given:
         name, value = SAMPLING_FIELDS[key], given.pop(key)
         if (current := getattr(args, name)) not in (value, type(args).__dataclass_fields__[name].default):

@@ -93,9 +93,24 @@ SAMPLING_FIELDS = {
 """Keys of `generation_kwargs` that set a field."""
 
 
+def none_means_unset(name: str, default: Any) -> bool:
+    """True for numbers and words of sampling and of engines that scripts write out as None, meaning the default."""
+    of_engine = name.startswith(("vllm_", "sglang_")) and not name.startswith("vllm_importance_")
+    return name in ("top_p", "top_k", "repetition_penalty") or (of_engine and default not in (None, True, False))
+
+
 def limited(default: Any, **limits: Any) -> Any:
     """A dataclass field with the `Limits` of these keywords."""
     return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
+
+
+def document(config: type) -> None:
+    """Add the fields with their descriptions to the documentation of a config class, as `help()` shows it."""
+    fields = [field for field in dataclasses.fields(config) if field.name in HELP]  # type: ignore[arg-type]
+    default = {field.name: "" if field.default is dataclasses.MISSING else f" ({field.default!r})" for field in fields}
+    rows = [f"    {field.name}{default[field.name]}: {HELP[field.name].replace('%%', '%')}" for field in fields]
+    rest = "and every field of `transformers.TrainingArguments`."
+    config.__doc__ = "\n".join([inspect.getdoc(config) or "", "", "Args:", *rows, f"    {rest}"])
 
 
 def describe_fields(module: str) -> None:

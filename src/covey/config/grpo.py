@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from covey.config.aliases import takes_old_names
 from covey.config.base import OnlineConfig
+from covey.config.fields import document
 
 
+@takes_old_names
 @dataclass(repr=False)  # the inherited one hides the servers' keys
 class GRPOConfig(OnlineConfig):
     """Settings of group relative policy optimization and the losses descended from it.
@@ -18,3 +21,6 @@ class GRPOConfig(OnlineConfig):
     """
 
     method: ClassVar[str] = "grpo"
+
+
+document(GRPOConfig)

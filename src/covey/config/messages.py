@@ -1,5 +1,6 @@
 """Warnings about settings at the user's own line, and proposals of known names."""
 
+import dataclasses
 import difflib
 import sys
 import warnings
@@ -16,21 +17,27 @@ def closest(value: Any, allowed: Iterable[str]) -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line outside of this package that made the config, however deep the caller is."""
+    """Warn at the user's line that made the config or the trainer, however deep the caller is."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _belongs_to_config(frame.f_globals.get("__name__", ""), frame.f_code):
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", ""), frame.f_code):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
 
-def _belongs_to_config(module: str, code: Any) -> bool:
+def _is_ours(module: str, code: Any) -> bool:
     # The `__init__` that dataclasses generate for a class of the user's stands in the user's module.
     generated = code.co_name == "__init__" and code.co_filename == "<string>"
-    return module.startswith("covey.config.") or generated
+    return module.partition(".")[0] == "covey" or generated
+
+
+def default_of(kind: Any, name: str) -> Any:
+    field = kind.__dataclass_fields__[name]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def is_set(args: Any, name: str) -> bool:
-    return getattr(args, name) != type(args).__dataclass_fields__[name].default
+    """True if a field has another value than its default, by the user rather than by the construction itself."""
+    return name in args.given and getattr(args, name) != default_of(type(args), name)
 
 
 def ignored(args: Any, names: Iterable[str], because: str) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from numbers import Real
 
-from covey.algorithms import ADVANTAGES, LOSS_TYPES
+from covey.algorithms import LOSS_TYPES
 from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored, warn
 from covey.core.credit import COMPARED_WITH
@@ -150,11 +150,7 @@ OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})  # average token l
 LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
 
 
-def loss_type_is_known(args: Args) -> None:
-    advice = (
-        "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
-    )
-    Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", args.loss_type)
+def loss_type_suits_the_method(args: Args) -> None:
     if args.method == "grpo" and args.loss_type == "rloo":
         raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
@@ -163,13 +159,11 @@ def loss_type_is_known(args: Args) -> None:
         )
 
 
-def advantages_are_known(args: Args) -> None:
+def advantages_scale_themselves(args: Args) -> None:
     if args.advantages != "pass_at_k":
         ignored(args, ["pass_at_k"], f"advantages is {args.advantages!r}")
     if args.advantages is None:
         return
-    advice = "Your own: covey.algorithms.register_advantages before making the config, or file.py:function."
-    Limits(choices=tuple(sorted(ADVANTAGES)), advice=advice).check("advantages", args.advantages)
     if args.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
             f"advantages={args.advantages!r} and multi_objective_aggregation={args.multi_objective_aggregation!r} are"

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from covey.config.aliases import takes_old_names
 from covey.config.base import OnlineConfig, as_range
-from covey.config.fields import describe_fields
+from covey.config.fields import describe_fields, document
 
 
+@takes_old_names
 @dataclass(repr=False)  # the inherited one hides the servers' keys
 class RLOOConfig(OnlineConfig):
     """Settings of REINFORCE with a leave-one-out baseline and the KL penalty in the reward.
@@ -31,3 +33,4 @@ class RLOOConfig(OnlineConfig):
 
 
 describe_fields(__name__)
+document(RLOOConfig)

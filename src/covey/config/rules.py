@@ -9,8 +9,9 @@ import inspect
 import numbers
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +20,9 @@ import torch
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.config import engines, objective, sampling, training
+from covey.config.aliases import OldNames
 from covey.config.fields import LIMITS, Args, Limits
 from covey.runtime.safe_text import is_secret, without_secrets
 
@@ -36,7 +39,6 @@ ALSO: dict[str, tuple[Any, ...]] = {  # what transformers takes, or makes of a v
     "deepspeed": (Literal[False],),
     "fsdp": (bool, list[str]),
     "hub_token": (bool,),
-    "max_grad_norm": (NoneType,),
     "resume_from_checkpoint": (bool,),
 }
 BACKENDS = Limits(choices=("nccl", "gloo", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "mccl"))
@@ -44,31 +46,101 @@ DESCRIBED = {bool: "True or False", float: "a number", int: "a whole number", st
 
 
 def check_fields(args: Args) -> None:
+    """Check each field by itself; ValueError naming all that are wrong."""
     if not isinstance(args.output_dir, str | os.PathLike | None):
         raise ValueError(f"output_dir={args.output_dir!r} must be text: the name of a folder.")
     own = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("covey."))  # not a script's subclass
     hints = get_type_hints(own)
-    given = args.optim_args
-    if given and isinstance(given, str) and not all("=" in part for part in given.split(",")):
-        raise ValueError(f"optim_args={given!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
-    for name in ("optim_args", "lr_scheduler_kwargs"):  # few optimizers and schedulers look at what they are given
-        if re.search(r"\b(nan|inf)\b", str(getattr(args, name)), re.IGNORECASE):
-            raise ValueError(f"{name}={getattr(args, name)!r} holds NaN or infinity: give a finite number.")
-    for field in dataclasses.fields(own):
-        name, value = field.name, getattr(args, field.name, None)
-        one_of = get_origin(hints[name]) in (Union, UnionType)
-        kinds = (*(get_args(hints[name]) if one_of else [hints[name]]), *ALSO.get(name, ()))
-        enum = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), ())
-        limits = Limits(choices=tuple(one.value for one in enum)) if enum else LIMITS.get(name)
+    names = [field.name for field in dataclasses.fields(own) if field.name not in OldNames.__dataclass_fields__]
+    errors = [error for name in names if (error := _error(args, name, hints[name]))]
+    raise_together(errors)
+
+
+def _error(args: Args, name: str, hint: Any) -> ValueError | None:
+    """The error of one field, if there is one."""
+    value = getattr(args, name, None)
+    one_of = get_origin(hint) in (Union, UnionType)
+    kinds = (*(get_args(hint) if one_of else [hint]), *ALSO.get(name, ()))
+    enum = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), ())
+    limits = Limits(choices=tuple(one.value for one in enum)) if enum else LIMITS.get(name)
+    try:
         if name not in READ_BY_A_RULE and not (limits and limits.choices):
             _check_type(name, value, kinds)
         if limits is not None and not (value is None and NoneType in kinds):
             limits.check(name, value)
-    for backend in args.ddp_backend.split(",") if args.ddp_backend is not None else ():  # as in cpu:gloo,cuda:nccl
+        if name in CHECKS:
+            CHECKS[name](value)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _check_optim_args(given: Any) -> None:
+    if given and isinstance(given, str) and not all("=" in part for part in given.split(",")):
+        raise ValueError(f"optim_args={given!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
+    _check_finite("optim_args", given)
+
+
+def _check_finite(name: str, given: Any) -> None:  # few optimizers and schedulers look at what they are given
+    if re.search(r"\b(nan|inf)\b", str(given), re.IGNORECASE):
+        raise ValueError(f"{name}={given!r} holds NaN or infinity: give a finite number.")
+
+
+def _check_backend(given: Any) -> None:
+    for backend in given.split(",") if given is not None else ():  # as in cpu:gloo,cuda:nccl
         if (name := backend.rpartition(":")[2]) not in torch.distributed.Backend.backend_list:  # also registered ones
             BACKENDS.check("ddp_backend", name)
-    for word in args.debug.split() if isinstance(args.debug, str) else args.debug or ():
+
+
+def _check_debug(given: Any) -> None:
+    for word in given.split() if isinstance(given, str) else given or ():
         Limits(choices=tuple(option.value for option in DebugOption)).check("debug", word)
+
+
+def _check_loss_type(given: Any) -> None:
+    advice = (
+        "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
+    )
+    Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", given)
+
+
+def _check_advantages(given: Any) -> None:
+    if given is not None:
+        advice = "Your own: covey.algorithms.register_advantages before making the config, or file.py:function."
+        Limits(choices=tuple(sorted(ADVANTAGES)), advice=advice).check("advantages", given)
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "loss_type": _check_loss_type,
+    "advantages": _check_advantages,
+    "optim_args": _check_optim_args,
+    "lr_scheduler_kwargs": partial(_check_finite, "lr_scheduler_kwargs"),
+    "ddp_backend": _check_backend,
+    "debug": _check_debug,
+}
+"""Checks of single fields beyond their type and limits."""
+
+
+def check_rules(args: Args) -> None:
+    """Apply every rule; settings that cannot work are named together."""
+    errors: list[ValueError] = []
+    for rule in RULES:
+        try:
+            rule(args)
+        except ValueError as error:
+            errors.append(error)
+        except Exception:  # of what an earlier rule has refused
+            if not errors:
+                raise
+    raise_together(errors)
+
+
+def raise_together(errors: Sequence[ValueError]) -> None:
+    """Raise one error with the messages of all; return where there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ValueError(f"{len(errors)} settings cannot work:\n" + "\n".join(f"- {error}" for error in errors))
 
 
 def _check_type(name: str, value: Any, kinds: tuple[Any, ...]) -> None:

@@ -132,6 +132,23 @@ SAMPLING_KEYS = {
 """Keys that `generation_kwargs` may not hold, and the field to use instead."""
 
 
+IDLE_KEYS = {
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), "completions are not padded"),
+    **dict.fromkeys(("use_cache", "return_dict_in_generate"), "every engine does so"),
+    **dict.fromkeys(("output_scores", "output_logits"), "engines return tokens and their log-probabilities alone"),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "engines return tokens and log-probabilities alone"),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "early_stopping"), "completions are sampled one by one"),
+    "do_sample": "completions are sampled",
+}
+"""Settings of transformers' `generate` that change nothing, and why."""
+IDLE_AT = {
+    **dict.fromkeys(("use_cache", "return_dict_in_generate", "do_sample"), True),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    "early_stopping": False,
+}
+"""The values of some of them that change nothing; others are refused."""
+
+
 def generation_kwargs_repeat_no_field(args: Args) -> None:
     assert not isinstance(args.generation_kwargs, str), "parsed at construction"
     for key, value in (args.generation_kwargs or {}).items():

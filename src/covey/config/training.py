@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.fields import Args, describe_fields, limited
-from covey.config.hardware import has_accelerator
+from covey.config.hardware import by_fsdp, has_accelerator
 from covey.config.messages import ignored, warn
+
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
 
 
 @dataclass
@@ -102,8 +104,8 @@ class LoggingFields:
     as servers do not, this takes one more scoring pass."""
     log_multimodal: bool = True
     """Include small images of what vision-language models are shown in the tables of completions."""
-    num_completions_to_print: int | None = limited(None, ge=1)
-    """With `log_completions`: how many to print; unset prints all."""
+    num_completions_to_print: int | None = limited(None, ge=0)
+    """With `log_completions`: how many to print; 0 prints none, unset all."""
     log_unique_prompts: bool = False
     """With `log_completions`: one completion of each prompt only."""
     log_completions_total_limit: int | None = limited(None, ge=1)
@@ -145,13 +147,59 @@ def one_update_has_many_micro_batches(args: Args) -> None:
 
 
 def optimizers_and_schedules_read_their_options(args: Args) -> None:
-    optimizer, schedule = (str(getattr(name, "value", name)) for name in (args.optim, args.lr_scheduler_type))
+    optimizer, schedule = _word(args.optim), _word(args.lr_scheduler_type)
     if optimizer in ("adamw_torch", "adamw_torch_fused"):
         ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
     if not re.match("galore|apollo", optimizer):
         ignored(args, ["optim_target_modules"], f"optim={optimizer!r} treats all modules alike")
-    if schedule == "constant":
-        ignored(args, ["lr_scheduler_kwargs"], "the schedule 'constant' has no settings")
+    if schedule in ("constant", "constant_with_warmup"):
+        ignored(args, ["lr_scheduler_kwargs"], f"the schedule {schedule!r} has no settings")
+    if schedule in ("constant", "reduce_lr_on_plateau", "greedy"):
+        advice = "; 'constant_with_warmup' does" if schedule == "constant" else ""
+        ignored(args, ["warmup_steps"], f"the schedule {schedule!r} does not warm up{advice}")
+
+
+def intervals_are_read(args: Args) -> None:
+    """A number of steps needs a strategy that counts steps, and options of saving and evaluating need these."""
+    for kind in ("logging", "eval", "save"):
+        if (strategy := _word(getattr(args, f"{kind}_strategy"))) != "steps" and (kind, strategy) != ("save", "best"):
+            ignored(args, [f"{kind}_steps"], f"{kind}_strategy is {strategy!r}, not 'steps'")
+    if _word(args.save_strategy) == "no":
+        ignored(args, ["save_total_limit", "save_only_model"], "save_strategy is 'no', so there are no checkpoints")
+    if _word(args.eval_strategy) == "no":
+        names = ["eval_delay", "load_best_model_at_end"]
+        if args.lr_scheduler_type not in BY_METRIC:
+            names += ["metric_for_best_model", "greater_is_better"]
+        ignored(args, names, "eval_strategy is 'no', so no evaluation decides")
+    if args.max_steps > 0:
+        ignored(args, ["num_train_epochs"], f"max_steps={args.max_steps} ends the run")
+
+
+def places_are_read(args: Args) -> None:
+    """Options of the hub and of a tracker need these."""
+    if not args.push_to_hub:
+        ignored(args, ["hub_strategy", "hub_always_push"], "push_to_hub is False")
+    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+    if set(trackers) <= {"none", None}:
+        ignored(args, ["run_name"], "report_to names no tracker")
+    if not {"trackio", "all"} & set(trackers):
+        names = ["project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"]
+        ignored(args, names, "it is trackio's, and report_to does not name it")
+
+
+def processes_are_several(args: Args) -> None:
+    if (args.planned.world_size or args.world_size) > 1:
+        return
+    names = [f"ddp_{name}" for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")]
+    ignored(args, [*names, "ddp_backend", "save_on_each_node", "log_on_each_node"], "the run has one process")
+    if not (args.fsdp or by_fsdp()):
+        ignored(args, ["fsdp_config"], "fsdp is not set")
+
+
+def recomputation_is_on(args: Args) -> None:
+    if not args.gradient_checkpointing:
+        names = ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"]
+        ignored(args, names, "gradient_checkpointing is off")
 
 
 def embeddings_are_without_noise(args: Args) -> None:
@@ -162,12 +210,10 @@ def embeddings_are_without_noise(args: Args) -> None:
         )
 
 
-def liger_is_off(args: Args) -> None:
-    if args.use_liger_kernel:
-        raise ValueError(
-            "use_liger_kernel=True is not supported: its fused loss has no place here. The LM head is already computed "
-            "in chunks (logprob_chunk_size), so that logits never fill the memory."
-        )
+def liger_is_not_needed(args: Args) -> None:
+    because = "the LM head is computed in chunks (logprob_chunk_size) without it, so that logits never fill the memory"
+    ignored(args, ["use_liger_kernel", "liger_kernel_config"], because)
+    args.use_liger_kernel = False  # transformers would replace layers
 
 
 def updates_divide_rollout_batches(args: Args) -> None:
@@ -197,19 +243,45 @@ def padding_is_a_number(args: Args) -> None:
 
 def printing_needs_log_completions(args: Args) -> None:
     if not args.log_completions:
-        ignored(args, ["num_completions_to_print", "log_unique_prompts"], "log_completions is False")
+        names = ["log_unique_prompts", *["num_completions_to_print"] * (args.num_completions_to_print != 0)]
+        ignored(args, names, "log_completions is False")
 
 
 def supervised_options_are_off(args: Args) -> None:
     names = ("label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name")
     ignored(args, names, "it belongs to supervised training")
+    ignored(args, ["average_tokens_across_devices"], "tokens are counted over all processes in every run")
     ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
-    ignored(args, ["liger_kernel_config"], "use_liger_kernel is not supported")
+    ignored(args, ["use_cache"], "sampling has a cache of its own, and scoring needs none")
     ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
     ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
-    predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics")
-    ignored(args, predictions, "an evaluation keeps no predictions, only metrics")
+    predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics", "include_for_metrics")
+    gathered = ("eval_do_concat_batches", "eval_use_gather_object")
+    ignored(args, [*predictions, *gathered], "an evaluation keeps no predictions, only metrics")
+    if not (has_accelerator() or args.planned.gpu):
+        ignored(args, ["torch_empty_cache_steps"], "a CPU has no such cache")
     if args.fp16 and not (has_accelerator() or args.planned.gpu):
         ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
     loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
     ignored(args, loader, "prompts are read one rollout batch at a time, and an incomplete one is left out")
+    ignored(args, ["dataloader_pin_memory", "dataloader_in_order"], "rows are read in order, and hold no tensors")
+    if not args.dataloader_num_workers:
+        ignored(args, ["dataloader_multiprocessing_context"], "dataloader_num_workers is 0")
+    given = args.accelerator_config if "accelerator_config" in args.given else None  # transformers has parsed it
+    for name, default in (("dispatch_batches", None), ("even_batches", True), ("use_seedable_sampler", True)):
+        if getattr(given, name, default) != default:
+            warn(
+                f"accelerator_config with {name}={getattr(given, name)!r} has no effect: each process reads its own"
+                " share of every rollout batch, in an order that `data_seed` or `seed` decides."
+            )
+    if getattr(given, "non_blocking", False):
+        warn("accelerator_config with non_blocking=True has no effect: rows hold no tensors to move.")
+
+
+def seeds_are_read(args: Args) -> None:
+    if not args.shuffle_dataset and args.prompt_sampler == "uniform" and not args.dynamic_sample:
+        ignored(args, ["data_seed"], "shuffle_dataset is False, so prompts come in the order of the dataset")
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))

@@ -168,10 +168,14 @@ def train_loader(
     shuffle: bool,
     seed: int,
     workers: int = 0,
+    context: str | None = None,
     timeout: float = 0,
     choose_late: bool = False,
 ) -> DataLoader:
-    """Micro-steps of training; with `choose_late` the trainer chooses prompts. `timeout` is of workers, 0: no limit."""
+    """Micro-steps of training; with `choose_late` the trainer chooses prompts.
+
+    `context` (fork, spawn or forkserver) and `timeout` (in seconds; 0: no limit) are of worker processes.
+    """
     if not hasattr(dataset, "__len__"):
         if workers:
             warnings.warn(
@@ -184,8 +188,8 @@ def train_loader(
         return _loader(stream, batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed, with_slots=not choose_late)
     workers, steps = 0 if choose_late else workers, TrainingSteps(dataset)
-    timeout = timeout if workers else 0
-    return _loader(steps, batch_sampler=sampler, num_workers=workers, seed=seed, timeout=timeout)
+    started = {"num_workers": workers, "multiprocessing_context": context, "timeout": timeout} if workers else {}
+    return _loader(steps, batch_sampler=sampler, seed=seed, **started)
 
 
 def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> TrainingStream:

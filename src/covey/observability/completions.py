@@ -134,7 +134,8 @@ class CompletionLog:
             )
         if self.show:
             with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full
-                rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
+                if self.num_to_print != 0:
+                    rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
             self.to_trackers(self.report_to, step)
         return path
 

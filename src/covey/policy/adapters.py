@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import warnings
 from collections.abc import Collection
@@ -90,6 +91,22 @@ def base_model(model: Any) -> Any:
 
 def has_adapter(model: Any) -> bool:
     return hasattr(unwrapped(model), "get_base_model")
+
+
+def load_adapters(model: Any, folder: str) -> None:
+    """Load a checkpoint's adapters under their names; ValueError if it lacks an active one.
+
+    PEFT saves "default" into the folder itself, and others into folders of their names.
+    """
+    for name in model.peft_config:
+        place = folder if name == "default" else os.path.join(folder, name)
+        if not any(os.path.isfile(os.path.join(place, f"adapter_model.{kind}")) for kind in ("safetensors", "bin")):
+            if name in model.active_adapters:
+                raise ValueError(
+                    f"the checkpoint {folder!r} holds no weights of the adapter {name!r}: it is not loaded."
+                )
+            continue
+        model.load_adapter(place, name, is_trainable=name in model.active_adapters)
 
 
 def active_adapter(model: Any) -> str:

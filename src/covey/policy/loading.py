@@ -4,6 +4,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,18 @@ def load_policy(
             )
         name, trust = os.fspath(model), trust_remote_code
         model = _from_pretrained(name, init_kwargs, trust, quantization_config, check_quantization)
-    elif init_kwargs or quantization_config is not None:
+    elif quantization_config is not None:
         raise ValueError(
-            "`model_init_kwargs` and `quantization_config` say how to load a model, but a loaded model was given"
-            f" ({type(model).__name__}). Pass the model's id or folder, or drop them."
+            "`quantization_config` says how to load a model, but a loaded model was given"
+            f" ({type(model).__name__}). Pass the model's id or folder, or drop it."
         )
+    elif init_kwargs:
+        warnings.warn(
+            f"`model_init_kwargs={without_secrets(init_kwargs)!r}` has no effect: it says how to load a model, but a"
+            f" loaded model was given ({type(model).__name__}). Pass the model's id or folder, or drop it.",
+            stacklevel=2,
+        )
+        init_kwargs = {}
     _check_generates(model)
     if "attn_implementation" not in init_kwargs:
         keep_soft_caps(base_model(model))
@@ -79,6 +87,40 @@ def load_policy(
     if quantization_method(base_model(model)) == "bitsandbytes":
         warn_about_unquantized(model)
     return model
+
+
+@contextmanager
+def use_cache_as_it_is(model: Any) -> Iterator[None]:
+    """Keep `use_cache` of the model's config, which transformers' trainer switches off, as forward passes name theirs.
+
+    Saved as False, it would make the trained model decode without a cache.
+    """
+    config = getattr(model, "config", None)
+    there, value = hasattr(config, "use_cache"), getattr(config, "use_cache", None)
+    yield
+    if there:
+        config.use_cache = value
+    elif hasattr(config, "use_cache"):
+        del config.use_cache
+
+
+@contextmanager
+def set_up_to_train(policy: Any, recomputes: bool | None) -> Iterator[None]:
+    """Afterwards, leave the policy in the mode and with the recomputation of activations that it had before."""
+    modes, layers = policy.training, [m for m in policy.modules() if hasattr(m, "gradient_checkpointing")]
+    recomputed = [layer.gradient_checkpointing for layer in layers]
+    embeddings = policy.get_input_embeddings()
+    hooks = set(embeddings._forward_hooks)
+    if recomputes and hasattr(policy, "peft_config") and hasattr(policy, "enable_input_require_grads"):
+        policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
+    try:
+        yield
+    finally:
+        for added in embeddings._forward_hooks.keys() - hooks:  # transformers adds one, too, and forgets the other
+            del embeddings._forward_hooks[added]
+        for layer, value in zip(layers, recomputed, strict=True):
+            layer.gradient_checkpointing = value
+        policy.train(modes)
 
 
 def keep_soft_caps(model: Any) -> None:
@@ -218,7 +260,7 @@ def _check_trains(model: Any) -> None:
     if any(parameter.dtype == torch.float16 for parameter in trained):
         warnings.warn(
             "the weights to train are float16, in which small updates vanish and large ones overflow. Load the model in"
-            " float32 (the default here) or bfloat16; mixed precision is chosen with fp16=True or bf16=True.",
+            " float32 (the default here: leave `dtype` out); mixed precision is chosen with fp16=True or bf16=True.",
             stacklevel=2,
         )
 

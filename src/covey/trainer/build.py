@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.credit import UnreadSettings
-from covey.config.base import OnlineConfig
+from covey.config.base import OnlineConfig, fill_unset
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
@@ -30,6 +30,7 @@ from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
 from covey.policy.loading import disable_dropout, load_policy, max_context
+from covey.policy.precision import held_in_half
 from covey.policy.quantization import check_shardable
 from covey.policy.replicas import Reference, starts_as_identity
 from covey.policy.scoring import TokenScorer
@@ -41,7 +42,7 @@ from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
-from covey.trainer.checks import check_model
+from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
@@ -84,6 +85,7 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
             " would be lost. Choose another."
         )
     check_trackers(args.report_to)
+    fill_unset(args)
     check_fields(args)  # scripts may have assigned some since
     return args
 
@@ -127,8 +129,6 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
             stacklevel=2,
         )
         args.gradient_checkpointing = args.activation_checkpointing = False
-    if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
-        policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy
 
 
@@ -380,7 +380,7 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
     history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
     stream = PromptStream(
         len(dataset),
-        args.seed,
+        args.resolved_data_seed,
         "prompts" if by_difficulty else "refills",
         shuffle=bool(args.shuffle_dataset),
         chance=None if history is None else history.chance,
@@ -434,6 +434,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
     trainer.add_callback(trainer.stop)
+    if held_in_half(trainer.policy):
+        trainer.add_callback(MovedWeights(trainer.context, warned=check_precision(trainer.context)))
     if trainer.recorder is not None:
         trainer.add_callback(trainer.recorder)
     trainer.report = RunReport(trainer)

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from covey.config.base import OnlineConfig
+from covey.config.messages import ignored
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
@@ -86,6 +87,9 @@ def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, envi
         for name, default in (("max_turn_length", None), ("trained_turns", "all")):
             if (value := getattr(args, name)) != default:
                 warnings.warn(f"`{name}={value!r}` has no effect on rollouts that are one completion.", stacklevel=4)
+    if not plays:
+        names = ["tool_timeout", "rollout_timeout", "tool_parser", "unstable_chat_template"]
+        ignored(args, names, "there are no tools, no environments and no rollout function")
     if args.max_tool_calling_iterations is not None and not tools and environment_factory is None:
         warnings.warn(
             f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"

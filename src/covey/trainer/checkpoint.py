@@ -14,8 +14,9 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import Trainer
 
+from covey.core.model import unwrapped
 from covey.observability.record_files import FOLDER as RECORD
-from covey.policy.adapters import has_adapter
+from covey.policy.adapters import has_adapter, load_adapters
 from covey.policy.replicas import Reference, Sample, frozen_sample
 from covey.policy.weights import checkpoint_name, load_renamed, save_sharded, saves_other_names
 from covey.runtime.data_files import loading_data_alone
@@ -192,7 +193,7 @@ class Checkpointer:
         try:
             if tied := getattr(model, "all_tied_weights_keys", None):
                 model._keys_to_ignore_on_save = [*tied]  # saved under one of their names, so transformers misses none
-            self.load_best(model, folder, load)
+            self.load_best(model, folder, load, is_best=False)
         except RuntimeError as error:
             reason = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
             raise ValueError(
@@ -202,11 +203,14 @@ class Checkpointer:
         finally:
             model._keys_to_ignore_on_save = ignored
 
-    def load_best(self, model: Any, folder: str | None, load: Callable[[], None]) -> None:
+    def load_best(self, model: Any, folder: str | None, load: Callable[[], None], is_best: bool = True) -> None:
         """The same without looking for mistakes; whole models under other names than their modules' are read here."""
         whole = not self.context.sharding.weights and not has_adapter(model)
         if folder is not None and whole and any(Path(folder).glob("model*.safetensors")) and saves_other_names(model):
             load_renamed(model, folder)
+        elif folder is not None and not self.context.sharding.weights and is_best and has_adapter(model):
+            with loading_data_alone(folder):
+                load_adapters(unwrapped(model), folder)
         else:
             with loading_data_alone(folder):
                 load()

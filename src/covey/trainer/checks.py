@@ -1,18 +1,22 @@
 """Checks of datasets, optimizer and metrics before training, and of loss, gradients and weights during it."""
 
+import copy
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
-from covey.core.stats import Sum
+from covey.config.messages import closest, default_of, ignored, is_set, warn
+from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
+from covey.policy.precision import changed, held_in_half, sample, share_that_moves
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.suite import as_weights
@@ -24,6 +28,7 @@ from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 from covey.trainer.integrations.attributes import listed as as_list
 
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 MOST_NAMED = 3  # parameters that a message names
 MOST_IN_A_ROW = 3  # steps that are not finite; the last of them ends the run
 MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each halves the scale, which starts at 2^16
@@ -43,10 +48,16 @@ def check_datasets(
                 f"`train_dataset` has no length, as it is read as a stream, and max_steps={args.max_steps}: set"
                 " max_steps, the number of updates after which the run ends."
             )
+        check_epochs(args, train_dataset)
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    if eval_dataset is None and (strategy != "no" or args.eval_on_start):
+        setting = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
+        raise ValueError(f"{setting} evaluates, and there is no `eval_dataset`. Give one, or leave the setting out.")
     for dataset in evaluation_sets(eval_dataset):
         check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
-        algebra = args.algebra(args.world_size)
-        (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
+        if args.eval_strategy != "no" or args.eval_on_start:  # else `evaluate` checks, if it is called
+            algebra = args.algebra(args.world_size)
+            (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
     functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
     if functions and prompts_required:
         as_weights(args.reward_weights, len(as_list(reward_funcs)))
@@ -109,6 +120,155 @@ def check_evaluations(args: OnlineConfig, rewards: RewardSuite, eval_dataset: An
         if isinstance(dataset, EvalSuite):
             dataset.judge(rewards)
     _check_best_metric(args.metric_for_best_model, eval_dataset)
+
+
+MOST_STILL, FEW = 5, 0.1  # optimizer steps, and the share of weights that each should at least change
+MOVES = 0.5  # share of weights held in half precision that an update should be able to move
+IN_FLOAT32 = (
+    "Load the model in float32 (the default here: leave `dtype` out, or model.float()); bf16=True computes in bfloat16"
+    " all the same. Or train an adapter, whose weights are float32, or raise the learning rate."
+)
+KEEPS_REST = ("kahan", "stochastic_round")  # words in `optim_args` of optimizers that lose nothing to rounding
+
+
+def check_precision(context: RunContext) -> bool:
+    """Warn of weights held in half precision that updates of this learning rate would round away from; True if so."""
+    args, policy = context.args, context.loop.policy
+    weights = held_in_half(policy)
+    adaptive = re.search("adam|lion|adafactor|lamb", str(getattr(args.optim, "value", args.optim)))
+    keeps_rest = any(word in (args.optim_args or "") for word in KEEPS_REST)
+    if not weights or not adaptive or keeps_rest or context.sharding.name:  # an update is about the learning rate
+        return False
+    share = share_that_moves(weights, args.learning_rate)
+    if share < MOVES:
+        dtype = str(weights[0].dtype).removeprefix("torch.")
+        warn(
+            f"the weights to train are held in {dtype}, whose numbers are so far apart that an update of"
+            f" learning_rate={args.learning_rate:g} rounds back to the old weight for about {1 - share:.0%} of them:"
+            f" they hardly move. {IN_FLOAT32}"
+        )
+    return share < MOVES
+
+
+class MovedWeights(TrainerCallback):
+    """Logs the share of weights held in half precision that an optimizer step changed; warns once if few change."""
+
+    def __init__(self, context: RunContext, warned: bool):
+        self._context, self._warned = context, warned
+        self._before: list[Tensor] = []
+        self._steps = self._moved = self._total = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before = sample(held_in_half(self._context.loop.policy))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weights = held_in_half(self._context.loop.policy)
+        if len(weights) != len(self._before):
+            return
+        counts = list(changed(self._before, weights))
+        moved, total = sum(one for one, _ in counts), sum(all_ for _, all_ in counts)
+        self._before = []
+        if not total or not kwargs["lr_scheduler"].get_last_lr()[0]:
+            return
+        self._context.metrics.add({"updates/weights_moved": Mean(float(moved), float(total))}, "train")
+        self._steps, self._moved, self._total = self._steps + 1, self._moved + moved, self._total + total
+        if self._steps == MOST_STILL and self._moved < FEW * self._total and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"in {MOST_STILL} optimizer steps {self._moved / self._total:.1%} of the weights changed at a time:"
+                f" they are held in {weights[0].dtype}, and the other updates were rounded away."
+                f" {IN_FLOAT32}",
+                stacklevel=2,
+            )
+
+
+def check_unread(trainer: Any, optimizer_given: bool) -> None:
+    """Warn of arguments of a trainer that change nothing, and of weights that updates cannot change."""
+    check_optimizer_settings(trainer, optimizer_given)
+    check_callbacks(as_list(trainer.made_of.get("callbacks")))
+    check_rewards_once(trainer.made_of.get("reward_funcs"), trainer.rewards.names)
+    if trainer.collector.codec.vision is None:
+        ignored(trainer.args, ["log_multimodal"], "the model sees no images")
+    check_template_arguments(trainer.args.chat_template_kwargs, trainer.collector.codec.tokenizer)
+
+
+def check_template_arguments(given: Any, tokenizer: Any) -> None:
+    """Warn of arguments that the chat template does not mention."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+    if unread := [name for name in given or {} if not any(re.search(rf"\b{re.escape(name)}\b", t) for t in texts)]:
+        warn(
+            f"`chat_template_kwargs` has {', '.join(map(repr, unread))}, which the chat template does not mention, so"
+            " prompts are the same without.",
+        )
+
+
+def check_optimizer_settings(trainer: Any, given: bool) -> None:
+    """Warn of settings of the optimizer that the one in use does not read."""
+    args = trainer.args
+    if given:
+        names = ["optim", "optim_args", "optim_target_modules", "weight_decay", "learning_rate"]
+        ignored(args, [*names, *ADAM], "the trainer was given an optimizer")
+        return
+    try:
+        used = _optimizer_settings(args, trainer.policy)
+    except (ImportError, ValueError, TypeError):
+        return  # training says what is wrong with it
+    for name in ADAM:
+        other = copy.copy(args)
+        setattr(other, name, default_of(type(args), name))
+        if _optimizer_settings(other, trainer.policy) == used:
+            ignored(args, [name], f"optim={getattr(args.optim, 'value', args.optim)!r} does not read it")
+    parts = [part for part in (args.optim_args or "").replace(" ", "").split(",") if part]
+    for part in parts:
+        other = copy.copy(args)
+        other.optim_args = ",".join(one for one in parts if one != part)
+        if is_set(args, "optim_args") and _optimizer_settings(other, trainer.policy) == used:
+            name = getattr(args.optim, "value", args.optim)
+            if name not in ("adamw_torch", "adamw_torch_fused"):  # a rule says so of all their arguments
+                warn(
+                    f"`optim_args` has {part!r}, which has no effect: optim={name!r} has it already or does not"
+                    " know it.",
+                )
+
+
+def _optimizer_settings(args: OnlineConfig, policy: Any) -> str:
+    return repr(Trainer.get_optimizer_cls_and_kwargs(args, policy))
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Warn of methods that look like events of training and are none, so that nothing would call them."""
+    events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+    for callback in callbacks:
+        kind = callback if isinstance(callback, type) else type(callback)
+        for name in dir(kind):
+            if name.startswith("on_") and name not in events and (close := closest(name, events)):
+                warn(
+                    f"{kind.__name__}.{name} is never called: there is no such event.{close}",
+                )
+
+
+def check_rewards_once(reward_funcs: Any, names: Sequence[str]) -> None:
+    """Warn of a reward function that is there twice: it counts twice and is computed twice."""
+    given = as_list(reward_funcs)
+    for place, one in enumerate(given):
+        if any(one is earlier for earlier in given[:place]) and place < len(names):
+            warn(
+                f"`reward_funcs` has {names[place]!r} twice: it is computed twice and counts twice. Leave one out, or"
+                " give it more weight with reward_weights.",
+            )
+
+
+def check_epochs(args: OnlineConfig, train_dataset: Any) -> None:
+    """Warn of what is to happen at the end of each epoch of a stream, whose epochs have no known end."""
+    if train_dataset is None or hasattr(train_dataset, "__len__"):
+        return
+    for kind in ("eval", "save", "logging"):
+        if getattr(args, f"{kind}_strategy") == "epoch":
+            warn(
+                f"`{kind}_strategy='epoch'` acts at the end of the run alone: `train_dataset` is read as a stream, so"
+                f" no step is known to be the last of an epoch. Set {kind}_strategy='steps' and {kind}_steps.",
+            )
 
 
 def _check_optimizer(optimizer: Any, policy: Any) -> None:

@@ -162,7 +162,7 @@ class RolloutPhase:
         return AsyncRollouts(
             self.collector,
             self.params,
-            prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
+            prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.resolved_data_seed),
             algebra,
             per_epoch,
             self.context.loop.state.max_steps,

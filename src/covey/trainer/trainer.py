@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from covey.core.engine import RolloutEngine, SamplingParams
 from covey.core.records import MicroStep
 from covey.core.stats import Max
 from covey.data.sampler import train_loader
-from covey.policy.loading import load_processing_class
+from covey.policy.loading import load_processing_class, set_up_to_train, use_cache_as_it_is
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.data_files import refusing_objects
@@ -38,7 +38,14 @@ from covey.trainer import build
 from covey.trainer.asking import Metrics, describe, generate
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
-from covey.trainer.checks import FiniteCheck, check_datasets, check_fit, determine_best_metric, log_save_evaluate
+from covey.trainer.checks import (
+    FiniteCheck,
+    check_datasets,
+    check_fit,
+    check_unread,
+    determine_best_metric,
+    log_save_evaluate,
+)
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import Finished, StopAtStep, random_state, set_random_state
@@ -147,17 +154,18 @@ class OnlineTrainer(Trainer):
             processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=init_kwargs
         )
         tokenizer, vision = tokenizer_of(processing_class), build.build_vision(processing_class, model)
-        super().__init__(
-            model=model,  # type: ignore[arg-type] # loaded by now
-            args=args,
-            data_collator=lambda batch: batch,  # type: ignore[arg-type, return-value]
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=build.as_callbacks(callbacks),
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
+        with use_cache_as_it_is(model):
+            super().__init__(
+                model=model,  # type: ignore[arg-type] # loaded by now
+                args=args,
+                data_collator=lambda batch: batch,  # type: ignore[arg-type, return-value]
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=build.as_callbacks(callbacks),
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            )
         if self.accelerator.device.type == "cpu":
             reuse_freed_memory()
         show_own_warnings_plainly()
@@ -175,6 +183,7 @@ class OnlineTrainer(Trainer):
         sampling = build.sampling_params(args, tokenizer)  # before reward models are loaded
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
+        check_unread(self, optimizers[0] is not None or optimizer_cls_and_kwargs is not None)
         self._build_step(sampling, prompts_required)
         build.add_callbacks(self, build.as_callbacks(callbacks))
 
@@ -325,7 +334,15 @@ class OnlineTrainer(Trainer):
         self.updates.reset()
         self.rollouts.cancel()
         own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
-        with self.stop.listening(), self.collectives.ending_all(), own, without_bars(), refusing_objects():
+        everyone = self.stop.listening(), self.collectives.ending_all()
+        with (
+            everyone[0],
+            everyone[1],
+            own,
+            without_bars(),
+            refusing_objects(),
+            set_up_to_train(self.policy, self.args.gradient_checkpointing),
+        ):
             try:
                 if (optimizer := recommending_optimizer(self.optimizer)) is not None:
                     optimizer.train()  # of an earlier call
@@ -357,8 +374,9 @@ class OnlineTrainer(Trainer):
             self.context.algebra,
             self.collectives.rank,
             shuffle=bool(self.args.shuffle_dataset),
-            seed=self.args.seed,
+            seed=self.args.resolved_data_seed,
             workers=self.args.dataloader_num_workers,
+            context=self.args.dataloader_multiprocessing_context,
             timeout=self.args.ddp_timeout,
             choose_late=self.rollouts.chooses_prompts,
         )
@@ -409,9 +427,11 @@ class OnlineTrainer(Trainer):
         """0: prompts are shared and tokens without signal skipped, so a formula would mislead."""
         return 0
 
-    def __getattr__(self, name: str) -> Any:
-        advice = f": {ABSENT[name]}." if name in ABSENT else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
+    if not TYPE_CHECKING:  # to a type checker it would mean that there is every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            advice = f": {ABSENT[name]}." if name in ABSENT else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     @property
     def policy(self) -> Any:
@@ -459,7 +479,8 @@ class OnlineTrainer(Trainer):
     _maybe_log_save_evaluate = log_save_evaluate
     _determine_best_metric = determine_best_metric
     _prepare_for_training = prepare_for_training
-    create_model_card, init_hf_repo = hub.create_model_card, hub.init_hf_repo
+    create_model_card = hub.create_model_card  # type: ignore[assignment] # its first arguments are those of TRL's
+    init_hf_repo = hub.init_hf_repo
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)

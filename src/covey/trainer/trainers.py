@@ -1,10 +1,14 @@
 """`GRPOTrainer` and `RLOOTrainer`: `OnlineTrainer` with the algorithm and config of a method."""
 
+import inspect
+
 from covey.algorithms import grpo, rloo
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 from covey.trainer.integrations.attributes import FIELDS, VIEWS, View
 from covey.trainer.trainer import OnlineTrainer
+
+ARGUMENTS = (inspect.getdoc(OnlineTrainer) or "").partition("\n\n")[2]
 
 for name in {*VIEWS, *FIELDS}:
     setattr(OnlineTrainer, name, View(name))
@@ -12,8 +16,6 @@ for name in {*VIEWS, *FIELDS}:
 
 class GRPOTrainer(OnlineTrainer):
     """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) and the losses descended from it.
-
-    See `OnlineTrainer` for the arguments.
 
     Example:
         ```python
@@ -37,8 +39,12 @@ class GRPOTrainer(OnlineTrainer):
 class RLOOTrainer(OnlineTrainer):
     """REINFORCE Leave-One-Out (Ahmadian et al., arXiv 2402.14740).
 
-    See `OnlineTrainer` for the arguments, and `GRPOTrainer` for an example: the two are made and used alike.
+    It is made and used like `GRPOTrainer`, whose documentation has an example.
     """
 
     config_class = RLOOConfig
     make_algorithm = staticmethod(rloo.algorithm)
+
+
+for kind in (GRPOTrainer, RLOOTrainer):  # `help()` of a class shows its own text alone
+    kind.__doc__ = f"{inspect.getdoc(kind)}\n\n{ARGUMENTS}"

@@ -48,6 +48,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a model with adapters that is no PeftModel": "",
         "Loaded an adapter for inference, or froze the model": "",
         "Gave an optimizer of weights that are not trained, as of the model that a peft_config freezes": "",
+        "Gave a callback with a method that no event calls": "",
+        "Gave a reward function twice": "",
+        "Loaded the weights to train in bfloat16, at a small learning rate": "",
         "Loaded the weights to train in float16": "",
         "Used sync_ref_model with an adapter": "",
         "Asked for speculative_reuse with linear attention, state-space or convolution layers": "",
@@ -385,6 +388,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Chose the best model by a metric that its evaluation set does not have": (
             "A metric that it logs; for pass@k and maj@k an `EvalSuite` with that k. A suite has no loss."
         ),
+        "Asked for evaluations without data for them": "",
         "Wrote an evaluation set into a run file that is none": "",
         "Gave an evaluation set in a run file a setting that does not exist": (
             "Take one of those that the message names."

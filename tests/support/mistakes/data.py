@@ -187,13 +187,31 @@ DATASETS = [
         UserWarning,
     ),
     Mistake(
+        "Set an option that has no effect",
+        lambda b: b.build({"save_strategy": "epoch", "max_steps": 1}, train_dataset=stream()),
+        ("`save_strategy='epoch'` acts at the end of the run alone", "Set save_strategy='steps' and save_steps"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Set an option that has no effect",
+        lambda b: b.build({"chat_template_kwargs": {"enable_thinkin": False}}),
+        ("`chat_template_kwargs` has 'enable_thinkin', which the chat template does not mention",),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Set an option that has no effect",
+        lambda b: b.build({"optim": "sgd", "optim_args": "momentun=0.9"}),
+        ("`optim_args` has 'momentun=0.9', which has no effect",),
+        kind=UserWarning,
+    ),
+    Mistake(
         "Made the same mistake in the evaluation dataset",
         lambda b: b.build(eval_dataset={"easy": tiny.rows(), "hard": []}),
         ("`eval_dataset` is empty", "at least one row"),
     ),
     Mistake(
         "Chose an evaluation batch size that num_generations does not divide",
-        lambda b: b.build({"per_device_eval_batch_size": 3}, eval_dataset=tiny.rows()),
+        lambda b: b.build({"per_device_eval_batch_size": 3, "eval_strategy": "steps"}, eval_dataset=tiny.rows()),
         ("evaluation batch of 3 completions", "num_generations_eval=4", "per_device_eval_batch_size: 4"),
     ),
     Mistake(

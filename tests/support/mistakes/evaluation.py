@@ -123,6 +123,11 @@ EVALUATION = [
         ("is a suite and has no pass@8", "such as reward, pass@1, pass@4, or let it estimate others"),
     ),
     Mistake(
+        "Asked for evaluations without data for them",
+        lambda b: b.build({"eval_strategy": "steps"}),
+        ("eval_strategy='steps' evaluates, and there is no `eval_dataset`", "Give one, or leave"),
+    ),
+    Mistake(
         "Wrote an evaluation set into a run file that is none",
         lambda b: load_evaluations({"sums": {"temperature": 0}}),
         ("an evaluation set is a file or hub id, or settings with one",),

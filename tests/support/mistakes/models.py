@@ -21,6 +21,7 @@ from transformers import (
     RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -305,10 +306,11 @@ MODELS = [
         "Gave model_init_kwargs or quantization_config with a loaded model",
         lambda b: b.build({"model_init_kwargs": {"dtype": "bfloat16"}}),
         (
-            "`model_init_kwargs`",
+            "`model_init_kwargs=",
             r"loaded model was given \(LlamaForCausalLM\)",
             "Pass the model's id or folder, or drop",
         ),
+        kind=UserWarning,
     ),
     Mistake(
         "Gave model_init_kwargs or quantization_config with a loaded model",
@@ -420,9 +422,27 @@ MODELS = [
         ("every weight of the model is frozen", "nothing would be trained", r"requires_grad_\(True\)"),
     ),
     Mistake(
+        "Gave a callback with a method that no event calls",
+        lambda b: b.build(callbacks=[type("Mine", (TrainerCallback,), {"on_step_ended": print})()]),
+        ("Mine.on_step_ended is never called: there is no such event", "Did you mean 'on_step_end'"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Gave a reward function twice",
+        lambda b: b.build(reward_funcs=[runs.longer, runs.longer]),
+        ("`reward_funcs` has 'longer.*' twice", "Leave one out, or give it more weight with reward_weights"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Loaded the weights to train in bfloat16, at a small learning rate",
+        lambda b: b.build({"learning_rate": 1e-6}, model=tiny.model().to(torch.bfloat16)),
+        ("held in bfloat16", "learning_rate=1e-06 rounds back", "Load the model in float32"),
+        kind=UserWarning,
+    ),
+    Mistake(
         "Loaded the weights to train in float16",
         lambda b: b.build(model=tiny.model().to(torch.float16)),
-        ("weights to train are float16", "small updates vanish", r"float32 .* or bfloat16"),
+        ("weights to train are float16", "small updates vanish", "in float32 "),
         kind=UserWarning,
     ),
     Mistake(

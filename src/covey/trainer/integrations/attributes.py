@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from covey.config.base import OLD
 from covey.config.rloo import RLOOConfig
 from covey.observability.metrics import MetricLog
 
@@ -43,7 +44,7 @@ ABSENT = {
 }
 """Attributes of TRL's trainers that there are not, with advice."""
 
-FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__)
+FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__) - OLD
 
 
 class OpenWindow(dict[str, list[float]]):

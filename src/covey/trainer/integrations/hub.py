@@ -20,29 +20,33 @@ PUSH_EVERY = 120.0  # seconds between two uploads of completions; the hub limits
 
 def create_model_card(
     self: "OnlineTrainer",
+    model_name: str | None = None,
+    dataset_name: str | None = None,
+    tags: str | list[str] | None = None,
     language: str | None = None,
     license: str | None = None,
-    tags: str | list[str] | None = None,
-    model_name: str | None = None,
     finetuned_from: str | None = None,
     tasks: str | list[str] | None = None,
     dataset_tags: str | list[str] | None = None,
     dataset: str | list[str] | None = None,
     dataset_args: str | list[str] | None = None,
-    dataset_name: str | None = None,
 ) -> None:
     """Write the model card, `README.md`, into `output_dir`.
 
     Args:
-        language, license: of the model, as the hub knows them.
-        tags: further tags.
         model_name: its hub id; by default `hub_model_id` or the folder's name.
+        tags: further tags.
+        language, license: of the model, as the hub knows them.
         finetuned_from: hub id of the model that was trained; by default the one it was loaded from.
         tasks, dataset_args: accepted for compatibility with transformers; the task is text generation.
         dataset_tags, dataset, dataset_name: hub ids of datasets; by default that of the training data.
     """
     if not self.is_world_process_zero():
         return
+    if not isinstance(model_name, str | None):
+        raise TypeError(f"model_name={model_name!r:.80} must be text: the name of the model. Give others by keyword.")
+    if idle := [name for name, given in (("tasks", tasks), ("dataset_args", dataset_args)) if given is not None]:
+        warnings.warn(f"`{'`, `'.join(idle)}` has no effect: the task is text generation.", stacklevel=2)
     config, folder = self.policy.config, Path(self.args.output_dir or ".")
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
     trained_on = listed(getattr(getattr(self.train_dataset, "info", None), "dataset_name", None))

@@ -1,0 +1,174 @@
+"""Arguments of a trainer that change nothing are pointed out, and a run leaves the model as it was."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from covey.trainer.checks import MovedWeights
+from tests.support import runs, tiny
+
+
+def said(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(warning.message) for warning in caught]
+
+
+class Late(TrainerCallback):
+    def on_step_ended(self, *args, **kwargs):
+        raise AssertionError("no event of this name")
+
+
+CASES = {
+    "on_step_ended": {"parts": {"callbacks": [Late()]}},
+    "'longer": {"parts": {"reward_funcs": [runs.longer, runs.longer]}},
+    "'unknown'": {"chat_template_kwargs": {"unknown": 1}},
+    "'momentun=0.9'": {"optim": "sgd", "optim_args": "momentun=0.9"},
+    "adam_beta1": {"optim": "sgd", "adam_beta1": 0.5},
+    "log_multimodal": {"log_multimodal": False},
+    "tool_timeout": {"tool_timeout": 5.0},
+    "model_init_kwargs": {"model_init_kwargs": {"dtype": "float32"}},
+}
+
+
+@pytest.mark.parametrize("named", CASES)
+def test_what_changes_nothing_is_pointed_out_once(named, tmp_path):
+    _, messages = said(lambda: runs.trainer(tmp_path, **CASES[named]))
+    assert len([text for text in messages if named in text]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+        {"optim": "adafactor"},
+        {"adam_beta1": 0.5},
+        {"parts": {"callbacks": [TrainerCallback()]}},
+        {"chat_template_kwargs": {"continue_final_message": False}},
+    ],
+)
+def test_what_has_an_effect_is_not_pointed_out(settings, tmp_path):
+    usual, changed = (said(lambda more=more: runs.trainer(tmp_path, **more))[1] for more in ({}, settings))
+    assert changed == usual
+
+
+def test_settings_of_an_optimizer_that_is_given(tmp_path):
+    model = tiny.model()
+    parts = {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+    _, messages = said(lambda: runs.trainer(tmp_path, parts=parts, weight_decay=0.1))
+    assert [text for text in messages if "weight_decay=0.1" in text and "an optimizer" in text]
+
+
+@pytest.mark.parametrize("strategy", ["eval_strategy", "save_strategy", "logging_strategy"])
+def test_epochs_of_a_stream_have_no_known_end(strategy, tmp_path):
+    from datasets import Dataset
+
+    parts = {"train_dataset": Dataset.from_list(tiny.rows()).to_iterable_dataset(), "eval_dataset": tiny.rows(2)}
+    settings = {strategy: "epoch", "per_device_eval_batch_size": 4}
+    _, messages = said(lambda: runs.trainer(tmp_path, parts=parts, **settings))
+    assert len([text for text in messages if f"`{strategy}='epoch'`" in text]) == 1
+
+
+@pytest.mark.parametrize("setting", [{"eval_strategy": "steps"}, {"eval_on_start": True}])
+def test_an_evaluation_needs_data(setting, tmp_path):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*`eval_dataset`"):
+        runs.trainer(tmp_path, **setting)
+
+
+def test_an_evaluation_that_is_not_asked_for_is_not_checked(tmp_path):
+    settings = {"num_generations": 3, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 1}
+    made = runs.trainer(tmp_path, parts={"eval_dataset": tiny.rows(4)}, **settings)
+    with pytest.raises(ValueError, match="evaluation batch of 8"):
+        made.evaluate()
+
+
+def test_another_seed_of_the_data_is_another_order_of_prompts(tmp_path):
+    def order(**settings):
+        seen = []
+
+        def look(prompts, completion_ids, **kwargs):
+            seen.extend(prompts[::4])
+            return runs.longer(completion_ids=completion_ids)
+
+        parts = {"reward_funcs": look, "train_dataset": tiny.rows(16)}
+        runs.trainer(tmp_path, parts=parts, max_completion_length=2, **settings).train()
+        return seen
+
+    first = order(seed=0, data_seed=1)
+    assert first == order(seed=5, data_seed=1) != order(seed=0, data_seed=2)
+    assert order(seed=7) == order(seed=0, data_seed=7)
+
+
+@pytest.mark.parametrize("adapter", [None, "adapter"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_run_leaves_the_model_as_it_was(adapter, training, tmp_path):
+    model = tiny.model().train(training)
+    model.config.use_cache = True
+    parts = {"model": model, **({"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"])} if adapter else {})}
+    run = runs.trainer(tmp_path, parts=parts, gradient_checkpointing=True)
+    before = state_of(run.model)
+    assert model.config.use_cache is True
+    run.train()
+    assert state_of(run.model) == before
+    run.save_model(str(tmp_path / "saved"))
+    if adapter is None:
+        assert type(model).from_pretrained(tmp_path / "saved").config.use_cache is True
+
+
+def state_of(model):
+    modules = list(model.modules())
+    recomputed = [getattr(module, "gradient_checkpointing", None) for module in modules]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return model.training, recomputed, hooks, trained, model.config.use_cache
+
+
+def test_weights_that_rounding_keeps_are_logged_and_pointed_out(tmp_path):
+    def held():
+        return {"model": tiny.model().to(torch.bfloat16)}
+
+    _, messages = said(lambda: runs.trainer(tmp_path, parts=held(), learning_rate=1e-6))
+    assert [text for text in messages if "bfloat16" in text and "1e-06" in text]
+    _, messages = said(lambda: runs.trainer(tmp_path, parts=held(), learning_rate=0.1))
+    assert not [text for text in messages if "bfloat16" in text]
+    settings = {"optim": "sgd", "learning_rate": 1e-7, "max_steps": 6}  # updates are seen when they are made
+    run, messages = said(lambda: runs.trainer(tmp_path, parts=held(), **settings))
+    assert not [text for text in messages if "bfloat16" in text]
+    _, messages = said(run.train)
+    assert len([text for text in messages if "bfloat16" in text]) == 1
+    assert all(share < 0.1 for share in runs.history(run, "updates/weights_moved"))
+
+
+def test_weights_in_float32_are_not_watched(tmp_path):
+    run = runs.trainer(tmp_path)
+    assert not [one for one in run.callback_handler.callbacks if isinstance(one, MovedWeights)]
+    run = runs.trainer(tmp_path, parts={"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"])})
+    assert not [one for one in run.callback_handler.callbacks if isinstance(one, MovedWeights)]
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_the_best_adapter_is_loaded_whatever_its_name(name, tmp_path):
+    setting = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny.model(), setting, adapter_name=name)
+    scores = iter([0.1, 0.9, 0.3])
+
+    def score(prompts, completion_ids, **kwargs):
+        if prompts[0] == "held out":
+            return [next(scores)] * len(prompts)
+        return runs.longer(completion_ids=completion_ids)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    parts = {"model": model, "reward_funcs": score, "eval_dataset": [{"prompt": "held out"}]}
+    run = runs.trainer(tmp_path, parts=parts, load_best_model_at_end=True, per_device_eval_batch_size=4, **settings)
+    run.train()
+    assert run.state.best_global_step == 2
+    folder = tmp_path / "checkpoint-2" / ("" if name == "default" else name)
+    best = peft.PeftModel.from_pretrained(tiny.model(), folder)
+    loaded = {key.replace(f".{name}.", "."): value for key, value in run.model.state_dict().items() if "lora" in key}
+    saved = {key.replace(".default.", "."): value for key, value in best.state_dict().items() if "lora" in key}
+    assert loaded.keys() == saved.keys() and all(torch.equal(loaded[key], saved[key]) for key in loaded)
+    assert [name for name, weight in run.model.named_parameters() if weight.requires_grad]
