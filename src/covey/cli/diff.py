@@ -213,6 +213,8 @@ def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator
         same = _unequal(one.get("token_ids"), two.get("token_ids"))
         limit = same[0] if same else None
         for stage in STAGES:
+            if stage.columns[0] == "token_ids" and not all(with_tokens):
+                continue  # its end is one of the completion's columns
             for column in _columns(stage, one, two):
                 if not all(with_tokens) and any(with_tokens) and (column in one) != (column in two):
                     continue  # one of the runs was recorded without tokens
