@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from covey.rollout.episode import Episode as Episode
     from covey.rollout.episode import EpisodeEngine as EpisodeEngine
     from covey.rollout.episode import Reply as Reply
+    from covey.runtime.calling_thread import threaded as threaded
     from covey.runtime.isolation import isolated as isolated
     from covey.trainer.evaluation.suites import EvalSuite as EvalSuite
     from covey.trainer.trainers import GRPOTrainer as GRPOTrainer
@@ -41,6 +42,7 @@ _HOMES = {
     "Reply": "covey.rollout.episode",
     "Rollout": "covey.core.records",
     "isolated": "covey.runtime.isolation",
+    "threaded": "covey.runtime.calling_thread",
 }
 
 __all__ = [*_HOMES, "__version__"]

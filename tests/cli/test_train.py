@@ -187,7 +187,7 @@ def test_environments_are_named_like_rewards_and_may_need_none(acting):
     run_file.write_text(json.dumps({key: value for key, value in run.items() if key != "reward_funcs"}))
     flags = ["--environment_factory", "acting.py:Room", "--max_steps", "1"]
     trained = train(read_run(acting[0], [*acting[1:], *flags], "grpo"))
-    assert trained.rewards.names == ["environment"]
+    assert trained.rewards.names == ["Room"]
     assert "acting.py:Room" in (Path(trained.args.output_dir) / "summary.html").read_text()
 
 

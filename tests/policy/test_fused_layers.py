@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from covey.core import model as core_model
 from covey.core.batch import collate
@@ -71,6 +71,33 @@ def test_gradients_are_the_same_with_products_by_onednn(monkeypatch):
         assert any("_linear_pointwise" in event.key for event in profile.key_averages()) == faster
     for ours, theirs in zip(found[True], found[False], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5)
+
+
+class Unweighted(nn.Module):
+    """Like the norms of Gemma 4 and NanoChat: one without a weight, and one whose weight is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.without = type("SomeRMSNorm", (nn.Module,), {"eps": 1e-6})()
+        self.none = nn.RMSNorm(4, eps=1e-6, elementwise_affine=False)
+
+
+def test_norms_without_a_weight_are_left_alone():
+    assert find_fused_layers(Unweighted()) == []
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "nanochat", "llama4_text"])
+def test_models_with_other_norms_and_sums_are_trained(name):
+    """Gemma 4 and NanoChat have norms without a weight; Llama 4 adds to the output of an MLP in place."""
+    settings = {**TINY, "pad_token_id": 0, "num_local_experts": 2, "hidden_size_per_layer_input": 8}
+    if name == "gemma4_text":
+        settings |= {"vocab_size_per_layer_input": 100, "layer_types": ["sliding_attention", "full_attention"]}
+        settings |= {"global_head_dim": 4, "num_kv_shared_layers": 0, "sliding_window": 8}
+    model = model_of(AutoConfig.for_model(name, **settings), torch.float32)
+    ours, theirs = (gradients(model, "padded", False, found) for found in (find_fused_layers(model), []))
+    for one, other in zip(ours, theirs, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
 def test_weights_that_are_frozen_get_no_gradient():

@@ -71,7 +71,8 @@ def tool_agent(factory, seconds=5.0, tools=(), max_iterations=None):
 
 def text_agent(factory, seconds=5.0, max_turns=None, limit=None, turn_end=None):
     """An agent of text environments."""
-    return TextEnvironmentAgent(EnvironmentPool(factory, seconds, limit), True, (), max_turns, turn_end)
+    pool = EnvironmentPool(factory, seconds, limit)
+    return TextEnvironmentAgent(pool, True, max_turns=max_turns, turn_end=turn_end)
 
 
 def play(

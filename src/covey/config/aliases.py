@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.config.messages import warn
+from covey.runtime.overrides import passes_through
 
 Init = TypeVar("Init", bound=Callable[..., None])
 T = TypeVar("T")
@@ -421,11 +422,15 @@ def refuse_hooks(kind: type) -> None:
     """Raise TypeError for a class that overrides what is never called, also by assignment: it would train otherwise."""
     members = [member for one in kind.__mro__ for member in vars(one).items()]
     own = ("covey", "transformers")
-    theirs = {name for name, value in members if str(getattr(value, "__module__", "")).partition(".")[0] not in own}
+    theirs = {
+        name: value
+        for name, value in reversed(members)
+        if str(getattr(value, "__module__", "")).partition(".")[0] not in own
+    }
     for name, advice in {**HOOKS, **NOT_NEEDED}.items():
         if name in theirs:
             text = f"{kind.__name__} overrides `{name}`, which is never called as in TRL: {advice}."
-            if name in HOOKS:
+            if name in HOOKS and not passes_through(theirs[name], name):
                 raise TypeError(text)
             warn(text)
 

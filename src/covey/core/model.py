@@ -67,9 +67,13 @@ def sdpa_suits(model: Any) -> bool:
 
 
 def rms_norm_epsilon(module: Any) -> float | None:
-    """Epsilon of a module whose class is named as an RMS norm; None for any other module."""
-    named = type(module).__name__.endswith("RMSNorm")
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None)) if named else None
+    """Epsilon of a module with a weight whose class is named as an RMS norm; None for any other module.
+
+    Gemma 3n and 4 have some without a weight.
+    """
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(getattr(module, "weight", None), Tensor):
+        return None
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def product(x: Tensor, weight: Tensor, *, onto: Tensor | None = None) -> Tensor:

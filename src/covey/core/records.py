@@ -131,6 +131,8 @@ class Rollout:
     # where strands begin among `completion_ids` (`covey.core.strands`), in order, each with the index of the token that
     # it follows, counted over prompt and completion (-1: none)
     strands: list[tuple[int, int]] = field(default_factory=list)
+    # lists that tools returned, by the index of their message in `completion`, which holds the text that was read
+    returned: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
@@ -154,6 +156,13 @@ class Rollout:
     def asked(self, row: dict[str, Any]) -> Any:
         """The prompt as reward functions and logs get it: the episode's own, or the row's."""
         return row.get("prompt") if self.prompt is None else self.prompt
+
+    def answered(self) -> Any:
+        """The completion as reward functions get it: a result that is a list stays one."""
+        if not self.returned or isinstance(self.completion, str):
+            return self.completion
+        messages = enumerate(self.completion)
+        return [m if index not in self.returned else {**m, "content": self.returned[index]} for index, m in messages]
 
     @property
     def truncated(self) -> bool:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from io import BytesIO
 from typing import Any, NamedTuple
 
-FAILED = "Error: "  # prefix of a tool message that reports a failed call
+FAILED = ("{'error': ", "Error: ")  # prefixes of tool messages that report a failed call; some write the second
 LEAST = 60  # minimum characters of an entry in an excerpt; below it, entries are omitted
 
 

@@ -263,7 +263,8 @@ class GatedMLP(torch.autograd.Function):
         gated, raised = product(rows, gate), product(rows, up)
         read = x if any(ctx.needs_input_grad[1:3]) else None
         ctx.save_for_backward(read, gated, raised, gate, up, down)
-        return product(nn.functional.silu(gated).mul_(raised), down).view(x.shape)
+        # Not `view`: a model may add to the result in place, which autograd refuses for a view that is made here.
+        return product(nn.functional.silu(gated).mul_(raised), down).resize_(x.shape)
 
     @staticmethod
     @once_differentiable

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from covey.core.records import Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError
 from covey.rewards.functions import FailedReward, FunctionReward, IsolatedReward, Log, RewardBatch, Row, Values
@@ -110,14 +112,15 @@ def score(
     An isolated one has half of the time for the batch, so that one sample on which it hangs costs that one: the other
     half is for the samples alone.
     """
-    alone = isinstance(function, IsolatedReward)
+    alone, is_function = isinstance(function, IsolatedReward), isinstance(function, FunctionReward)
 
     def attempt(samples: RewardBatch, seconds: float) -> CallResult:
         log = Log(len(samples))
 
         def run() -> CallResult:
             try:
-                return CallResult.of(function(samples, trainer_state, log), log)
+                with torch.enable_grad() if is_function else nullcontext():  # a function may train something of its own
+                    return CallResult.of(function(samples, trainer_state, log), log)
             except (deadlines.Interrupt, deadlines.CallTimeout):
                 raise
             except BaseException as error:  # SystemExit too, as code that a completion holds may raise it

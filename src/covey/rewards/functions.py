@@ -81,7 +81,7 @@ class RewardBatch:
                     columns[name] = [record.get(name) for record in records]
         refuse_reserved(columns)
         prompts = list(map(Rollout.asked, self.rollouts, self.rows))
-        completions = list(map(attrgetter("completion"), self.rollouts))
+        completions = list(map(Rollout.answered, self.rollouts))
         ids = list(map(attrgetter("completion_ids"), self.rollouts))
         return columns | {"prompts": prompts, "completions": completions, "completion_ids": ids, "completions_ids": ids}
 

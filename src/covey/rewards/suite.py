@@ -96,10 +96,14 @@ class RewardSuite:
         self.timeout = timeout
         self.names = unique_names([_name(candidate) for candidate in given])
         self.weights = as_weights(weights, len(given))
-        self.functions = [
-            _adapt(one, tokenizer, name, model_init_kwargs or {}, batch_size, device, isolation == "process")
-            for one, tokenizer, name in zip(given, _aligned(processing_classes, len(given)), self.names, strict=True)
-        ]
+        classes = _aligned(processing_classes, len(given))
+
+        def adapted(index: int, one: Any) -> FunctionReward | ModelReward:
+            kwargs, isolated = model_init_kwargs or {}, isolation == "process"
+            return _adapt(one, classes[index], self.names[index], kwargs, batch_size, device, isolated)
+
+        self._adapted = adapted
+        self.functions = [adapted(index, one) for index, one in enumerate(given)]
         self._tokenizer = tokenizer
         self._loop = LoopThread("covey-async-rewards")
         self._has_scored = [False] * len(given)
@@ -171,6 +175,13 @@ class RewardSuite:
                 f"of them has the columns {', '.join(sorted(batch.rows[unscored[0]]))}:\n{batch.describe(unscored[0])}",
             )
         return RewardResult(rewards, steps, self._stats(results))
+
+    def replace(self, index: int, candidate: Any) -> None:
+        """Score with another function from the next batch on, under the name and with the weight of the old one."""
+        made, old = self._adapted(index, candidate), self.functions[index]
+        self.functions[index] = made
+        if isinstance(old, IsolatedReward):
+            old.worker.close()
 
     def close(self) -> None:
         """End the processes of isolated functions; the next call starts them again."""

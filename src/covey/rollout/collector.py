@@ -18,6 +18,7 @@ from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
 from covey.rollout.speculation import Speculation
 from covey.rollout.user_batch_function import BatchFunction, BatchSampler
+from covey.runtime.calling_thread import CallingThread
 from covey.runtime.interrupts import run_alone
 from covey.runtime.loop_thread import LoopThread
 
@@ -30,6 +31,8 @@ class Collector:
     def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, spec: RolloutSpec | None = None):
         self.engine, self.codec, self.seed, self.spec = engine, codec, seed, spec
         self.run: Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]] = run_async
+        if spec is not None and spec.calls_functions:
+            self.run = CallingThread("covey-sampling").run
         self._batches = 0
         self._engine_awake = ExitStack()
 

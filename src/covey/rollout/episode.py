@@ -193,6 +193,7 @@ class Episode:
         calls: number of tool calls by outcome, as in a `Rollout`.
         tool_seconds: spent waiting for tools.
         media: the images that the prompt and the messages show.
+        returned: lists that tools returned, by the index of their message, as in a `Rollout`.
     """
 
     engine: EpisodeEngine
@@ -212,6 +213,7 @@ class Episode:
     entropies: list[float] | None = field(default_factory=list)
     versions: list[int] | None = field(default_factory=list)
     sampling_mask: list[list[int]] | None = field(default_factory=list)
+    returned: dict[int, list[Any]] = field(default_factory=dict)
     _forks: int = 0
     _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
     _open: bool = False  # that turn was cut off by its own limit, and may go on
@@ -371,7 +373,7 @@ class Episode:
         if turns is None:
             self._refuse_while_sampling("forked")
         other = copy.copy(self)
-        for name in ("completion_ids", "sampled", "turn_ends", "calls", *PER_TOKEN):
+        for name in ("completion_ids", "sampled", "turn_ends", "calls", "returned", *PER_TOKEN):
             setattr(other, name, copy.copy(getattr(self, name)))
         other.messages = [dict(message) for message in self.messages]
         if turns is not None:
@@ -387,6 +389,7 @@ class Episode:
                 del values[end:]
         last = [index for index, by_policy in enumerate(sampled) if by_policy][turns - 1]
         del self.turn_ends[turns:], self.messages[last + 1 :]
+        self.returned = {index: value for index, value in self.returned.items() if index <= last}
         self._turn_start = self.turn_ends[-2] + 1 if turns > 1 else 0
         self.finish, self._open, self._sampling = None, False, False
 
@@ -412,6 +415,7 @@ class Episode:
             tool_seconds=self.tool_seconds,
             prompt=self.prompt,
             media=self.media,
+            returned=dict(self.returned),
             **{name: getattr(self, name) for name in PER_TOKEN},
         )
 

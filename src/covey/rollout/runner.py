@@ -17,7 +17,8 @@ from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.tool_agent import Agent
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import GroupFunction, RolloutValidator
+from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator
+from covey.runtime.calling_thread import wait_within
 from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error
 
@@ -57,9 +58,17 @@ class RolloutSpec:
     trained_turns: str = "all"
     late: LateCalls = field(default_factory=partial(LateCalls, "reading a failed rollout"))
 
+    @property
+    def calls_functions(self) -> bool:
+        """True if ordinary functions or methods of users may be called while rollouts are played."""
+        return not isinstance(self.play, RolloutFunction | GroupFunction)
+
     def release(self, rollouts: Iterable[Rollout]) -> None:
+        """Release rollouts that have been scored, and do what waits for the end of their batch."""
         if hasattr(self.play, "release"):
             self.play.release(rollouts)
+        if hasattr(self.play, "end_batch"):
+            self.play.end_batch()
 
     def close(self) -> None:
         if hasattr(self.play, "close"):
@@ -121,6 +130,7 @@ class GroupRunner:
         began = perf_counter()
         try:
             async with asyncio.timeout(timeout) as engine.timeout:
+                wait_within(engine.paused_timeout)  # of other rollouts' calls
                 if isinstance(play, GroupFunction):
                     rollouts = await play(row, engine, len(samples))
                 else:

@@ -28,6 +28,9 @@ class ToolAgent:
         await self.play(episode, self.toolbox)
         return episode.done()
 
+    def end_batch(self) -> None:
+        self.toolbox.warn_of_failures()
+
     async def play(self, episode: Episode, toolbox: Toolbox) -> None:
         """Continue an episode until the policy answers without a call, or may not go on."""
         rounds, executed = 0, 0
@@ -51,8 +54,11 @@ class ToolAgent:
                 results = [result.without_images() for result in results]
             rounds, executed = rounds + 1, executed + len(results)
             episode.calls = dict(Counter(episode.calls) + count_outcomes(results))
+            following = len(episode.messages)
             if not episode.write([result.message() for result in results]):
                 return
+            lists = enumerate((result.returned for result in results), following)
+            episode.returned |= {index: returned for index, returned in lists if returned is not None}
 
 
 def as_message(turn: AssistantTurn, text: str) -> Message:

@@ -1,4 +1,4 @@
-"""Users' rollout functions that play a whole batch at once, on a thread: `def rollout(prompts, trainer) -> dict`."""
+"""Users' rollout functions that play a whole batch at once: `def rollout(prompts, trainer) -> dict`."""
 
 import asyncio
 import copy
@@ -17,7 +17,8 @@ from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.user_functions import RolloutError, RolloutValidator
 from covey.rollout.vision import Encoded, Vision
-from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in_thread
+from covey.runtime.calling_thread import call_here, is_threaded
+from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning
 from covey.runtime.user_code import UserCodeError
 
 
@@ -115,7 +116,7 @@ class BatchFunction:
         self._samplers.append(sampler)
         token = _CURRENT.set(sampler)
         try:
-            return await run_in_thread(run, self.timeout, self._late)
+            return await call_here(run, self.timeout, self._late, threaded=is_threaded(self.function))
         except StillRunning as refused:
             raise RolloutError(f"rollout_func failed: {refused}") from None
         except CallTimeout:

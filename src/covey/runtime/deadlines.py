@@ -123,10 +123,15 @@ def call_with_deadline(function: Callable[[], T], seconds: float, late: LateCall
     """
     if seconds <= 0:
         raise CallTimeout
-    if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
+    if can_interrupt_here():
         return _call_interruptibly(function, seconds)
     with closing(WorkerThread("covey-reward", torch_settings())) as worker:
         return worker.call(function, seconds, late)
+
+
+def can_interrupt_here() -> bool:
+    """True on the main thread of a system with signals of threads."""
+    return CAN_INTERRUPT and threading.current_thread() is threading.main_thread()
 
 
 # ---- from coroutines -------------------------------------------------------------------------------------------------
@@ -187,7 +192,7 @@ def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
     clock = threading.Thread(target=send_signals, name="covey-deadline", daemon=True)
     try:
         _next_interrupt, _interrupts = time.monotonic() + seconds, 0
-        signal.signal(signal.SIGVTALRM, _on_signal)
+        install_interrupts()
         clock.start()
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, INTERRUPT_INTERVAL)
         return _interruptible(function)
@@ -199,6 +204,18 @@ def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
         done.set()
         if clock.ident is not None:
             clock.join()
+
+
+def install_interrupts() -> None:
+    """Install the handler, so that `interrupt_call` of another thread finds it; on the main thread."""
+    signal.signal(signal.SIGVTALRM, _on_signal)
+
+
+def interrupt_call() -> None:
+    """Let the deadline of the main thread's innermost call pass now; none is under way, nothing happens."""
+    global _next_interrupt
+    _next_interrupt = 0.0
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
 
 
 def _interruptible(function: Callable[[], T]) -> T:

@@ -1,12 +1,13 @@
 """Protection against code that users wrote: its exceptions, the data it is given, and the process state it changes."""
 
+import asyncio
 import functools
 import inspect
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ class UserCodeError(Exception):
 
     def __init__(self, error: BaseException):
         self.text = format_error(error)  # where the code ran, under its deadline
+        self.message = self.text.removeprefix(type(error).__name__).removeprefix(": ") or self.text
         super().__init__(self.text)
         self.error = error
 
@@ -82,13 +84,20 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def call_and_wait(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Result of an ordinary function, which may return an awaitable; for a thread without an event loop."""
+    """Result of an ordinary function, which may return an awaitable."""
     result = function(*args, **kwargs)
 
     async def wait() -> Any:
         return await result
 
-    return run_alone(wait()) if inspect.isawaitable(result) else result
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_alone(wait())
+    with ThreadPoolExecutor(1) as thread:  # this one has a loop already, as in a notebook
+        return thread.submit(run_alone, wait()).result()
 
 
 def call_all(*steps: Callable[[], Any]) -> None:

@@ -24,6 +24,7 @@ from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
+from covey.runtime.calling_thread import CallingThread
 from covey.trainer.context import RunContext
 from covey.trainer.integrations.attributes import listed
 
@@ -163,47 +164,60 @@ def build_environment(
             f" {type(factory).__name__}. Every rollout needs an environment of its own."
         )
     pool = EnvironmentPool(factory, args.tool_timeout, getattr(factory, "max_environments", None))
+    # Ahead of training, rollouts are sampled while the main thread trains.
+    run = run_async if args.max_staleness else CallingThread("covey-sampling").run
     try:
-        lease = run_async(pool.acquire())  # an environment to look at; the first rollout gets it
+        lease = run(pool.acquire())  # an environment to look at; the first rollout gets it
     except EnvironmentFailed as failed:
         raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
     example = lease.environment
     pool.release(example)
-    kind = type(example).__name__
+    kind, source = type(example).__name__, agent.RewardSource.of(example)
     if not callable(getattr(example, "reset", None)):
         raise ValueError(f"`environment_factory` made a {kind}, which has no method `reset(**row)`.")
     if callable(getattr(example, "step", None)):
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
-        return agent.TextEnvironmentAgent(pool, True, required(example.reset), max_turns, turn_end)
+        return agent.TextEnvironmentAgent(pool, True, required(example.reset), source, max_turns, turn_end)
     gives_reward = callable(getattr(example, "get_reward", None))
     methods = tool_methods(example)
     if not methods and not tools:
-        return agent.EnvironmentAgent(pool, gives_reward, required(example.reset))
+        return agent.EnvironmentAgent(pool, gives_reward, required(example.reset), source)
     toolbox = Toolbox([*methods, *tools], timeout=args.tool_timeout)
     player = ToolAgent(toolbox, parser(toolbox.schemas), args.max_tool_calling_iterations)
     names = list(toolbox.tools)[: len(methods)]
-    return agent.ToolEnvironmentAgent(pool, gives_reward, required(example.reset), agent=player, methods=names)
+    return agent.ToolEnvironmentAgent(pool, gives_reward, required(example.reset), source, agent=player, methods=names)
 
 
-def environment(**columns: Any) -> list[Any]:
-    """The reward that environments gave their rollouts, as a reward function; their scores become metrics."""
-    for scores in columns.get(agent.SCORES) or ():
-        for name, value in (scores or {}).items():
-            columns["log_metric"](f"environment/{name}", value)
-    return columns.get(agent.REWARD) or [None] * len(columns["completions"])
+class EnvironmentReward:
+    """The reward that environments of one class gave their rollouts, as a reward function named after the class.
+
+    The scores of all of them become metrics in the call of the first.
+    """
+
+    def __init__(self, name: str, number: int):
+        self.__name__, self.number = name, number
+
+    def __call__(self, **columns: Any) -> list[Any]:
+        for scores in (columns.get(agent.SCORES) or ()) if self.number == 0 else ():
+            for name, value in (scores or {}).items():
+                columns["log_metric"](f"environment/{name}", value)
+        rewards = columns.get(agent.REWARD) or [None] * len(columns["completions"])
+        numbers = columns.get(agent.REWARD_NUMBER) or [0] * len(rewards)
+        return [reward if number == self.number else None for reward, number in zip(rewards, numbers, strict=True)]
 
 
 def reward_sources(functions: Any, weights: Any, processing_classes: Any, player: Any) -> tuple[Any, Any, Any]:
-    """The user's, and the environment's own behind them where it has one, with weight 1 unless one is given."""
+    """The user's, and the environments' own behind them where they have any, with weight 1 unless one is given."""
     if not getattr(player, "gives_reward", False) or (functions and getattr(player, "optional_reward", False)):
         return functions, weights, processing_classes
+    own = [EnvironmentReward(source.name, number) for number, source in enumerate(player.sources)]
     if weights is not None and len(weights) == len(listed(functions)):
-        weights = [*weights, 1.0]
+        weights = [*weights, *(1.0 for _ in own)]
     if processing_classes is not None:
-        processing_classes = [*listed(processing_classes), None]
-    return [*listed(functions), environment], weights, processing_classes
+        processing_classes = [*listed(processing_classes), *(None for _ in own)]
+    return [*listed(functions), *own], weights, processing_classes
 
 
 def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> Any:

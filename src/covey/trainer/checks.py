@@ -67,6 +67,18 @@ def check_datasets(
                 FunctionReward(function, function_name(function)).require_columns(columns)
 
 
+def check_batch(given: Any, wanted: type | None, method: str) -> None:
+    """Raise TypeError for what an overridden `get_train_dataloader` or `get_eval_dataloader` made itself."""
+    if wanted is None or not isinstance(given, wanted):
+        raise TypeError(
+            f"`{method}` was overridden and returned a dataloader of its own (of {type(given).__name__}), which cannot"
+            " be sampled from: batches here are numbered samples of prompts. Return what"
+            f" `super().{method}()` returns. To choose rows or their order, give such a dataset with"
+            " shuffle_dataset=False; to change them, use `dataset.map` or `dataset.set_transform`; see also"
+            " `prompt_sampler`."
+        )
+
+
 def evaluation_sets(eval_dataset: Any) -> list[Any]:
     given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     return [dataset for dataset in given if dataset is not None]

@@ -33,6 +33,7 @@ class RunContext:
         self.args = args
         self.algebra = args.algebra(args.world_size)  # batch sizes
         self.algorithm = algorithm  # advantages, objective and weighting
+        self.changed: dict[str, Any] = {}  # fields of the config that a script has changed since, by name
         self.loop, self.accelerator, self.sharding = loop, accelerator, sharding_of(accelerator)
         rank, size = accelerator.process_index, accelerator.num_processes
         self.collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)

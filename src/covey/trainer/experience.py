@@ -262,6 +262,7 @@ class CreditAssigner:
         selection = rollouts.selection
         if context.training:
             self.num_tokens += (selection or everyone).processed_tokens
+            context.loop.state.num_input_tokens_seen = self.num_tokens  # for callbacks with a budget
         sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
         stats |= generation_stats(
             lengths=sampled.lengths,

@@ -40,6 +40,7 @@ from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
 from covey.trainer.checks import (
     FiniteCheck,
+    check_batch,
     check_datasets,
     check_fit,
     check_unread,
@@ -55,7 +56,8 @@ from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimiz
 from covey.trainer.evaluation.suites import with_user_messages
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
-from covey.trainer.integrations.attributes import ABSENT
+from covey.trainer.integrations.attributes import ABSENT, warn_of_unused_methods
+from covey.trainer.integrations.loss_inputs import LossInputs
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
@@ -213,7 +215,7 @@ class OnlineTrainer(Trainer):
             self.balance if self.balance.coef else None,
             self.finite,
             backward=super().training_step,
-            compute_loss=lambda model, batch: self.compute_loss(model, batch),
+            compute_loss=lambda model, batch: self.compute_loss(model, self._prepare_inputs(batch)),
             updates=None if self.recorder is None else self.recorder.updates,
         )
         self.evaluation = EvaluationPhase(
@@ -234,6 +236,7 @@ class OnlineTrainer(Trainer):
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
         """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
         start = time.perf_counter()
+        check_batch(inputs, MicroStep, "get_train_dataloader")
         model.train()
         with self.context.phases("train"):
             if self.updates.micro_steps == 0:
@@ -263,10 +266,12 @@ class OnlineTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of a micro-batch, scaled so that the sum over a step, averaged over ranks, is the step's loss."""
-        return self.updates.loss(model, inputs)
+        return self.updates.loss(model, inputs.batch if isinstance(inputs, LossInputs) else inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # planned and on the device already
+        """The micro-batch, which is planned and on the device already; under TRL's names where a script reads them."""
+        own_loss = "compute_loss" in vars(self) or type(self).compute_loss is not OnlineTrainer.compute_loss
+        return LossInputs(inputs) if own_loss else inputs
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.
@@ -331,6 +336,7 @@ class OnlineTrainer(Trainer):
                 or another run works in `output_dir`.
         """
         ready_to_train(self)
+        warn_of_unused_methods(self.policy)
         self.updates.reset()
         self.rollouts.cancel()
         own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
@@ -466,6 +472,9 @@ class OnlineTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
         ready_to_evaluate(self)
+        if not hasattr(dataloader, "suite"):
+            check_batch(dataloader, None, "get_eval_dataloader")
+        self.callback_handler.eval_dataloader = dataloader  # callbacks are given it
         return self.evaluation.run(dataloader, metric_key_prefix, self._on_prediction_step)
 
     def _on_prediction_step(self) -> None:

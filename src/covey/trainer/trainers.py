@@ -5,13 +5,12 @@ import inspect
 from covey.algorithms import grpo, rloo
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
-from covey.trainer.integrations.attributes import FIELDS, VIEWS, View
+from covey.trainer.integrations.attributes import add_attributes
 from covey.trainer.trainer import OnlineTrainer
 
 ARGUMENTS = (inspect.getdoc(OnlineTrainer) or "").partition("\n\n")[2]
 
-for name in {*VIEWS, *FIELDS}:
-    setattr(OnlineTrainer, name, View(name))
+add_attributes(OnlineTrainer)
 
 
 class GRPOTrainer(OnlineTrainer):

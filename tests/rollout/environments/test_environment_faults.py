@@ -11,6 +11,7 @@ import pytest
 
 from covey.core.records import FinishReason
 from covey.rollout.environments import EnvironmentPool, EnvironmentWarning
+from covey.runtime.calling_thread import threaded
 from covey.runtime.deadlines import MAX_STILL_RUNNING
 from tests.support import forking, launching
 from tests.support.playing import call, play, says, text_agent, tool_agent
@@ -205,6 +206,7 @@ def test_environments_that_hang_cost_a_bounded_number_of_threads():
     """Methods that nothing can stop: no environment is made while several hang, and those at hand are used."""
     release, made = threading.Event(), []
 
+    @threaded
     class Hangs(Text):
         def __init__(self):
             made.append(self)
@@ -383,8 +385,12 @@ def test_environments_are_closed_when_the_process_ends(tmp_path):
 
 
 def test_environments_without_close_are_let_go():
+    @threaded
+    class OnThreads(Text):
+        pass
+
     before = set(threading.enumerate())
-    agent = text_agent(Text)
+    agent = text_agent(OnThreads)
     play(agent, says("1"), group=2)
     assert len(set(threading.enumerate()) - before) >= 2
     with warnings.catch_warnings():

@@ -177,7 +177,7 @@ def test_an_exception_of_a_method_is_told_to_the_policy():
             raise KeyError("no more")
 
     (rollout,) = play(tool_agent(Strict), says(call("add", by=1), "ok"), [ROW])
-    assert rollout.completion[1]["content"] == "Error: KeyError: 'no more'"
+    assert rollout.completion[1]["content"] == str({"error": "'no more'"})
     assert rollout.finish is FinishReason.STOP and rollout.calls == {"exception": 1}
 
 

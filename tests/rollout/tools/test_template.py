@@ -273,6 +273,47 @@ def test_a_rewritten_template_shows_the_same_first_turn():
     assert tokenizer.chat_template == before
 
 
+def without_thinking(kept):
+    """Qwen 3's way: an empty thought opens a turn with `enable_thinking=False`, and earlier turns lose theirs."""
+    said = (
+        "{% if m.role == 'assistant' and loop.index0 > ns.last_query_index and ("
+        + kept
+        + ") %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    )
+    after = AFTER_THE_USER.replace("last_user_index", "last_query_index")
+    opening = (
+        "assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    )
+    template = after + QWEN.replace("{{ m.content }}{% for c", said + "{% for c")
+    return template.replace("assistant\n{% endif %}", opening + "{% endif %}")
+
+
+LAST = "loop.last or (not loop.last and reasoning_content)"
+
+
+def test_empty_thoughts_are_kept_without_being_asked_for():
+    tokenizer = tokenizer_of(FAMILIES["qwen"], without_thinking(LAST))
+    off = {"enable_thinking": False}
+    asked = {"role": "user", "content": "Add."}
+    opening = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True, **off)
+    templates = TurnTemplates(PromptCodec(tokenizer, off, None), [])
+    with pytest.warns(UserWarning, match="was rewritten to keep it"):
+        assert templates.of(TOOLS, None).reasons == []
+    assert tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True, **off) == opening
+    kept = TurnTemplate(tokenizer_of(FAMILIES["qwen"], without_thinking(LAST)), TOOLS, (), off, "keep")
+    said = [{"role": "tool", "name": "add", "content": "5"}]
+    assert templates.of(TOOLS, None).continuation(said) == kept.continuation(said)  # no token differs
+
+
+def test_a_template_that_rewriting_does_not_help_stays_as_it_was():
+    tokenizer = tokenizer_of(FAMILIES["qwen"], without_thinking("loop.last"))
+    before = tokenizer.chat_template
+    templates = TurnTemplates(PromptCodec(tokenizer, {"enable_thinking": False}, None), [])
+    with pytest.raises(ValueError, match="not prefix-stable"):
+        templates.of(TOOLS, None)
+    assert tokenizer.chat_template == before
+
+
 def test_rewriting_is_done_once_and_helps_thinking_alone():
     once = rewritten("{{ preserve_thinking }}")
     assert rewritten(once) == once != "{{ preserve_thinking }}"

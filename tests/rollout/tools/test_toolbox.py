@@ -150,7 +150,7 @@ def test_what_is_bound_already_is_not_shown_to_the_policy():
     assert (list(box.tools), list(parameters["properties"])) == (["found", "add"], ["term", "limit"])
     assert parameters["required"] == ["term"]
     assert ask(box, ("found", {"term": "x"}))[0].content == "x False 3"
-    assert ask(box, ("found", {"term": "x", "connection": 1}))[0].content.startswith("Error: there is no argument")
+    assert ask(box, ("found", {"term": "x", "connection": 1}))[0].content.startswith("{'error': \"there is no argument")
     assert ask(box, ("add", {"a": 1, "b": 2}))[0].content == "3"
 
 
@@ -289,7 +289,7 @@ def test_a_wrong_argument_is_answered_with_what_is_allowed(arguments, message):
 
 def test_a_missing_argument_is_named():
     (result,) = ask(Toolbox([add]), ("add", {}))
-    assert (result.failure, result.content) == (Failure.WRONG_ARGUMENT, "Error: add needs the arguments: a")
+    assert (result.failure, result.content) == (Failure.WRONG_ARGUMENT, "{'error': 'add needs the arguments: a'}")
 
 
 def test_a_tool_cannot_change_the_call_that_is_logged():
@@ -329,9 +329,9 @@ def test_a_result_bears_the_id_that_the_policy_wrote():
 def test_an_unknown_tool_and_a_malformed_call_are_answered():
     turn = AssistantTurn("", [ToolCall("ad", {})], [MalformedCall("{", "it is not closed")])
     unknown, malformed = asyncio.run(Toolbox([add]).answer(turn))
-    assert unknown.content == "Error: there is no tool 'ad'; did you mean add? The tools are: add"
+    assert unknown.content == str({"error": "there is no tool 'ad'; did you mean add? The tools are: add"})
     assert unknown.failure is Failure.UNKNOWN_TOOL
-    assert malformed.content == "Error: the call could not be read: it is not closed"
+    assert malformed.content == "{'error': 'the call could not be read: it is not closed'}"
     assert malformed.failure is Failure.MALFORMED
 
 
@@ -366,20 +366,21 @@ class Point:
     ("result", "text"),
     [
         ("as it is", "as it is"),
-        (None, "null"),
-        (True, "true"),
+        (None, "None"),
+        (True, "True"),
         (1.5, "1.5"),
-        (math.nan, "NaN"),
-        ({"ä": [1, None]}, '{"ä": [1, null]}'),
-        ((1, 2), "[1, 2]"),
-        (Point(1, 2), '{"x": 1, "y": 2}'),
+        (math.nan, "nan"),
+        ({"ä": [1, None]}, "{'ä': [1, None]}"),
+        ((1, 2), "(1, 2)"),
+        (set(), "set()"),
+        (Point(1, 2), "Point(x=1, y=2)"),
         ({3}, "{3}"),
         (b"caf\xc3\xa9\xff", "café�"),
         (Unit.FEET, "Unit.FEET"),
         ("half \ud83d", "half ?"),
         ("x" * 30, "x" * 20 + "\n[10 more characters left out]"),
-        (["y" * 30], '["yyyyyyyyyyyyyyyyyy\n[14 more characters left out]'),
-        (["y"] * 100, '["y", "y", "y", "y",\n[more characters left out]'),
+        (["y" * 30], "['yyyyyyyyyyyyyyyyyy\n[14 more characters left out]"),
+        (["y"] * 100, "['y', 'y', 'y', 'y',\n[more characters left out]"),
     ],
 )
 def test_results_of_any_type_become_text(result, text):
@@ -471,19 +472,19 @@ def recursive():
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (raising(ValueError("not today")), "Error: ValueError: not today"),
-        (raising(SystemExit(3)), "Error: SystemExit: 3"),
-        (raising(KeyboardInterrupt()), "Error: KeyboardInterrupt"),
+        (raising(ValueError("not today")), "{'error': 'not today'}"),
+        (raising(SystemExit(3)), "{'error': '3'}"),
+        (raising(KeyboardInterrupt()), "{'error': 'KeyboardInterrupt'}"),
         (raising(StopIteration()), "StopIteration"),
-        (raising(GeneratorExit()), "Error: GeneratorExit"),
-        (raising(asyncio.CancelledError()), "Error: CancelledError"),
-        (raising(TimeoutError("mine")), "Error: TimeoutError: mine"),
-        (raising(Unprintable()), "Error: Unprintable"),
-        (lambda: sys.exit("out"), "Error: SystemExit: out"),
-        (Unshowable, "Error: ValueError: not shown"),
-        (lambda: (number for number in ()), "Error: TypeError: the tool returned a generator"),
-        (lambda missing: 1, "Error: TypeError"),
-        (recursive, "Error: RecursionError"),
+        (raising(GeneratorExit()), "{'error': 'GeneratorExit'}"),
+        (raising(asyncio.CancelledError()), "{'error': 'CancelledError'}"),
+        (raising(TimeoutError("mine")), "{'error': 'mine'}"),
+        (raising(Unprintable()), "{'error': 'Unprintable'}"),
+        (lambda: sys.exit("out"), "{'error': 'out'}"),
+        (Unshowable, "{'error': 'not shown'}"),
+        (lambda: (number for number in ()), "{'error': 'the tool returned a generator"),
+        (lambda missing: 1, "missing 1 required positional argument"),
+        (recursive, "{'error': 'maximum recursion depth"),
         (raising(ValueError("z" * 10_000)), "zzz..."),
     ],
 )
@@ -523,7 +524,7 @@ class SlowToShow:
 def test_a_tool_that_hangs_is_given_up_and_costs_only_itself(function):
     box = Toolbox([tool(function), add, wait], timeout=1.0)
     hung, added, waited = ask(box, ("t", {}), ("add", {"a": 1}), ("wait", {"seconds": 0.01}))
-    assert (hung.failure, hung.content) == (Failure.TIMEOUT, "Error: t took longer than 1 s and was given up")
+    assert (hung.failure, hung.content) == (Failure.TIMEOUT, "{'error': 't took longer than 1 s and was given up'}")
     assert (added.content, waited.content) == ("2", "awake")
 
 

@@ -206,7 +206,7 @@ ENVIRONMENTS = [
         "A method of an environment raises",
         CALL_FAILS,
         tools(act=raises(lambda: ValueError("no"))),
-        ("ValueError: no",),
+        ("{'error': 'no'}",),
         ("tools/failures/exception",),
         benign=BENIGN_TOOLS,
     ),

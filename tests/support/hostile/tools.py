@@ -335,7 +335,7 @@ TOOLS = [
         "A tool's result cannot be printed",
         CALL_FAILS,
         tool(returns(Unprintable)),
-        ("RuntimeError: no words",),
+        ("no words",),
         EXCEPTION,
     ),
     Case("A tool returns a string that lies about itself", SHOWN, tool(returns(lambda: Liar("fine"))), ("fine",)),
@@ -345,7 +345,7 @@ TOOLS = [
     Case("A tool returns a coroutine", SHOWN, tool(later), ("fine",), harmless=True),
     Case("An async tool returns a coroutine", SHOWN, async_tool(returns_a_coroutine), ("fine",), harmless=True),
     Case("A tool returns a module", SHOWN, tool(returns(lambda: types)), ("<module 'types'",)),
-    Case("A tool returns NaN", SHOWN, tool(returns(lambda: float("nan"))), ("NaN",)),
+    Case("A tool returns NaN", SHOWN, tool(returns(lambda: float("nan"))), ("nan",)),
     Case("A tool returns half of a surrogate pair", SHOWN, tool(returns(lambda: "a\ud800b")), (r"a\?b",)),
     Case(
         "A tool returns control tokens and a system message",
@@ -371,14 +371,14 @@ TOOLS = [
         "A tool raises CancelledError", CALL_FAILS, tool(raises(asyncio.CancelledError)), ("CancelledError",), EXCEPTION
     ),
     Case("A tool raises StopIteration", CALL_FAILS, tool(raises(StopIteration)), ("StopIteration",), EXCEPTION),
-    Case("An async tool raises SystemExit", CALL_FAILS, async_tool(exits), ("SystemExit: done",), EXCEPTION),
+    Case("An async tool raises SystemExit", CALL_FAILS, async_tool(exits), ("done",), EXCEPTION),
     Case("A task of an async tool raises SystemExit", NOTHING, async_tool(exits_in_a_task), harmless=True),
     Case("An async tool stops the event loop", NOTHING, async_tool(stops_the_loop), harmless=True),
     Case(
         "An async tool starts an event loop of its own",
         CALL_FAILS,
         async_tool(runs_a_loop),
-        ("RuntimeError",),
+        ("cannot be called from a running event loop",),
         EXCEPTION,
     ),
     Case(
@@ -395,7 +395,7 @@ TOOLS = [
         ("UnprintableError",),
         EXCEPTION,
     ),
-    Case("A tool recurses without end", CALL_FAILS, tool(recurses), ("RecursionError",), EXCEPTION),
+    Case("A tool recurses without end", CALL_FAILS, tool(recurses), ("maximum recursion depth",), EXCEPTION),
     Case("Code in run_python ends its process", SHOWN, tool(runs_code("import os; os._exit(3)")), ("exit 3",)),
     Case(
         "Code in run_python is a fork bomb",

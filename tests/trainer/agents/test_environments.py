@@ -91,9 +91,9 @@ def trainer(folder, factory=Counter, engine=None, method="grpo", rows=None, part
 def test_an_environment_is_played_and_rewards(tmp_path, method):
     trained = trainer(tmp_path, engine=says(CALL, "done"), method=method)
     trained.train()
-    assert trained.rewards.names == ["environment"]
+    assert trained.rewards.names == ["Counter"]
     logged = trained.state.log_history[0]
-    assert logged["rewards/environment/mean"] == pytest.approx(2.05)  # every second one says 2.1
+    assert logged["rewards/Counter/mean"] == pytest.approx(2.05)  # every second one says 2.1
     assert logged["tools/call_frequency"] == 1 and logged["rollouts/turns"] == 2 and logged["rollouts/failed"] == 0
 
 
@@ -112,7 +112,7 @@ def test_reward_functions_get_the_objects_and_what_was_asked(tmp_path):
 
     trained = trainer(tmp_path, engine=says(CALL, "done"), parts={"reward_funcs": reward}, max_steps=1)
     trained.train()
-    assert trained.rewards.names == ["reward", "environment"]
+    assert trained.rewards.names == ["reward", "Counter"]
     environments, completions, prompts, answers = seen[0]
     assert all(one.value == 2 for one in environments) and len({id(one) for one in environments}) == len(completions)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -157,7 +157,7 @@ def test_rewards_of_turns(tmp_path):
     ends = batch.sampled & (batch.token_ids == TOKENIZER.eos_token_id)
     per_turn = batch.advantages[ends].view(-1, 2)
     assert (per_turn[:, 0] != per_turn[:, 1]).any()  # each turn has an advantage of its own
-    assert trained.rewards.names == ["environment"]
+    assert trained.rewards.names == ["Turns"]
 
 
 @pytest.mark.parametrize("kind", ["list", "dataset", "stream"])
@@ -171,7 +171,7 @@ def test_text_environments_need_no_prompts(tmp_path, kind):
     trained = trainer(tmp_path, Talk, says("12", "3"), rows=rows, log_completions=False)
     trained.train()
     logged = trained.state.log_history[0]
-    assert logged["rewards/environment/mean"] == 3 and logged["rollouts/turns"] == 2
+    assert logged["rewards/Talk/mean"] == 3 and logged["rollouts/turns"] == 2
     assert {row["prompt"] for row in trained.completions.rows} == {"user: Say digits."}
 
 
@@ -180,7 +180,7 @@ def test_a_tiny_model_learns_in_a_text_environment(tmp_path):
     settings = {"max_completion_length": 60, "max_steps": 10, "num_generations": 8, "learning_rate": 1e-2}
     trained = trainer(tmp_path, Talk, rows=rows, parts={"model": tiny.model(scale=3.0)}, **settings)
     trained.train()
-    rewards = runs.history(trained, "rewards/environment/mean")
+    rewards = runs.history(trained, "rewards/Talk/mean")
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])  # 4 at first
 
 
@@ -195,7 +195,7 @@ def test_rewards_of_failed_rollouts_are_left_out(tmp_path):
         trained = trainer(tmp_path, Fragile, says("done"), max_steps=1)
         trained.train()
     logged = trained.state.log_history[0]
-    assert logged["rollouts/failed"] == 0.5 and logged["rewards/environment/mean"] == 1.0
+    assert logged["rollouts/failed"] == 0.5 and logged["rewards/Fragile/mean"] == 1.0
     assert Counter.made == Counter.closed
 
 
@@ -229,7 +229,7 @@ def test_a_trainer_that_never_trains_closes_what_it_looked_at(tmp_path):
 def test_an_evaluation_closes_its_environments(tmp_path):
     parts = {"eval_dataset": tiny.rows(4, conversational=True)}
     trained = trainer(tmp_path, engine=says(CALL, "done"), parts=parts, per_device_eval_batch_size=8)
-    assert trained.evaluate()["eval_rewards/environment/mean"] == pytest.approx(2.05)
+    assert trained.evaluate()["eval_rewards/Counter/mean"] == pytest.approx(2.05)
     assert Counter.made == Counter.closed == 8
 
 
@@ -274,7 +274,7 @@ def test_few_environments_are_enough_for_a_generation(tmp_path):
     trained.train()
     assert Scarce.made == 2
     logged = trained.state.log_history[0]
-    assert logged["rewards/environment/mean"] == 2 and logged["rollouts/turns"] == 1
+    assert logged["rewards/Talk/mean"] == 2 and logged["rollouts/turns"] == 1
     assert logged["completions/clipped_ratio"] == 1  # the environment wanted to go on
 
 
@@ -369,8 +369,9 @@ def test_rows_name_their_environment_and_see_its_tools_alone(tmp_path):
     assert logged["rollouts/failed"] == 0
     assert logged["environment/counter/reward"] == pytest.approx(2.05)  # every second one says 2.1
     assert logged["environment/talk/reward"] == 1  # the digit of the call, in the first of two turns
-    mean = (logged["environment/counter/reward"] + logged["environment/talk/reward"]) / 2
-    assert logged["rewards/environment/mean"] == pytest.approx(mean)
+    assert trained.rewards.names == ["Counter", "Talk"]
+    for name in ("Counter", "Talk"):
+        assert logged[f"rewards/{name}/mean"] == pytest.approx(logged[f"environment/{name.lower()}/reward"])
 
 
 @pytest.mark.parametrize("name", ["shop", None])
@@ -396,8 +397,39 @@ def test_without_data_steps_have_to_be_given(tmp_path):
         trainer(tmp_path, Riddle, parts={"train_dataset": None}, max_steps=-1)
 
 
+def test_environments_of_one_class_share_a_reward_and_others_have_their_own(tmp_path):
+    """Rewards of a rollout are None but for its own class's, as TRL has it; a name that is there gets a number."""
+
+    class Other(Riddle):
+        def get_reward(self):
+            return 7.0
+
+    other = type("Riddle", (Other,), {})
+    factory = {"one": Riddle, "two": Riddle, "three": other}
+    rows = [{"prompt": None, "seed": 1, "environment": name} for name in factory] + [
+        {"prompt": None, "seed": 1, "environment": "one"}
+    ]
+    trained = trainer(tmp_path, factory, says("done"), rows=rows, max_steps=1, per_device_train_batch_size=8)
+    assert trained.rewards.names == ["Riddle", "Riddle_1"] and trained.rewards.weights.tolist() == [1.0, 1.0]
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert (logged["rewards/Riddle/mean"], logged["rewards/Riddle_1/mean"]) == (5, 7)
+
+
+def test_an_environment_whose_reset_returns_nothing_needs_no_prompt(tmp_path):
+    class Mute(Riddle):
+        def reset(self, seed):
+            pass
+
+    rows = [{"seed": i} for i in range(8)]
+    trained = trainer(tmp_path, Mute, says("done"), rows=rows, max_steps=1)
+    trained.train()
+    assert trained.state.log_history[0]["rollouts/failed"] == 0
+    assert {row["prompt"] for row in trained.completions.rows} == {"user:"}
+
+
 def test_an_environment_may_have_reset_alone(tmp_path):
     trained = trainer(tmp_path, Riddle, says("done"), parts={"train_dataset": None}, max_steps=1)
     trained.train()
     logged = trained.state.log_history[0]
-    assert (logged["rollouts/turns"], logged["rewards/environment/mean"]) == (1, 5)
+    assert (logged["rollouts/turns"], logged["rewards/Riddle/mean"]) == (1, 5)

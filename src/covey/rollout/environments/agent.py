@@ -1,6 +1,5 @@
 """Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
 
-import asyncio
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,18 +8,33 @@ from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments import interface
-from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, close_here, unchanged
+from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, close_environment
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Content, Toolbox, ToolResult, content_of
+from covey.rollout.tools.toolbox import Rendered, Toolbox, ToolResult
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.runtime.deadlines import CallTimeout
 from covey.runtime.user_code import call_all
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
+REWARD_NUMBER = "environment_reward_number"
+"""The same: which of several rewards of environments a rollout has, from 0."""
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """Environments of one class, which give a reward of their own."""
+
+    kind: Any  # the class
+    name: str  # of the reward: that of the class, unless it has a `reward_name`
+
+    @classmethod
+    def of(cls, environment: Any) -> "RewardSource":
+        kind = type(environment)
+        return cls(kind, getattr(environment, "reward_name", kind.__name__))
 
 
 @dataclass(eq=False)
@@ -30,19 +44,20 @@ class EnvironmentAgent:
     pool: EnvironmentPool
     gives_reward: bool
     needs: Sequence[str] = ()  # columns that `reset` has no defaults for
+    source: RewardSource = RewardSource(object, "environment")  # where it gives one
 
     def __post_init__(self) -> None:
         self.gives_objects = self.pool.limit is None
         self.schemas: Sequence[dict[str, Any]] = ()  # of tools, for the chat template
+        self.sources = [self.source] if self.gives_reward else []
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         with engine.paused_timeout():  # other rollouts may use all environments
             lease = await self.pool.acquire()
         try:
-            where = f"{lease.kind}.reset"
             columns = interface.accepted(lease.environment.reset, row)
             opening = await lease.call("reset", interface.checked_observation, **columns)
-            prompt = interface.initial_prompt(engine.row.get("prompt"), opening, where)
+            prompt = interface.initial_prompt(engine.row.get("prompt"), opening)
             episode = engine.begin(prompt, tools=self.schemas)
             reward = await self._play(lease, episode)
             if hasattr(lease.environment, "get_reward"):
@@ -62,6 +77,9 @@ class EnvironmentAgent:
         for rollout in rollouts:
             if (environment := rollout.extras.pop(OBJECTS, None)) is not None:
                 self.pool.release(environment)
+
+    def end_batch(self) -> None:
+        self.pool.close_lost()
 
     def close(self) -> None:
         self.pool.close()
@@ -84,6 +102,10 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         super().__post_init__()
         self.schemas = self.agent.toolbox.schemas
 
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.agent.end_batch()
+
     async def _play(self, lease: Lease, episode: Episode) -> None:
         await self.agent.play(episode, EnvironmentToolbox(lease, self.agent.toolbox, self.methods))
 
@@ -93,6 +115,7 @@ class EnvironmentToolbox(Toolbox):
 
     def __init__(self, lease: Lease, described: Toolbox, methods: Collection[str]):
         super().__init__(list(described.tools.values()), timeout=lease.seconds, loop=lease.loop)
+        self._outcomes = described._outcomes
         self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
@@ -102,16 +125,13 @@ class EnvironmentToolbox(Toolbox):
             raise interface.EnvironmentFailed(self._lease.lost)
         return results
 
-    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Rendered:
         if tool.name not in self._methods:
             return await super()._call(tool, arguments)
         lease = self._lease
         name, method = f"{lease.kind}.{tool.name}", getattr(lease.environment, tool.name)
-        try:
-            async with asyncio.timeout(self.timeout):
-                result = await lease.raw_call(name, method, unchanged, **arguments)
-                # Rendering runs the environment's code, so it is on the environment's thread, under the same deadline.
-                return await lease.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
+        try:  # rendering runs the environment's code, so it is where the method runs, under the same deadline
+            return await lease.raw_call(name, method, lambda result, _: self.rendered(result), **arguments)
         except (TimeoutError, interface.EnvironmentFailed):  # the environment was lost to this call or to another
             lease.lose(name)
             raise CallTimeout from None
@@ -155,6 +175,8 @@ class PlayedEnvironment(RolloutFunction):
 
     def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
         super().__init__(environment.play, timeout, limits)
+        self.source = RewardSource(type(environment), getattr(environment, "reward_name", "environment"))
+        self.sources = [self.source]
         self.optional_reward = getattr(environment, "optional_reward", False)
         self.text_only = getattr(environment, "text_only", False)  # it would not see a row's images
         self._environment = environment
@@ -165,7 +187,7 @@ class PlayedEnvironment(RolloutFunction):
 
 
 def _close(environment: Any) -> None:
-    if (error := close_here(environment)) is not None:
+    if (error := close_environment(environment)) is not None:
         warnings.warn(f"an environment could not be closed: {error}.", EnvironmentWarning, stacklevel=3)
 
 
@@ -177,7 +199,9 @@ class NamedEnvironments:
     def __init__(self, agents: Mapping[str, EnvironmentAgent | PlayedEnvironment]):
         self.agents = dict(agents)
         self._pooled = [agent for agent in self.agents.values() if isinstance(agent, EnvironmentAgent)]
-        self.gives_reward = any(getattr(agent, "gives_reward", False) for agent in self.agents.values())
+        giving = [agent for agent in self.agents.values() if getattr(agent, "gives_reward", False)]
+        self.gives_reward = bool(giving)
+        self.sources = list(dict.fromkeys(agent.source for agent in giving))  # two names may have one class
         self.gives_objects = all(getattr(agent, "gives_objects", False) for agent in self.agents.values())
         self.needs = list(dict.fromkeys(name for agent in self._pooled for name in agent.needs))
         self.schemas = [schema for agent in self._pooled for schema in agent.schemas]
@@ -185,6 +209,8 @@ class NamedEnvironments:
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         name = self.checked_name(row)
         rollout = await self.agents[name](row, engine)
+        if REWARD in rollout.extras:
+            rollout.extras[REWARD_NUMBER] = self.sources.index(self.agents[name].source)
         reward = rollout.extras.get(REWARD)
         given = [one for _, one in reward if one is not None] if isinstance(reward, list) else [reward]
         if given and all(isinstance(one, int | float) for one in given):
@@ -204,6 +230,10 @@ class NamedEnvironments:
             if (environment := rollout.extras.pop(OBJECTS, None)) is not None:
                 for agent in self._pooled:
                     agent.pool.release(environment)  # the others' pools do not know it
+
+    def end_batch(self) -> None:
+        for agent in self._pooled:
+            agent.end_batch()
 
     def close(self) -> None:
         call_all(*(agent.close for agent in self.agents.values()))

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from covey.core.records import Message
 from covey.rollout.environments.interface import instructed, library
+from covey.runtime.calling_thread import threaded
 
 
+@threaded
 class GymEnvironment:
     """Makes text environments of a gymnasium environment; gives the rows that they start from.
 
@@ -91,6 +93,8 @@ class GymEnvironment:
 @dataclass(eq=False)
 class GymText:
     """One gymnasium environment with `step(text)`."""
+
+    reward_name: ClassVar[str] = "environment"
 
     environment: Any
     parse: Callable[[str], Any]

@@ -125,12 +125,13 @@ def checked_number(value: Any, name: str) -> float | None:
     return float(number)
 
 
-def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list[Message]:
-    """The prompt that an episode begins with: the row's, with what the environment's `reset` returned at its end."""
+def initial_prompt(prompt: Any, opening: Observation | None) -> list[Message]:
+    """The prompt that an episode begins with: the row's, with what the environment's `reset` returned at its end.
+
+    Without either it is an empty message of a user.
+    """
     if prompt is None or prompt == []:
-        if not opening:
-            raise EnvironmentFailed(f"the row has no prompt, and {where} returned none")
-        return as_messages(opening)
+        return as_messages(opening or "")
     if not is_conversational(prompt):
         raise EnvironmentFailed(f"an environment needs a prompt of messages, and the row's is {format_value(prompt)}")
     messages: list[Message] = copy.deepcopy(prompt)

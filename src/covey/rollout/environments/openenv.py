@@ -7,14 +7,16 @@ started here, and environments with MCP tools are not supported.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from covey.core.records import Message
 from covey.rollout.environments.interface import instructed, library
+from covey.runtime.calling_thread import threaded
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})  # fields of an observation that the policy is not shown
 
 
+@threaded
 @dataclass(eq=False)
 class OpenEnvironment:
     """Opens sessions of an OpenEnv server; gives the rows that they start from.
@@ -76,6 +78,8 @@ class OpenEnvironment:
 @dataclass(eq=False)
 class OpenEnvText:
     """One session of an OpenEnv server with `step(text)`."""
+
+    reward_name: ClassVar[str] = "environment"
 
     client: Any
     parse: Callable[[str], Any]

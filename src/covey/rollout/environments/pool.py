@@ -9,13 +9,22 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
 from covey.rollout.environments.interface import EnvironmentFailed
-from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, WorkerThread, await_future
+from covey.runtime.calling_thread import call_here, calls_wait_here, is_threaded
+from covey.runtime.deadlines import (
+    CallTimeout,
+    LateCalls,
+    StillRunning,
+    WorkerThread,
+    await_future,
+    call_with_deadline,
+    can_interrupt_here,
+)
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
 
@@ -29,10 +38,16 @@ class EnvironmentWarning(UserWarning):
 
 
 class Lease:
-    """An environment that a rollout uses, called once at a time; a deadline includes the wait for earlier calls."""
+    """An environment that a rollout uses, called once at a time.
 
-    def __init__(self, loop: LoopThread, seconds: float, late: LateCalls, environment: Any = None):
-        self.loop, self.seconds, self.late = loop, seconds, late
+    Its ordinary methods run on the thread that waits for the rollouts, where one does (`waits_here`); else on a thread
+    of its own, and a deadline includes the wait for earlier calls.
+    """
+
+    def __init__(
+        self, loop: LoopThread, seconds: float, late: LateCalls, environment: Any = None, waits_here: bool = False
+    ):
+        self.loop, self.seconds, self.late, self.waits_here = loop, seconds, late, waits_here
         self.environment = environment  # None until it is made
         self.lost: str | None = None  # why the environment can no longer be used
         self.thread = WorkerThread("covey-environment", wrap_errors=True)
@@ -69,6 +84,8 @@ class Lease:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
             return await self._on_loop(name, partial(function, *args, **kwargs), check)
+        if self.waits_here and calls_wait_here():
+            return await self._here(name, lambda: check(call_and_wait(function, *args, **kwargs), name))
         until = time.monotonic() + self.seconds
         future = self.thread.submit(lambda: check(call_and_wait(function, *args, **kwargs), name))
         try:
@@ -83,6 +100,15 @@ class Lease:
     def lose(self, name: str) -> None:
         """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
         self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
+
+    async def _here(self, name: str, function: Callable[[], T]) -> T:
+        begun: list[bool] = []
+        try:
+            return await call_here(function, self.seconds, self.late, on_begin=lambda: begun.append(True))
+        except (CallTimeout, asyncio.CancelledError):
+            if begun:
+                self.lose(name)
+            raise
 
     async def _on_loop(self, name: str, function: Callable[[], Awaitable[Any]], check: Callable[[Any, str], T]) -> T:
         begun = False
@@ -108,12 +134,15 @@ def unchanged(value: T, name: str) -> T:
     return value
 
 
-def close_here(environment: Any) -> str | None:
+def close_environment(environment: Any) -> str | None:
     """Close an environment on this thread; the message of the exception that it raised, if any."""
     close = getattr(environment, "close", None)
+    return failure_of(close) if callable(close) else None
+
+
+def failure_of(function: Callable[[], Any]) -> str | None:
     try:
-        if callable(close):
-            close()
+        function()
     except Exception as error:
         return format_error(error)
     return None
@@ -156,7 +185,8 @@ class EnvironmentPool:
 
     async def _make(self) -> Lease:
         known = self._environments
-        lease = Lease(self.loop, self.seconds, known.late)
+        waits_here = calls_wait_here() and not is_threaded(self.factory)
+        lease = Lease(self.loop, self.seconds, known.late, waits_here=waits_here)
         try:
             self._environments.late.check()
             environment = lease.environment = await lease.run("environment_factory", self.factory, unchanged)
@@ -179,18 +209,30 @@ class EnvironmentPool:
                 self._making -= 1
 
     def release(self, environment: Any, usable: bool = True) -> None:
-        """Take an environment back for another rollout; one in an unknown state is closed, without waiting for that."""
+        """Take an environment back for another rollout; one in an unknown state is closed, without waiting for that.
+
+        One whose methods run on the thread that waits for the rollouts is closed there, by `close_lost`.
+        """
         known = self._environments
         with known.lock:
             lease = known.leased.pop(id(environment), None)
             usable = usable and lease is not None and lease.lost is None
             if lease is not None and usable:
                 known.idle.append(lease)
-        if lease is not None and not usable:
+        if lease is not None and not usable and lease.waits_here:
+            known.lost.append(lease)
+        elif lease is not None and not usable:
             closing = known.loop.start(known.close_one(lease))
             known.closing.add(closing)
             closing.add_done_callback(known.closing.discard)
         self._wake_next()
+
+    def close_lost(self) -> None:
+        """Close those in an unknown state whose methods run on this thread."""
+        known = self._environments
+        with known.lock:
+            lost, known.lost = known.lost, []
+        known.close_here(lost)
 
     def close(self) -> None:
         """Close all of them, and wait for that until the deadline. May be called again; `acquire` makes new ones."""
@@ -214,20 +256,25 @@ class _Environments:
         self.closing: set[Future[None]] = set()
         self.lock = threading.RLock()  # a finalizer may run while it is held
         self.idle: list[Lease] = []
+        self.lost: list[Lease] = []  # in an unknown state, to be closed by the thread that waits for rollouts
         self.leased: dict[int, Lease] = {}
         self.errors: list[str] = []
         self.late = LateCalls("an environment")  # one that hangs takes its thread with it, and another is made
 
     def close(self) -> None:
         with self.lock:
-            leases = [*self.idle, *self.leased.values()]
+            leases = [*self.idle, *self.leased.values(), *self.lost]
             self.idle.clear()
             self.leased.clear()
+            self.lost = []
+        if can_interrupt_here():
+            self.close_here([lease for lease in leases if lease.waits_here])
+            leases = [lease for lease in leases if not lease.waits_here]
         waiting = list(self.closing)
         try:
             waiting += [self.loop.start(self.close_one(lease)) for lease in leases]
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            self.errors += filter(None, [close_here(lease.environment) for lease in leases])
+            self.errors += filter(None, [close_environment(lease.environment) for lease in leases])
         if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
             return
         late = wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
@@ -238,6 +285,20 @@ class _Environments:
             message = f"{count} could not be closed: {self.errors[0]}."
             self.errors.clear()
             warnings.warn(message, EnvironmentWarning, stacklevel=3)
+
+    def close_here(self, leases: Sequence[Lease]) -> None:
+        """Close on this thread, all of them by one deadline."""
+        until = time.monotonic() + self.seconds
+        for lease in leases:
+            close = partial(call_and_wait, getattr(lease.environment, "close", lambda: None))
+            try:
+                if (
+                    raised := call_with_deadline(partial(failure_of, close), until - time.monotonic(), self.late)
+                ) is not None:
+                    self.errors.append(f"{lease.kind}.close raised {raised}")
+            except CallTimeout:
+                self.errors.append(f"{lease.kind}.close took longer than tool_timeout={self.seconds:g} s")
+            lease.thread.close()
 
     async def close_one(self, lease: Lease) -> None:
         close = getattr(lease.environment, "close", None)

@@ -4,11 +4,11 @@ import asyncio
 import copy
 import difflib
 import inspect
-import json
 import sys
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import islice
@@ -18,9 +18,17 @@ from covey.core.records import Message, Rollout
 from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool, WrongArgument
-from covey.runtime.deadlines import CallTimeout, StillRunning, run_in_thread
+from covey.runtime.calling_thread import call_here, is_threaded
+from covey.runtime.deadlines import CallTimeout, StillRunning
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
+from covey.runtime.user_code import (
+    PlainCopies,
+    UserCodeError,
+    call_and_wait,
+    format_error,
+    is_async,
+    unsaveable_part,
+)
 
 Content = str | list[dict[str, Any]]
 """A text, or parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`."""
@@ -45,6 +53,7 @@ class ToolResult:
     call_id: str
     content: Content
     failure: Failure | None = None
+    returned: list[Any] | None = None  # by the tool, where that is a list of plain values; `content` is its text
 
     def message(self) -> Message:
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
@@ -53,7 +62,7 @@ class ToolResult:
         """The result for a model of text alone: an image becomes an error."""
         if isinstance(self.content, str) or all(part["type"] == "text" for part in self.content):
             return self
-        content = f"Error: {self.name} returned an image, and you can read text alone"
+        content = error_text(f"{self.name} returned an image, and you can read text alone")
         return replace(self, content=content, failure=Failure.EXCEPTION)
 
 
@@ -73,10 +82,29 @@ def call_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
     }
 
 
+class ToolWarning(UserWarning):
+    """Something is wrong with a tool, and the run continues."""
+
+
+@dataclass
+class Outcomes:
+    """Calls of one tool that were executed; those that the policy wrote wrongly do not count."""
+
+    worked: bool = False  # at least one of them
+    failed: int = 0
+    first: str = ""  # failure
+    warned: bool = False
+
+    def note(self, failure: str) -> None:
+        self.first = self.first or failure
+        self.failed += 1
+
+
 class Toolbox:
     """Tools by name, called under a deadline.
 
-    Ordinary functions run on a thread each, so those that keep state must bear being called from several at once.
+    Ordinary functions are called by the thread that waits for the rollouts, one after another; on a thread each where
+    they are marked with `covey.threaded`, and where no thread waits.
     """
 
     def __init__(
@@ -98,6 +126,7 @@ class Toolbox:
                 raise ValueError(f"two tools are called {tool.name!r}; give one of them another name.")
             self.tools[tool.name] = tool
         self._loop = loop or LoopThread("covey-async-tools")
+        self._outcomes = {name: Outcomes() for name in self.tools}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -132,34 +161,60 @@ class Toolbox:
             arguments = tool.arguments(copy.deepcopy(call.arguments))
         except WrongArgument as wrong:
             return _failed(name, call_id, Failure.WRONG_ARGUMENT, _short(str(wrong)))
+        outcomes = self._outcomes[tool.name]
         try:
-            return ToolResult(name, call_id, await self._call(tool, arguments))
+            made = await self._call(tool, arguments)
+            outcomes.worked = True
+            return ToolResult(name, call_id, made.content, returned=made.returned)
         except StillRunning as refused:
             failure, text = Failure.TIMEOUT, f"{name}: {refused}"
         except CallTimeout:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
+            outcomes.note(text)
         except UserCodeError as raised:
-            failure, text = Failure.EXCEPTION, _short(raised.release())
+            failure, text = Failure.EXCEPTION, _short(raised.message)
+            outcomes.note(raised.release())
         except RuntimeError as error:  # no thread could be started
             failure, text = Failure.EXCEPTION, format_error(error)
         return _failed(name, call_id, failure, text)
 
-    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
+    def warn_of_failures(self) -> None:
+        """Warn, once, about each tool whose calls have all failed so far: the policy would learn from its errors."""
+        for name, outcomes in self._outcomes.items():
+            if outcomes.failed and not outcomes.worked and not outcomes.warned:
+                outcomes.warned = True
+                warnings.warn(
+                    f"all {outcomes.failed} calls of the tool {name!r} have failed. The first one: {outcomes.first}."
+                    " The policy reads such errors and is trained on them: make the tool work, or let it return a text"
+                    " that says what the policy did wrong.",
+                    ToolWarning,
+                    stacklevel=2,
+                )
+
+    def rendered(self, result: Any) -> "Rendered":
+        return rendered(result, self.max_result_chars)
+
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> "Rendered":
         """The rendered result. Rendering runs the result's own code, so it is under the same deadline."""
-        render = partial(content_of, limit=self.max_result_chars)
         if is_async(tool.function):
 
-            async def run_async() -> Content:
+            async def run_async() -> Rendered:
                 result = await tool.function(**arguments)
-                return render(await result if inspect.isawaitable(result) else result)
+                return self.rendered(await result if inspect.isawaitable(result) else result)
 
             return await self._loop.call(run_async, self.timeout, tool.late)
 
-        return await run_in_thread(lambda: render(call_and_wait(tool.function, **arguments)), self.timeout, tool.late)
+        called, own_thread = partial(call_and_wait, tool.function, **arguments), is_threaded(tool.function)
+        return await call_here(lambda: self.rendered(called()), self.timeout, tool.late, threaded=own_thread)
 
 
 def _failed(name: str, call_id: str, failure: Failure, text: str) -> ToolResult:
-    return ToolResult(name, call_id, f"Error: {text}", failure)
+    return ToolResult(name, call_id, error_text(text), failure)
+
+
+def error_text(text: str) -> str:
+    """Text that the policy reads in place of a result: a dictionary, as scripts written for TRL look for."""
+    return str({"error": text})
 
 
 def _call_id(number: int) -> str:
@@ -182,14 +237,31 @@ BRACKETS: dict[type, tuple[str, str]] = {
     frozenset: ("frozenset({", "})"),
     deque: ("deque([", "])"),
 }
-MAX_DEPTH = 50  # containers that JSON cannot hold are shown down to this depth
+MAX_DEPTH = 50  # containers are shown down to this depth
 MAX_PARTS = 1000  # members of a list that are looked at for images, and shown if there are any
 
 
-def content_of(result: Any, limit: int) -> Content:
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A result as the policy reads it; and itself, where it is a list of plain values that the policy reads whole."""
+
+    content: Content
+    returned: list[Any] | None = None
+
+
+def rendered(result: Any, limit: int) -> Rendered:
     """A result of any type as text, with a note of what was left out beyond `limit` characters, or as parts."""
-    parts = parts_of(result, limit)
-    return text_of(result, limit) if parts is None else parts
+    if (parts := parts_of(result, limit)) is not None:
+        return Rendered(parts)
+    text, whole = shown_text(result, limit)
+    return Rendered(text, PlainCopies().copy(result) if whole and type(result) is list and _is_plain(result) else None)
+
+
+def _is_plain(result: list[Any]) -> bool:
+    try:
+        return unsaveable_part(result, "") is None
+    except RecursionError:  # it contains itself
+        return False
 
 
 def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
@@ -200,8 +272,13 @@ def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
 
 
 def text_of(result: Any, limit: int) -> str:
-    """A result as text that every tokenizer can encode: strings as they are, JSON where it can, else `str`."""
-    whole = True
+    """A result as text that every tokenizer can encode: strings as they are, `str` of everything else."""
+    return shown_text(result, limit)[0]
+
+
+def shown_text(result: Any, limit: int) -> tuple[str, bool]:
+    """The same, and True if nothing was left out."""
+    known = True
     if isinstance(result, str):
         text = str.__str__(result)
     elif isinstance(result, bytes | bytearray):
@@ -209,16 +286,11 @@ def text_of(result: Any, limit: int) -> str:
     elif inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError("the tool returned a generator instead of a result; let it return a list or a string")
     else:
-        # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
-        written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
-        try:
-            text, whole = _take(written, 4 * limit)
-        except (TypeError, ValueError, RecursionError):
-            text, whole = _take(_shown(result), 4 * limit)
+        text, known = _take(_shown(result), 4 * limit)
     left_out = len(text) - limit
     if left_out > 0:
-        text = f"{text[:limit]}\n[{f'{left_out} ' if whole else ''}more characters left out]"
-    return text.encode("utf-8", "replace").decode()
+        text = f"{text[:limit]}\n[{f'{left_out} ' if known else ''}more characters left out]"
+    return text.encode("utf-8", "replace").decode(), left_out <= 0
 
 
 def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
@@ -233,15 +305,9 @@ def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
     return "".join(taken), True
 
 
-def _plain(result: Any) -> Any:
-    if is_dataclass(result) and not isinstance(result, type):
-        return {field.name: getattr(result, field.name) for field in fields(result)}
-    raise TypeError(f"JSON cannot hold {type(result).__name__}")
-
-
 def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
     kind = type(value)
-    if kind not in BRACKETS:
+    if kind not in BRACKETS or (not value and kind is not tuple):
         yield str.__str__(repr(value) if above else str(value))
         return
     if id(value) in above or len(above) == MAX_DEPTH:

@@ -22,6 +22,10 @@ _CALLS = ("object", "string", "none")  # a placeholder's calls: arguments as an 
 CACHED_TEMPLATES = 256  # rows may bring arguments, and with them templates, of their own
 
 
+class UnstableTemplate(ValueError):
+    """A chat template that renders earlier turns differently once later ones follow."""
+
+
 class TurnTemplate:
     """The tokenizer's chat template for conversations with tools; `reasons` is empty if it is prefix-stable."""
 
@@ -57,7 +61,7 @@ class TurnTemplate:
             else "Set unstable_chat_template='rewrite', if thinking is dropped; or change"
         )
         if self.reasons and unstable != "keep":
-            raise ValueError(
+            raise UnstableTemplate(
                 f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
                 f" not be the one that the template renders. {self._advice} `tokenizer.chat_template` so that earlier"
                 " turns stay as they were; or set unstable_chat_template='keep' and keep them yourself wherever the"
@@ -276,9 +280,7 @@ class TurnTemplates:
 
     def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise", parser: str | None = None):
         if unstable == "rewrite":
-            keep_thinking(codec.tokenizer)
-            if codec.vision is not None:  # its processor is what is saved
-                codec.vision.processor.chat_template = codec.tokenizer.chat_template
+            _rewrite(codec)
         self.codec, self._end_ids, self._unstable = codec, tuple(end_ids), unstable
         self.parser = parser  # name of the notation of calls; None: what the chat template mentions
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
@@ -288,11 +290,47 @@ class TurnTemplates:
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
         template = self._cache.pop(key, None)
         if template is None:
-            vision, allowed = self.codec.vision, self.codec.allow_control_tokens
-            template = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable, vision, allowed)
+            try:
+                template = self._made(tools, kwargs)
+            except UnstableTemplate as unstable:
+                template = self._made_without_thinking(tools, kwargs, unstable)
         self._cache[key] = template
         if len(self._cache) > CACHED_TEMPLATES:
             del self._cache[next(iter(self._cache))]
+        return template
+
+    def _made(self, tools: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> TurnTemplate:
+        codec = self.codec
+        return TurnTemplate(
+            codec.tokenizer, tools, self._end_ids, kwargs, self._unstable, codec.vision, codec.allow_control_tokens
+        )
+
+    def _made_without_thinking(
+        self, tools: Sequence[dict[str, Any]], kwargs: dict[str, Any], unstable: "UnstableTemplate"
+    ) -> TurnTemplate:
+        """The template, rewritten to keep the empty thinking of earlier turns, where prompts switch thinking off.
+
+        No token that is trained on or read differs between the two: turns stay as they were sampled either way.
+        """
+        tokenizer = self.codec.tokenizer
+        old, opening = tokenizer.chat_template, _rendered(tokenizer, _TURNS[0], tools, kwargs)
+        if self._unstable != "raise" or opening is None or not opening.rstrip().endswith("</think>"):
+            raise unstable
+        try:
+            prompts = [_rendered(tokenizer, turns, tools, kwargs) for turns in _TURNS[:2]]
+            _rewrite(self.codec)
+            if prompts != [_rendered(tokenizer, turns, tools, kwargs) for turns in _TURNS[:2]]:
+                raise unstable
+            template = self._made(tools, kwargs)
+        except ValueError:
+            _set_template(self.codec, old)
+            raise unstable from None
+        warnings.warn(
+            "the chat template opens a turn without thinking by an empty block of thinking, and drops the block from"
+            " earlier turns. It was rewritten to keep it, as training does, and is saved with the model in that form."
+            " Set unstable_chat_template='rewrite' to silence this, or 'keep' to save it as it was.",
+            stacklevel=6,
+        )
         return template
 
 
@@ -357,9 +395,26 @@ def rewritten(template: str) -> str:
     return template
 
 
-def _rendered(tokenizer: Any, turns: list[Message]) -> str | None:
+def _rewrite(codec: PromptCodec) -> None:
+    keep_thinking(codec.tokenizer)
+    _set_template(codec, codec.tokenizer.chat_template)
+
+
+def _set_template(codec: PromptCodec, template: Any) -> None:
+    codec.tokenizer.chat_template = template
+    if codec.vision is not None:  # its processor is what is saved
+        codec.vision.processor.chat_template = template
+
+
+def _rendered(
+    tokenizer: Any, turns: list[Message], tools: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> str | None:
     last = turns[-1]["role"] == "user"
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=last))
+        return str(
+            tokenizer.apply_chat_template(
+                turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=last, **(kwargs or {})
+            )
+        )
     except Exception:  # templates are programs of their authors: some take no system message
         return None

@@ -1,0 +1,251 @@
+"""Coroutines on an event loop of their own whose calls of ordinary functions run on the thread that waits for them.
+
+Tools and environments are written for the main thread, as reward functions are: `signal.alarm`, sqlite connections and
+`threading.local` belong to a thread. Calls run there one after another while the loop continues to sample. A function
+or class that bears being called on several threads at once is marked with `threaded`.
+"""
+
+import asyncio
+import contextvars
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from covey.runtime.deadlines import (
+    CallTimeout,
+    Interrupt,
+    LateCalls,
+    call_with_deadline,
+    can_interrupt_here,
+    install_interrupts,
+    interrupt_call,
+    run_in_thread,
+)
+from covey.runtime.interrupts import Interrupted
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import UserCodeError, settle, unwrap_partial
+
+T = TypeVar("T")
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+MARK = "__covey_threaded__"
+BLOCKED_SECONDS = 10.0  # beyond its deadline, after which a call counts as one that cannot be interrupted
+
+
+def threaded(tool: Marked) -> Marked:
+    """Mark a tool, or a class of environments, as one that may be called on threads, several calls at a time.
+
+    Without it an ordinary tool, and an ordinary method of an environment, is called on the main thread, one call after
+    another. With it calls that wait for a network or a process wait together; each environment keeps a thread of its
+    own. Coroutine functions need no mark.
+
+    Example:
+        ```python
+        @covey.threaded
+        def search(query: str) -> str:
+            \"\"\"Search the index.
+
+            Args:
+                query: Words to search for.
+            \"\"\"
+            return requests.get(INDEX, params={"q": query}, timeout=10).text
+        ```
+    """
+    setattr(tool, MARK, True)
+    return tool
+
+
+def is_threaded(function: Any) -> bool:
+    """True for what `threaded` has marked, for its methods and for its instances."""
+    function = unwrap_partial(function)
+    return bool(getattr(function, MARK, False) or getattr(getattr(function, "__self__", None), MARK, False))
+
+
+@dataclass(eq=False)
+class _Job:
+    function: Callable[[], Any]
+    seconds: float
+    late: LateCalls
+    begun: "Future[None]" = field(default_factory=Future)
+    result: "Future[Any]" = field(default_factory=Future)
+
+
+class CallingThread:
+    """Runs coroutines on an event loop of its own thread, and their `call_here`s on the thread that called `run`."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of `_current`
+        self._current: _Job | None = None
+        self._stopped = False  # by Ctrl-C; a function may raise KeyboardInterrupt itself, which costs its own call
+        self.blocked = False  # by a call that could not be interrupted
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Result of a coroutine. Where calls cannot be interrupted, as off the main thread, they get threads."""
+        loop = LoopThread(self._name, no_grad=True)
+        try:
+            return self._wait(loop, work) if can_interrupt_here() else loop.run(work)
+        finally:
+            loop.close(seconds=5.0)  # also when the wait is interrupted: what it waited for must not continue
+
+    def _wait(self, loop: LoopThread, work: Coroutine[Any, Any, T]) -> T:
+        install_interrupts()
+        jobs = self._jobs = SimpleQueue()  # what an earlier, interrupted run has left is not performed
+
+        async def with_calls() -> T:
+            _CALLING.set(self)
+            return await work
+
+        future = loop.start(with_calls())
+        future.add_done_callback(lambda _: jobs.put(None))
+        try:
+            with self._noting_ctrl_c():
+                while (job := jobs.get()) is not None:
+                    self._perform(job)
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @contextmanager
+    def _noting_ctrl_c(self) -> Iterator[None]:
+        self._stopped, handler = False, signal.getsignal(signal.SIGINT)
+
+        def note(number: int, frame: FrameType | None) -> Any:
+            self._stopped = True
+            return signal.default_int_handler(number, frame)
+
+        if handler is not signal.default_int_handler:  # that of a run raises an exception of its own
+            yield
+            return
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) is note:  # else a function has set another, which is reported
+                signal.signal(signal.SIGINT, handler)
+
+    async def call(self, function: Callable[[], T], seconds: float, late: LateCalls, on_begin: Callable[[], None]) -> T:
+        job = _Job(partial(contextvars.copy_context().run, function), seconds, late)
+        self._jobs.put(job)
+        try:
+            with _paused():
+                await asyncio.wrap_future(job.begun)
+            on_begin()
+            result = asyncio.wrap_future(job.result)
+            if not (await asyncio.wait({result}, timeout=seconds + BLOCKED_SECONDS))[0]:
+                late.add(job.result)
+                self._give_up(seconds)
+            return result.result()
+        except asyncio.CancelledError:
+            job.result.cancel()  # if it has not begun
+            with self._lock:
+                if self._current is job:
+                    interrupt_call()
+            raise
+
+    def _give_up(self, seconds: float) -> None:
+        self.blocked = True
+        warnings.warn(
+            f"a tool or an environment has not returned {BLOCKED_SECONDS:g} s after its deadline of {seconds:g} s, and"
+            " the main thread waits for it: it is in C code that neither returns nor can be interrupted. Until it"
+            " returns, others are called on threads, and training does not continue. Mark it with `@covey.threaded`, so"
+            " that such a call is left behind.",
+            stacklevel=2,
+        )
+        raise CallTimeout
+
+    def _perform(self, job: _Job) -> None:
+        with self._lock:
+            if not job.result.set_running_or_notify_cancel():
+                return
+            self._current = job
+        settle(job.begun)
+        outcome: Any = None
+        error: BaseException | None = None
+        began = time.monotonic()
+        try:
+            outcome, error = call_with_deadline(partial(_outcome, job.function), job.seconds, job.late)
+            if error is not None and time.monotonic() - began >= job.seconds:
+                error = CallTimeout()  # it was interrupted, and raised another exception
+        except KeyboardInterrupt as raised:
+            stopped = self._stopped or isinstance(raised, Interrupted)
+            error = raised if stopped else UserCodeError(raised)
+        except BaseException as raised:  # CallTimeout
+            error = raised
+        finally:
+            with self._lock:
+                self._current = None
+            self.blocked = False
+            settle(job.result, outcome, error, wrap=False)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, UserCodeError | None]:
+    """Result or exception of a user's function, formatted here, since its text is the user's code too."""
+    try:
+        with torch.enable_grad():  # the trainer's own code runs without
+            return function(), None
+    except (Interrupt, CallTimeout, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit too, which would end the run
+        return None, UserCodeError(error)
+
+
+_CALLING: ContextVar[CallingThread | None] = ContextVar("covey_calling_thread", default=None)
+# Weak: a task that never ends would keep the rollout, and with it the loop that it runs on.
+_PAUSED: ContextVar["weakref.WeakMethod[Callable[[], AbstractContextManager[None]]] | None"] = ContextVar(
+    "covey_paused", default=None
+)
+
+
+def wait_within(pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """From now on this task, and those that it starts, wait for the calling thread inside `pause()`, a method."""
+    _PAUSED.set(weakref.WeakMethod(pause))
+
+
+def _paused() -> AbstractContextManager[None]:
+    reference = _PAUSED.get()
+    pause = None if reference is None else reference()
+    return nullcontext() if pause is None else pause()
+
+
+def calls_wait_here() -> bool:
+    """True in a coroutine whose ordinary functions are called by the thread that waits for it."""
+    calling = _CALLING.get()
+    return calling is not None and not calling.blocked
+
+
+async def call_here(
+    function: Callable[[], T],
+    seconds: float,
+    late: LateCalls,
+    *,
+    on_begin: Callable[[], None] = lambda: None,
+    threaded: bool = False,
+) -> T:
+    """Return `function()`, called by the thread that waits for this coroutine; on a new one if none waits, or threaded.
+
+    Raises UserCodeError, or CallTimeout for a function that takes longer than `seconds` once it has begun; one that
+    cannot be stopped is in `late` until it ends.
+    """
+    calling = _CALLING.get()
+    if threaded or calling is None or calling.blocked:
+        on_begin()
+        return await run_in_thread(function, seconds, late)
+    return await calling.call(function, seconds, late, on_begin)
