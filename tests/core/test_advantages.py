@@ -170,3 +170,16 @@ def test_deviations_ignore_nan_and_need_two_values():
     # of 1 and 3: sqrt(((1-2)² + (3-2)²) / 1) = sqrt(2)
     got = nanstd(table([[1, NAN, 3], [4, NAN, NAN], [NAN, NAN, NAN]]), dim=1)
     assert got.tolist() == [[pytest.approx(math.sqrt(2))], [0], [0]]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS[:-1])  # the last one squares its rewards
+@pytest.mark.parametrize("offset, step", [(1e6, 2.0**-7), (2.0**24, 1.0), (1e9, 10.0), (1e15, 1.0), (-1e9, 10.0)])
+def test_a_large_offset_does_not_change_advantages(estimator, offset, step):
+    small = table([[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 3.0, 1.0]]) * step
+    assert estimator(small + offset).tolist() == approx(estimator(small).tolist())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_sums_that_differ_by_rounding_are_equal_rewards(estimator):
+    assert 0.1 + 0.2 != 0.3
+    assert estimator(table([[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [sum([0.1] * 10), 1.0, 1.0, 1.0]])).tolist() == [[0] * 4] * 2

@@ -317,3 +317,12 @@ def test_the_optimal_token_baseline_is_the_weighted_mean(seed):
     found = optimal_token_baseline(torch.tensor(rewards).double(), flat, torch.tensor(lengths), 3)
     assert torch.allclose(found.to_go, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
     assert torch.allclose(spread(found, torch.tensor(lengths)), torch.tensor(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("baseline", [steps_relative, steps_leave_one_out])
+def test_a_large_offset_does_not_change_the_advantages_of_steps(baseline):
+    def advantages(offset):
+        steps = gather_steps([[(0, offset + 1.0), (2, offset)], [(1, offset + 3.0)]], [3, 3])
+        return baseline(steps, torch.zeros(2, dtype=torch.long)).tolist()
+
+    assert advantages(1e9) == pytest.approx(advantages(0.0))

@@ -507,3 +507,20 @@ def test_two_functions_that_log_one_column_are_told_apart(score, context):
     with pytest.warns(RewardWarning, match="'first' and 'second' both log a column 'answer'"):
         score(RewardSuite([first, second]), ["a", "b"])
     assert context.extras == {"answer": ["A", "B"]}
+
+
+SMALL = [1e6, 1e6 + 0.01, 1e6 + 0.02]  # of which float32 makes one number
+
+
+@pytest.mark.parametrize("kind", [list, np.array, lambda values: torch.tensor(values, dtype=torch.float64)])
+def test_rewards_keep_the_precision_that_the_function_gave(kind, context, rollout):
+    suite = RewardSuite([lambda completions: kind(SMALL), constant(np.float64(1e6 + 0.01))], weights=[0.1, 1])
+    rewards = suite([{"prompt": "p"}] * 3, [rollout("a")] * 3, context).rewards
+    assert rewards.tolist() == [[small, 1e6 + 0.01] for small in SMALL]
+    assert suite.weights.tolist() == [0.1, 1.0]
+
+
+def test_rewards_of_steps_keep_the_precision_that_the_function_gave(context, rollout):
+    result = RewardSuite(lambda completions: [[(0, SMALL[1]), (1, SMALL[2])]])([{"prompt": "p"}], [rollout("a")], context)
+    assert result.steps == [{0: [(0, SMALL[1]), (1, SMALL[2])]}]
+    assert result.rewards.tolist() == [[SMALL[1] + SMALL[2]]]

@@ -181,3 +181,14 @@ def test_a_token_takes_at_most_48_bytes(tmp_path):
     groups = [table.row_group(0).column(number) for number in range(table.num_columns)]
     stored = sum(column.total_compressed_size for column in groups if column.path_in_schema.split(".")[0] in of_tokens)
     assert stored <= 48 * sum(len(row["token_ids"]) for row in read_rows(path))
+
+
+def test_a_record_keeps_small_differences_of_large_rewards(tmp_path):
+    def close(completions, **kwargs):
+        return [1e6 + 0.01 * index for index in range(len(completions))]
+
+    recorded(tmp_path, max_steps=1, parts={"reward_funcs": close})
+    scored = Replay(tmp_path, ["close"], 0, 1).load(0)
+    assert scored.rewards[:, 0].tolist() == [1e6 + 0.01 * index for index in range(8)]
+    advantages = [row["advantages"][0] for row in read_rows(files(tmp_path / "record")[0])]
+    assert advantages[0] < advantages[1] < advantages[2] < advantages[3]

@@ -2,7 +2,8 @@
 
 Rewards are `[P, G]` (one total per completion) or `[P, G, F]` (one per reward function), with NaN where a function
 abstained. A completion without any reward is left out of every mean and deviation, and its advantage is 0. Everything
-is computed in float64 and returned in float32; a group whose rewards are all equal gets exact zeros.
+is computed in float64 and returned in float32; a group whose rewards are all equal, but for the rounding of a sum such
+as 0.1 + 0.2, gets exact zeros.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from covey.core.batch import expand, segment_starts
 
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
+ROUNDING = 4 * torch.finfo(torch.float64).eps  # relative difference up to which rewards count as equal
 
 
 def weighted_total(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
@@ -81,11 +83,20 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = 1) -> Tensor:
-    """Subtract the mean over `dim`; exactly 0 where all values are equal, whatever the rounding of their mean."""
-    difference = values - values.nanmean(dim, keepdim=True)
+    """Subtract the mean over `dim`; exactly 0 where all values are equal up to rounding.
+
+    The smallest value is subtracted first, which is exact where they are close, so that the rounding of the mean of
+    large values does not drown small differences.
+    """
     high = values.nan_to_num(-torch.inf).amax(dim, keepdim=True)
     low = torch.where(values.isnan(), torch.inf, values).amin(dim, keepdim=True)
-    return torch.where((high == low) & ~values.isnan(), 0.0, difference)
+    above = values - low
+    return torch.where(alike(low, high) & ~values.isnan(), 0.0, above - above.nanmean(dim, keepdim=True))
+
+
+def alike(low: Tensor, high: Tensor) -> Tensor:
+    """True where the smallest and the largest value differ by rounding at most."""
+    return high - low <= ROUNDING * torch.maximum(low.abs(), high.abs())
 
 
 class Credited(NamedTuple):

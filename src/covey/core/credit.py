@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.advantages import EPSILON, Credited, nanstd, spread
+from covey.core.advantages import EPSILON, Credited, alike, nanstd, spread
 from covey.core.batch import segment_ids, segment_starts
 
 COMPARED_WITH = ("group", "turn")
@@ -250,10 +250,11 @@ def _sums(values: Tensor, cells: Tensor, count: int) -> Tensor:
 
 
 def _centre(values: Tensor, cells: Tensor, count: int) -> Tensor:
-    """Subtract each cell's mean; exactly 0 where its values are all equal, whatever the rounding of their mean."""
+    """Subtract each cell's mean as `advantages.centred` does; exactly 0 where its values are equal up to rounding."""
     known = ~values.isnan()
-    mean = _sums(values, cells, count) / _sums(known, cells, count).clamp(min=1)
     infinite = torch.full((count,), torch.inf, dtype=torch.float64, device=values.device)
     low = infinite.scatter_reduce(0, cells, torch.where(known, values, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, cells, torch.where(known, values, -torch.inf), "amax")
-    return torch.where((low == high)[cells] & known, 0.0, values - mean[cells])
+    above = values - low[cells]
+    mean = _sums(above, cells, count) / _sums(known, cells, count).clamp(min=1)
+    return torch.where(alike(low, high)[cells] & known, 0.0, above - mean[cells])

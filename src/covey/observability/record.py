@@ -278,7 +278,7 @@ def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollo
     return ScoredRollouts(
         [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
         rollouts,
-        torch.tensor(rewards, dtype=torch.float32).view(len(rows), len(names)),
+        torch.tensor(rewards, dtype=torch.float64).view(len(rows), len(names)),
         {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]},
         [
             {int(function): [(e, _number(r)) for e, r in pairs] for function, pairs in row["steps"].items()}

@@ -366,14 +366,13 @@ def _as_number(item: Any) -> float | None:
 
 
 def _as_steps(pairs: "list | tuple") -> StepRewards:
-    """Validate `(end, reward)` pairs and round their rewards to float32; _NotAReward if they are no such pairs."""
+    """Validate `(end, reward)` pairs; _NotAReward if they are no such pairs."""
     steps: StepRewards = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise _NotAReward
         reward, end = _as_number(pair[1]), _as_end(pair[0])
-        # Rounded as the matrix of rewards is, so that rewards compare equal in numbers and in pairs.
-        steps.append((end, math.nan if reward is None else torch.tensor(reward, dtype=torch.float32).item()))
+        steps.append((end, math.nan if reward is None else reward))
     return steps
 
 

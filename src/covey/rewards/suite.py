@@ -35,7 +35,7 @@ FAILED_BATCHES = 3  # after this many batches in a row on which a function faile
 class RewardResult:
     """Scores of a batch of N samples by F functions."""
 
-    rewards: Tensor  # [N, F] float32 on the CPU, unweighted; NaN where a function abstained or failed; a sum of steps'
+    rewards: Tensor  # [N, F] float64 on the CPU, unweighted; NaN where a function abstained or failed; a sum of steps'
     steps: list[dict[int, StepRewards]]  # of each sample, by function: last tokens of steps, sorted, and their rewards
     stats: dict[str, Stat]  # `rewards/{name}/failures` and `/timeouts` (samples), `/seconds` (per call)
 
@@ -57,7 +57,7 @@ class RewardSuite:
 
     Attributes:
         names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
-        weights: [F] float32.
+        weights: [F] float64.
 
     Raises:
         RewardError: something that cannot be a reward function, or lists whose lengths differ.
@@ -146,7 +146,7 @@ class RewardSuite:
                 or of several batches in a row.
         """
         assert len(rows) == len(rollouts), "one dataset row per rollout"
-        rewards = torch.full((len(rollouts), len(self.names)), math.nan, dtype=torch.float32)
+        rewards = torch.full((len(rollouts), len(self.names)), math.nan, dtype=torch.float64)
         steps: list[dict[int, StepRewards]] = [{} for _ in rollouts]
         scorable = RewardBatch(rows, rollouts).scorable
         batch = RewardBatch(rows, rollouts).take(scorable)
@@ -166,7 +166,7 @@ class RewardSuite:
                         f" {column!r} with log_extra: the table keeps that of the second.",
                     )
             result.log.replay(context, scorable, len(rollouts))
-            rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float32)
+            rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float64)
         if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
             self._warn_once(
                 "",
@@ -303,12 +303,12 @@ def unique_names(names: list[str]) -> list[str]:
 
 def as_weights(weights: Sequence[float] | None, count: int) -> Tensor:
     if weights is None:
-        return torch.ones(count)
+        return torch.ones(count, dtype=torch.float64)
     if len(weights) != count:
         raise RewardError(f"{len(weights)} reward weights for {count} reward functions; give one each.")
     if not all(math.isfinite(weight) for weight in weights):
         raise RewardError(f"reward weights must be finite numbers, not {list(weights)}.")
-    return torch.tensor(list(weights), dtype=torch.float32)
+    return torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
 
 
 def _aligned(processing_classes: Any, count: int) -> list[Any]:

@@ -57,6 +57,7 @@ BODY: dict[str, Any] = {
     "presence_penalty": (int, float),
     "frequency_penalty": (int, float),
     "ignore_eos": bool,
+    "skip_special_tokens": bool,
     "stop_token_ids": list,
     "logprobs": int,
     "return_token_ids": bool,

@@ -124,7 +124,8 @@ class EvalSuite:
         return replace(params, keep_mask=False, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
-        threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are
+        rounded = torch.tensor(self.success_threshold, dtype=torch.float32).item()
+        threshold = min(float(self.success_threshold), rounded)  # which a reward of it in float32 reaches, too
         named = self.success_reward
         if not self.pass_at and not self.maj_at and named in (None, *rewards.names):
             return Grader(None, threshold, None)
