@@ -182,4 +182,5 @@ def test_a_large_offset_does_not_change_advantages(estimator, offset, step):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_sums_that_differ_by_rounding_are_equal_rewards(estimator):
     assert 0.1 + 0.2 != 0.3
-    assert estimator(table([[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [sum([0.1] * 10), 1.0, 1.0, 1.0]])).tolist() == [[0] * 4] * 2
+    rewards = table([[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [sum([0.1] * 10), 1.0, 1.0, 1.0]])
+    assert estimator(rewards).tolist() == [[0] * 4] * 2

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from covey.core.special_tokens import CompletionDecoder
 from covey.rewards.steps import CharacterEnds
 from tests.support import tiny
 
@@ -75,7 +76,7 @@ def test_a_character_ends_with_the_token_that_completes_it(kind, data):
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=12))
     if data.draw(st.booleans()):
         ids += tokenizer(data.draw(st.sampled_from(TEXTS)))["input_ids"]
-    ends = CharacterEnds(tokenizer, ids)
+    ends = CharacterEnds(CompletionDecoder(tokenizer), ids)
     assert ends.text == tokenizer.decode(ids, skip_special_tokens=True)
     whole = [n for n in range(1, len(ends.text) + 1) if "�" not in ends.text[:n]]  # malformed bytes: see below
     assert [ends.token(n) for n in whole] == [first_complete(tokenizer, ids, ends.text, n) for n in whole]
@@ -85,7 +86,7 @@ def test_a_character_ends_with_the_token_that_completes_it(kind, data):
 
 def test_text_that_streams_is_not_decoded_again(monkeypatch):
     tokenizer = TOKENIZERS["byte level"]
-    ends = CharacterEnds(tokenizer, tokenizer("naïve café")["input_ids"])  # "naïve", " café"
+    ends = CharacterEnds(CompletionDecoder(tokenizer), tokenizer("naïve café")["input_ids"])  # "naïve", " café"
     monkeypatch.setattr(ends, "_decode", None)
     assert [ends.token(n) for n in (1, 5, 6, 10)] == [0, 0, 1, 1]
 
@@ -95,7 +96,7 @@ def test_a_character_of_four_tokens_ends_with_the_last_of_them():
     ids = [
         tokenizer.convert_tokens_to_ids(name) for name in ("a", "<0xF0>", "<0x9F>", "<0x91>", "<0x8D>", "b", "<eos>")
     ]
-    ends = CharacterEnds(tokenizer, ids)
+    ends = CharacterEnds(CompletionDecoder(tokenizer), ids)
     assert ends.text == "a👍b"
     assert [ends.token(n) for n in (1, 2, 3)] == [0, 4, 5]
 
@@ -104,7 +105,7 @@ def test_characters_before_half_of_another_are_complete():
     """This kind of tokenizer decodes a row of bytes as text or not at all: 00 C2 is none, 00 C2 80 is."""
     tokenizer = TOKENIZERS["byte fallback"]
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<0x00>", "<0xC2>", "<0x80>", "a", "<0xFF>", "<0x41>")]
-    ends = CharacterEnds(tokenizer, ids)
+    ends = CharacterEnds(CompletionDecoder(tokenizer), ids)
     assert ends.text == "\x00\x80a��"
     assert [ends.token(n) for n in (1, 2, 3, 4, 5)] == [0, 2, 3, 4, 5]
 
@@ -113,6 +114,6 @@ def test_bytes_that_are_no_character_end_where_they_end():
     """E3 81 begin a character that x breaks off: one replacement character, which ends with the second byte."""
     tokenizer = TOKENIZERS["byte level"]
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("ã", "ģ", "x", "ÿ")]  # GPT-2's names of these bytes
-    ends = CharacterEnds(tokenizer, ids)
+    ends = CharacterEnds(CompletionDecoder(tokenizer), ids)
     assert ends.text == "�x�"
     assert [ends.token(n) for n in (1, 2, 3)] == [1, 2, 3]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from covey.core.records import FinishReason, Rollout
+from covey.core.special_tokens import CompletionDecoder
 from covey.rewards import CharEnd, RewardError, RewardSuite, RewardWarning, TurnEnd
 from covey.rewards.steps import resolve, total
 from tests.support import tiny
@@ -128,7 +129,7 @@ def test_sums_leave_out_what_abstains():
 
 
 def ends(steps, one):
-    return [end for end, _ in resolve(steps, one, tiny.tokenizer())]
+    return [end for end, _ in resolve(steps, one, CompletionDecoder(tiny.tokenizer()))]
 
 
 def test_ends_of_matches_become_tokens():

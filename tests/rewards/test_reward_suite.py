@@ -42,7 +42,8 @@ def test_functions_receive_what_they_name_or_all_with_kwargs(context, rollout):
     rewards = RewardSuite([everything, little])(rows, [rollout("a", turns=3), rollout("a")], context).rewards
     assert rewards.tolist() == [[0.0, 1.0], [0.0, 0.0]]
     assert set(seen) == {
-        *("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric"),
+        *("prompts", "completions", "completion_ids", "completions_ids", "thinking_openings"),
+        *("trainer_state", "log_extra", "log_metric"),
         *("answer", "turns"),
     }
     assert seen["prompts"] == ["p", "q"] and seen["completion_ids"] == [[1, 2], [1, 2]]
@@ -521,6 +522,7 @@ def test_rewards_keep_the_precision_that_the_function_gave(kind, context, rollou
 
 
 def test_rewards_of_steps_keep_the_precision_that_the_function_gave(context, rollout):
-    result = RewardSuite(lambda completions: [[(0, SMALL[1]), (1, SMALL[2])]])([{"prompt": "p"}], [rollout("a")], context)
+    suite = RewardSuite(lambda completions: [[(0, SMALL[1]), (1, SMALL[2])]])
+    result = suite([{"prompt": "p"}], [rollout("a")], context)
     assert result.steps == [{0: [(0, SMALL[1]), (1, SMALL[2])]}]
     assert result.rewards.tolist() == [[SMALL[1] + SMALL[2]]]

@@ -198,7 +198,8 @@ class RewardStream:
     Functions in `each` score single rollouts, those in `groups` complete groups.
     """
 
-    def __init__(self, each: Lanes | None = None, groups: Lanes | None = None):
+    def __init__(self, each: Lanes | None = None, groups: Lanes | None = None, tokenizer: Any = None):
+        self._tokenizer = tokenizer  # of the policy
         self._each, self._groups = each or {}, groups or {}
         self._lanes = self._each | self._groups
         self._pending: dict[int, dict[int, Future[CallResult]]] = defaultdict(dict)  # by function and first sample
@@ -226,7 +227,7 @@ class RewardStream:
         self._score(self._groups, start, rows, rollouts)
 
     def _score(self, lanes: Lanes, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
-        batch = RewardBatch(rows, rollouts)
+        batch = RewardBatch(rows, rollouts, self._tokenizer)
         batch = batch.take(batch.scorable)
         if len(batch):
             for index, lane in lanes.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from covey.rewards.contract import with_settings
-from covey.rewards.text import completion_text
+from covey.rewards.text import after_thinking, completion_text
 
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```[A-Za-z]*\s*\n(.*)\n\s*```$", re.DOTALL)
@@ -15,15 +15,25 @@ _FENCED = re.compile(r"^```[A-Za-z]*\s*\n(.*)\n\s*```$", re.DOTALL)
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """1 where the completion starts with one closed `<think>...</think>` block, else 0.
 
+    Where the prompt opens the block, as the trainer says in `thinking_openings`, it belongs to the completion.
+
     Example:
         >>> think_format_reward(["<think>2+2</think>4", "4", "<think>2+2"])
         [1.0, 0.0, 0.0]
+        >>> think_format_reward(["2+2</think>4", "4"], thinking_openings=["<think>\\n", "<think>\\n"])
+        [1.0, 0.0]
     """
-    return [1.0 if _THINK.match(completion_text(completion)) else 0.0 for completion in completions]
+    pairs = zip(_openings(completions, kwargs), completions, strict=True)
+    return [1.0 if _THINK.match(opening + completion_text(completion)) else 0.0 for opening, completion in pairs]
+
+
+def _openings(completions: list[Any], columns: dict[str, Any]) -> Sequence[str]:
+    """Text with which the prompt of each completion opens a block of thinking; empty where nobody says."""
+    return columns.get("thinking_openings") or [""] * len(completions)
 
 
 def _json(required_keys: Sequence[str], allow_fence: bool, completions: list[Any], **kwargs: Any) -> list[float]:
-    return [float(_is_json(completion_text(one), required_keys, allow_fence)) for one in completions]
+    return [float(_is_json(after_thinking(completion_text(one)), required_keys, allow_fence)) for one in completions]
 
 
 def _is_json(text: str, required_keys: Sequence[str], allow_fence: bool) -> bool:
@@ -44,7 +54,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def json_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """1 where the completion is a JSON object or array, bare or in one fenced code block, else 0.
+    """1 where the completion, thinking aside, is a JSON object or array, bare or in one fenced code block, else 0.
 
     Example:
         >>> json_reward(['{"answer": 4}', 'The answer is {"answer": 4}', "4"])
@@ -72,9 +82,18 @@ def get_json_reward(required_keys: Sequence[str] = (), allow_fence: bool = True)
     return with_settings(_json, "json_reward", tuple(required_keys), allow_fence)
 
 
-def _regex(pattern: re.Pattern[str], match: str, completions: list[Any], **kwargs: Any) -> list[float]:
+def _regex(
+    pattern: re.Pattern[str],
+    match: str,
+    completions: list[Any],
+    **kwargs: Any,
+) -> list[float]:
     matches = pattern.fullmatch if match == "fullmatch" else pattern.search
-    return [1.0 if matches(completion_text(completion)) else 0.0 for completion in completions]
+    rewards = []
+    for opening, completion in zip(_openings(completions, kwargs), completions, strict=True):
+        text = completion_text(completion)
+        rewards.append(1.0 if matches(text) or (opening and matches(opening + text)) else 0.0)
+    return rewards
 
 
 def get_regex_reward(
@@ -85,6 +104,8 @@ def get_regex_reward(
     name: str = "regex_reward",
 ) -> Callable[..., list[float]]:
     """Make a reward that is 1 where `pattern` matches the completion, else 0.
+
+    Where the prompt opens a block of thinking that the completion continues, it may also match both together.
 
     Args:
         pattern: a regular expression, as text or compiled.

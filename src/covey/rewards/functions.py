@@ -20,6 +20,8 @@ from typing import Any, SupportsIndex
 import torch
 
 from covey.core.records import FinishReason, Rollout, StepRewards
+from covey.core.special_tokens import opened_thinking
+from covey.core.transcript import is_messages
 from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
 from covey.rewards.steps import CharEnd, TurnEnd
 from covey.rewards.text import describe_sample
@@ -29,7 +31,9 @@ from covey.runtime.isolation import FunctionWorker, WorkerFailed, WorkerLate
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
-RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
+RESERVED = frozenset(
+    {"prompts", "completions", "completions_ids", "thinking_openings", "trainer_state", "log_extra", "log_metric"}
+)
 """Arguments of every reward function, whose names dataset columns must not have."""
 
 NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns that the arguments above replace
@@ -54,6 +58,7 @@ class RewardBatch:
 
     rows: list[Row]
     rollouts: list[Rollout]
+    tokenizer: Any = None  # of the policy
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -66,7 +71,8 @@ class RewardBatch:
     def take(self, indices: list[int]) -> "RewardBatch":
         if len(indices) == len(self.rollouts):
             return self
-        return RewardBatch([self.rows[index] for index in indices], [self.rollouts[index] for index in indices])
+        rollouts = [self.rollouts[index] for index in indices]
+        return RewardBatch([self.rows[index] for index in indices], rollouts, self.tokenizer)
 
     def describe(self, index: int) -> str:
         return describe_sample(self.rollouts[index].asked(self.rows[index]), self.rollouts[index].completion)
@@ -83,7 +89,18 @@ class RewardBatch:
         prompts = list(map(Rollout.asked, self.rollouts, self.rows))
         completions = list(map(Rollout.answered, self.rollouts))
         ids = list(map(attrgetter("completion_ids"), self.rollouts))
-        return columns | {"prompts": prompts, "completions": completions, "completion_ids": ids, "completions_ids": ids}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": ids, "completions_ids": ids}
+        return columns | given | {"thinking_openings": list(map(self._opening, prompts, self.rollouts))}
+
+    def _opening(self, prompt: Any, rollout: Rollout) -> str:
+        """Text with which the prompt opens thinking that the policy's last turn continues; empty where it does not."""
+        if self.tokenizer is None:
+            return ""
+        start = rollout.turn_ends[-2] + 1 if len(rollout.turn_ends) > 1 else 0
+        if not start and is_messages(prompt) and prompt and prompt[-1].get("role") == "assistant":
+            return ""  # the completion repeats the message that it continues
+        turn = next((index for index in range(start, len(rollout.sampled)) if rollout.sampled[index]), start)
+        return opened_thinking(self.tokenizer, rollout.prompt_ids + rollout.completion_ids[:turn])
 
 
 def arguments_with(columns: Iterable[str]) -> set[str]:

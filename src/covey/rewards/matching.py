@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from covey.rewards.contract import answers, with_settings
-from covey.rewards.text import completion_text
+from covey.rewards.text import after_thinking, completion_text
 
 
 def _match(
@@ -34,7 +34,7 @@ def _rate(value: Any, target: Any, tolerance: float) -> float | None:
 
 
 def _normalised(ignore_case: bool, ignore_whitespace: bool, completion: Any) -> str:
-    text = completion_text(completion)
+    text = after_thinking(completion_text(completion))
     if ignore_whitespace:
         text = " ".join(text.split())
     return text.casefold() if ignore_case else text
@@ -47,7 +47,7 @@ _without_whitespace = partial(_normalised, False, True)
 def exact_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """1 where the completion is the `answer` (or `solution`), whitespace aside, else 0; None where that is None.
+    """1 where the completion is the `answer` (or `solution`), whitespace and thinking aside, else 0; None for None.
 
     Example:
         >>> exact_match_reward([" Paris\\n", "paris", "It is Paris"], answer=["Paris"] * 3)

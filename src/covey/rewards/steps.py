@@ -7,11 +7,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from covey.core.records import Rollout, StepRewards
+from covey.core.special_tokens import CompletionDecoder
 from covey.rewards.text import content_text
 
 
@@ -51,7 +51,7 @@ def total(steps: StepRewards) -> float | None:
     return sum(known) if known or not steps else None
 
 
-def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards:
+def resolve(steps: StepRewards, rollout: Rollout, text_of: CompletionDecoder | None) -> StepRewards:
     """Replace each step's end by the index of its last token, and sort the steps by it.
 
     Where an end is a `TurnEnd`, turns without a reward abstain, so that the k-th step is the k-th turn everywhere.
@@ -75,7 +75,7 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
                 raise StepEndError(f"{end!r}, but the completion has {count} of the policy: turns count from 0.")
             token = turns[end]
         elif isinstance(end, CharEnd):
-            characters = characters or _characters(end, rollout, tokenizer)
+            characters = characters or _characters(end, rollout, text_of)
             token = _of_character(end, rollout, characters)
         elif 0 <= end < length:
             token = end
@@ -91,16 +91,16 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
     return sorted(resolved, key=lambda step: step[0])
 
 
-def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> "CharacterEnds":
+def _characters(end: CharEnd, rollout: Rollout, text_of: CompletionDecoder | None) -> "CharacterEnds":
     messages = rollout.completion
     if not isinstance(messages, str) and len(messages) != 1:
         raise StepEndError(
             f"{end!r}, but the completion has {_counted(len(messages), 'message')}, and characters are counted in one"
             " text. For the end of the policy's k-th turn give TurnEnd(k), else the index of a token."
         )
-    if tokenizer is None:
+    if text_of is None:
         raise StepEndError(f"{end!r}, which needs the policy's tokenizer; give RewardSuite(..., tokenizer=tokenizer).")
-    return CharacterEnds(tokenizer, rollout.completion_ids)
+    return CharacterEnds(text_of, rollout.completion_ids)
 
 
 def _of_character(end: CharEnd, rollout: Rollout, characters: "CharacterEnds") -> int:
@@ -147,14 +147,14 @@ MALFORMED = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no text
 
 
 class CharacterEnds:
-    """Text of a completion, and the token that each character ends with; special tokens are left out of the text."""
+    """Text of a completion, and the token that each character ends with."""
 
-    def __init__(self, tokenizer: Any, token_ids: list[int]):
-        self._tokenizer, self._ids = tokenizer, token_ids
+    def __init__(self, text_of: CompletionDecoder, token_ids: list[int]):
+        self._text_of, self._ids = text_of, token_ids
         self.text = self._decode(len(token_ids))
         self._lengths, self._tokens = [0], [-1]  # whole characters so far, and the token that ends the last of them
         streamed = ""
-        for token, piece in enumerate(_pieces(tokenizer, token_ids)):
+        for token, piece in enumerate(_pieces(text_of, token_ids)):
             if piece:
                 streamed += piece
                 self._lengths.append(len(streamed))
@@ -176,12 +176,13 @@ class CharacterEnds:
         return self._decode(token + 1)[:characters] == self.text[:characters]
 
     def _decode(self, tokens: int) -> str:
-        return str(self._tokenizer.decode(self._ids[:tokens], skip_special_tokens=True))
+        return self._text_of(self._ids[:tokens])
 
 
-def _pieces(tokenizer: Any, token_ids: list[int]) -> Iterator[str | None]:
+def _pieces(text_of: CompletionDecoder, token_ids: list[int]) -> Iterator[str | None]:
     """Text that each token completes, None where it ends amid a character; ends where a decoder cannot go on."""
-    stream = DecodeStream(skip_special_tokens=True)
+    stream = DecodeStream(skip_special_tokens=False)
     with suppress(Exception):  # the library raises nothing more special; or the tokenizer is of another one
         for token_id in token_ids:
-            yield stream.step(tokenizer.backend_tokenizer, token_id)
+            hidden = token_id in text_of.hidden
+            yield None if hidden else stream.step(text_of.tokenizer.backend_tokenizer, token_id)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from covey.core.records import Rollout, StepRewards
+from covey.core.special_tokens import CompletionDecoder
 from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.call import AsyncLane, CallResult, Lanes, RewardStream, ThreadLane, score
 from covey.rewards.contract import RewardError, RewardWarning, declared
 from covey.rewards.functions import FunctionReward, IsolatedReward, Log, RewardBatch, RewardContext, Row, function_name
+from covey.rewards.marks import named_tokens, warn_of_hidden_tokens
 from covey.rewards.models import Device, ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.isolation import DEFAULT_LIMITS
@@ -52,7 +54,7 @@ class RewardSuite:
         timeout: seconds that one function may take for one batch; samples it has not scored by then become NaN.
         batch_size: samples per forward pass of a reward model.
         device: where reward models go; None leaves them where they are.
-        tokenizer: of the policy, to find the token of a `CharEnd`.
+        tokenizer: of the policy, to find the token of a `CharEnd` and prompts that open thinking.
         isolation: "process" runs every callable in a process of its own, as those marked with `covey.isolated`.
 
     Attributes:
@@ -70,7 +72,7 @@ class RewardSuite:
         >>> suite = RewardSuite([short])
         >>> context = RewardContext(None, log_extra=print, log_metric=print)
         >>> suite.names, suite([{"prompt": "2+2="}], [rollout], context).rewards
-        (['short'], tensor([[-4.]]))
+        (['short'], tensor([[-4.]], dtype=torch.float64))
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class RewardSuite:
         self._adapted = adapted
         self.functions = [adapted(index, one) for index, one in enumerate(given)]
         self._tokenizer = tokenizer
+        self._text_of = None if tokenizer is None else CompletionDecoder(tokenizer, named_tokens(given, tokenizer))
+        warn_of_hidden_tokens(given, tokenizer)
         self._loop = LoopThread("covey-async-rewards")
         self._has_scored = [False] * len(given)
         self._failed_batches = [0] * len(given)
@@ -117,7 +121,7 @@ class RewardSuite:
         for index, one in enumerate(self.functions):
             if isinstance(one, FunctionReward) and (groups or one.per_completion):
                 (each if one.per_completion else whole)[index] = self._lane(one, trainer_state)
-        return RewardStream(each, whole)
+        return RewardStream(each, whole, self._tokenizer)
 
     def _lane(self, function: FunctionReward, trainer_state: Any) -> AsyncLane | ThreadLane:
         if function.is_async:
@@ -148,8 +152,8 @@ class RewardSuite:
         assert len(rows) == len(rollouts), "one dataset row per rollout"
         rewards = torch.full((len(rollouts), len(self.names)), math.nan, dtype=torch.float64)
         steps: list[dict[int, StepRewards]] = [{} for _ in rollouts]
-        scorable = RewardBatch(rows, rollouts).scorable
-        batch = RewardBatch(rows, rollouts).take(scorable)
+        every = RewardBatch(rows, rollouts, self._tokenizer)
+        scorable, batch = every.scorable, every.take(every.scorable)
         if not len(batch):
             return RewardResult(rewards, steps, self._stats([CallResult([], [], Log(0))] * len(self.names)))
         results = self._score_all(batch, context.trainer_state, streamed or RewardStream(), begins)
@@ -215,7 +219,7 @@ class RewardSuite:
                 waiting[index] = self._lane(function, trainer_state)
             else:
                 others[index] = function
-        with RewardStream(groups=waiting) as started:
+        with RewardStream(groups=waiting, tokenizer=self._tokenizer) as started:
             started.on_group(0, batch.rows, batch.rollouts)
             results: dict[int, CallResult] = {}
             for index, function in others.items():
@@ -233,7 +237,7 @@ class RewardSuite:
         for sample, rewarded in enumerate(call.steps):
             if rewarded is not None:
                 try:
-                    steps[scorable[sample]][index] = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
+                    steps[scorable[sample]][index] = resolve(rewarded, batch.rollouts[sample], self._text_of)
                 except StepEndError as error:
                     call.fail(sample, f"it ended a step at {error}")
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from covey.core.special_tokens import THINKING
 from covey.core.transcript import as_text, entries, is_messages, shorten
 
 
@@ -27,6 +28,17 @@ def completion_text(completion: Any) -> str:
     of_assistant = [message for message in completion if message.get("role") == "assistant"]
     messages = of_assistant or list(completion)
     return content_text(messages[-1].get("content")) if messages else ""
+
+
+def after_thinking(text: str) -> str:
+    """Text after the last block of thinking that ends; all of it where none does.
+
+    Example:
+        >>> after_thinking("<think>2+2</think>4"), after_thinking("2+2</think>4"), after_thinking("4")
+        ('4', '4', '4')
+    """
+    ends = [text.rfind(mark) + len(mark) for mark in THINKING.values() if mark in text]
+    return text[max(ends, default=0) :]
 
 
 def content_text(content: Any) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
+from covey.core.special_tokens import CompletionDecoder, opened_thinking
 from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, row_images, sample_seed
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded
@@ -27,7 +28,7 @@ class Reply:
     """One turn of the policy.
 
     Attributes:
-        text: decoded, without special tokens.
+        text: decoded, without special tokens but for marks such as <think>.
         token_ids: as sampled, the token that ends the turn included.
         finish: STOP, or LENGTH where the turn was cut off.
         logprobs: as the engine reported them, or None.
@@ -45,9 +46,9 @@ class Reply:
         return [self.tokenizer.decode([token]) for token in self.token_ids]
 
     @classmethod
-    def of(cls, completion: Completion, tokenizer: Any) -> "Reply":
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return cls(text, list(completion.token_ids), completion.finish, completion.logprobs, tokenizer)
+    def of(cls, completion: Completion, text_of: CompletionDecoder) -> "Reply":
+        ids = list(completion.token_ids)
+        return cls(text_of(ids), ids, completion.finish, completion.logprobs, text_of.tokenizer)
 
 
 @dataclass(eq=False, repr=False)
@@ -146,7 +147,7 @@ class EpisodeEngine:
         seeds = [sample_seed(*self.seed_key, "aside", self._generate_calls, i) for i in range(n)]
         self._generate_calls += 1
         completions = await self.submit(SampleRequest(encoded.ids, n, params, seeds, media=encoded.media))
-        return [Reply.of(completion, self.tokenizer) for completion in completions]
+        return [Reply.of(completion, self.templates.codec.text_of) for completion in completions]
 
     async def submit(self, request: SampleRequest) -> list[Completion]:
         """Completions of a request; an exception of the engine is noted in `failure`."""
@@ -230,6 +231,12 @@ class Episode:
         return prefill(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
 
     @property
+    def opened_thinking(self) -> str:
+        """Text with which the prompt, or what was written since, opens thinking that the last turn continues."""
+        before = self.prompt_ids + self.completion_ids[: self._turn_start]
+        return "" if self._turn_start is None or self.prefill else opened_thinking(self.engine.tokenizer, before)
+
+    @property
     def at_turn_end(self) -> bool:
         """True if a turn of the policy is its end, and messages may be written after it."""
         return self.finish is None and self._turn_start is not None and not self._sampling
@@ -269,12 +276,12 @@ class Episode:
         finally:
             self._sampling = False
         if stop:
-            completion = _stopped(completion, stop, self.engine.tokenizer)
+            completion = _stopped(completion, stop, self.engine.templates.codec.text_of)
         self._append_turn(completion, train)
         if completion.finish is not FinishReason.STOP:
             self._open = limit < room and len(completion.token_ids) >= limit
             self.finish = None if self._open else completion.finish
-        return Reply.of(completion, self.engine.tokenizer)
+        return Reply.of(completion, self.engine.templates.codec.text_of)
 
     def _request(self, limit: int) -> SampleRequest:
         engine, ids = self.engine, self.prompt_ids + self.completion_ids
@@ -297,7 +304,7 @@ class Episode:
         self._append(completion.token_ids, train, {name: getattr(completion, name) for name in PER_TOKEN})
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
-        text = self.engine.tokenizer.decode(self.completion_ids[self._turn_start :], skip_special_tokens=True)
+        text = self.engine.templates.codec.text_of(self.completion_ids[self._turn_start :])
         self.messages[-1]["content"] = self.prefill + text
 
     def write(self, content: str | Message | Sequence[Message]) -> bool:
@@ -401,7 +408,7 @@ class Episode:
             error: the message of a failure, where that is why.
             extras: further fields, which reward functions get as keyword arguments.
         """
-        text = self.engine.tokenizer.decode(self.completion_ids, skip_special_tokens=True)
+        text = self.engine.templates.codec.text_of(self.completion_ids)
         return Rollout(
             prompt_ids=self.prompt_ids,
             completion_ids=list(self.completion_ids),  # a copy: code that failed may still be at work on the original
@@ -427,11 +434,11 @@ class Episode:
             setattr(self, name, None if known is None or values is None else known + values)
 
 
-def _stopped(completion: Completion, stop: Sequence[str], tokenizer: Any) -> Completion:
+def _stopped(completion: Completion, stop: Sequence[str], text_of: CompletionDecoder) -> Completion:
     """The completion up to the token that completes one of the texts, as an engine that stops there returns it."""
 
     def found(tokens: int) -> bool:
-        text = tokenizer.decode(completion.token_ids[:tokens], skip_special_tokens=True)
+        text = text_of(completion.token_ids[:tokens])
         return any(one in text for one in stop)
 
     size = len(completion.token_ids)

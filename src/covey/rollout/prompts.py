@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from covey.core.records import Message
 from covey.core.refusal import Refusal
+from covey.core.special_tokens import CompletionDecoder, added_prefix, without_second
 from covey.core.transcript import content_text
 from covey.rollout.images import ImageError, as_parts, has_images, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
@@ -137,6 +138,7 @@ class PromptCodec:
     tools: Sequence[dict[str, Any]] = ()
     vision: Vision | None = None
     allow_control_tokens: bool = False  # control tokens in the text of messages are control tokens, not their text
+    shown_tokens: Collection[str] = ()  # special tokens that completions show, in addition to paired marks
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
@@ -186,10 +188,10 @@ class PromptCodec:
             raise _no_prompt(prompt)
         prompt.encode()  # half of a surrogate pair is a ValueError here and a TypeError of the tokenizer
         if images and self.vision is not None:
-            return self.vision.encode(prompt, images)
-        ids = list(self.tokenizer(prompt)["input_ids"])
+            return self.vision.encode(prompt, images, **self._unless_begun(prompt))
+        ids = without_second(list(self.tokenizer(prompt)["input_ids"]), self._prefix)
         if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):
-            ids.pop()  # a tokenizer that closes every text would have the policy go on after the end
+            ids.pop()  # a tokenizer that closes every text would have the policy continue after the end
         return Encoded(ids)
 
     def template_kwargs(self, row_kwargs: dict[str, Any] | None) -> dict[str, Any]:
@@ -236,9 +238,23 @@ class PromptCodec:
             ) from error
         if self.vision is None:
             return Encoded(self.controls.encode(rendered, hidden) if hidden else list(rendered))
-        bos = self.tokenizer.bos_token  # processors add it unless the template has, unlike tokenizers
-        has_bos = bos is not None and rendered.startswith(bos)
-        return self.vision.encode(rendered, images, **({"add_special_tokens": False} if has_bos else {}))
+        return self.vision.encode(rendered, images, **self._unless_begun(rendered))
+
+    @cached_property
+    def _prefix(self) -> list[int]:
+        return added_prefix(self.tokenizer)
+
+    def _unless_begun(self, text: str) -> dict[str, bool]:
+        """Settings of a processor: it adds special tokens unless the text begins with them, unlike a tokenizer."""
+        bos = self.tokenizer.bos_token
+        ids = list(self.tokenizer(text[:LONGEST_TOKEN])["input_ids"])
+        begun = without_second(ids, self._prefix) is not ids or (bos is not None and text.startswith(bos))
+        return {"add_special_tokens": False} if begun else {}
+
+    @cached_property
+    def text_of(self) -> CompletionDecoder:
+        """Decodes completions as reward functions see them."""
+        return CompletionDecoder(self.tokenizer, self.shown_tokens)
 
     @cached_property
     def controls(self) -> "ControlTokens":
@@ -280,7 +296,7 @@ class PromptCodec:
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""
-        text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        text = self.text_of(completion_ids)
         if not is_conversational(prompt):
             return text
         return [{"role": "assistant", "content": prefill(prompt) + text}]

@@ -38,7 +38,15 @@ class ToolAgent:
             reply = await episode.sample()
             if not reply.token_ids:
                 return
-            turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, episode.prefill)
+            turn = read_turn(
+                episode.engine.tokenizer,
+                reply.token_ids,
+                self.parser,
+                episode.tools,
+                episode.prefill,
+                episode.opened_thinking,
+                episode.engine.templates.codec.text_of.shown,
+            )
             episode.messages[-1] = as_message(turn, episode.messages[-1]["content"])
             if reply.finish is not FinishReason.STOP or not turn.asks:
                 return

@@ -54,7 +54,7 @@ class BatchSampler:
                 "prompt_ids": prompt.ids,
                 "completion_ids": completion.token_ids,
                 "logprobs": completion.logprobs,
-                "text": self.codec.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+                "text": self.codec.text_of(completion.token_ids),
             }
             for prompt, (completion,) in zip(encoded, completions, strict=True)
         ]

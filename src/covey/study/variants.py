@@ -244,7 +244,10 @@ class CommonEvaluation:
         if any(getattr(self.args, name) != getattr(trainer.args, name) for name in SHAPES):
             tools, function, factory, agent = map(trainer.made_of.get, PARTS)
             factory = with_agent(agent, factory, tools, function)
-            collector = build_collector(context, trainer.model, tokenizer, collector.engine, tools, function, factory)
+            functions = self.reward_funcs if self.has_own_rewards else trainer.made_of.get("reward_funcs")
+            collector = build_collector(
+                context, trainer.model, tokenizer, collector.engine, tools, function, factory, reward_funcs=functions
+            )
             collector.run = trainer.collector.run
         if self.has_own_rewards:
             rewards = build_rewards(context, collector, self.reward_funcs, None)

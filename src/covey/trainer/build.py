@@ -36,6 +36,7 @@ from covey.policy.replicas import Reference, starts_as_identity
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
+from covey.rewards.marks import named_tokens
 from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
@@ -48,6 +49,7 @@ from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weig
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
+from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, named_parts
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
@@ -208,8 +210,12 @@ def build_collector(
     rollout_func: Any = None,
     environment_factory: Any = None,
     vision: Vision | None = None,
+    reward_funcs: Any = None,
 ) -> Collector:
-    """The collector with the given engine or the one that the config names, a codec and a rollout spec."""
+    """The collector with the given engine or the one that the config names, a codec and a rollout spec.
+
+    Special tokens that reward functions name are part of completions' text.
+    """
     args, context = run.args, max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
         warnings.warn(
@@ -223,13 +229,21 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
+    named = named_tokens(listed(reward_funcs), tokenizer)
     codec = PromptCodec(
         tokenizer,
         args.chat_template_kwargs,  # type: ignore[arg-type]
         context,
         vision=vision,
         allow_control_tokens=args.allow_control_tokens,
+        shown_tokens=named,
     )
+    if shown := sorted(token for token in named if tokenizer.convert_tokens_to_ids(token) in codec.text_of.shown):
+        warnings.warn(
+            f"reward functions look for {', '.join(map(repr, shown))}, which are special tokens of the tokenizer: they"
+            " are part of the text of completions, which other special tokens are left out of.",
+            stacklevel=2,
+        )
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         engine = build_engine(run, model, tokenizer, partial(getattr, run.loop, "policy"), context, vision)

@@ -178,7 +178,7 @@ class OnlineTrainer(Trainer):
         self.balance = ExpertBalance(args, model)
         self.reference = build.build_reference(args, context.algorithm, model, self.accelerator, peft_config)
         self.collector = build.build_collector(
-            context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
+            context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision, reward_funcs
         )
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)

@@ -305,7 +305,7 @@ def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collec
     context: Any = SimpleNamespace(args=args, algebra=algebra, device=args.device, loop=loop)
     vision = build.build_vision(processing, model)
     no_engine = object()  # in the place of one that would be started
-    collector = build.build_collector(context, model, tokenizer_of(processing), no_engine, *played, vision=vision)
+    collector = build.build_collector(context, model, tokenizer_of(processing), no_engine, *played, vision, functions)
     build.sampling_params(args, collector.codec.tokenizer)
     suite = build.build_rewards(context, collector, functions, None)
     check_fit(context, collector, suite, given["train_dataset"], given["eval_dataset"])

@@ -17,6 +17,7 @@ import numpy as np
 
 from covey.core.engine import SampleRequest
 from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
+from covey.core.special_tokens import opened_thinking
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, are_messages
@@ -179,8 +180,10 @@ class AgentSession:
         params = replace(self.engine.params, max_tokens=min(request.max_tokens or self._most, self._most))
         seeds = [self.engine.seed(encoded.ids, ("seat",)) for _ in range(request.n)]
         sampled = await seat.generate(SampleRequest(encoded.ids, request.n, params, seeds, media=encoded.media))
-        replies = [Reply.of(one, self.engine.tokenizer) for one in sampled]
-        return [self._answer(self._message(request, request.tools, one), one, len(encoded.ids)) for one in replies]
+        opened = opened_thinking(self.engine.tokenizer, encoded.ids)
+        replies = [Reply.of(one, self.engine.templates.codec.text_of) for one in sampled]
+        messages = [self._message(request, request.tools, reply, opened) for reply in replies]
+        return [self._answer(*pair, len(encoded.ids)) for pair in zip(messages, replies, strict=True)]
 
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
         """Keep the answers to a request whose client has gone, for the same request again."""
@@ -272,7 +275,7 @@ class AgentSession:
 
     def _record(self, request: ChatRequest, digest: bytes, strand: _Strand, reply: Reply) -> Answer:
         episode = strand.episode
-        message = episode.messages[-1] = self._message(request, episode.tools, reply)
+        message = episode.messages[-1] = self._message(request, episode.tools, reply, episode.opened_thinking)
         turn = _Turn(strand, len(episode.turn_ends))
         self._turns.append(turn)
         self._transcript.append(message)
@@ -280,12 +283,15 @@ class AgentSession:
         prompt_tokens = len(episode.prompt_ids) + len(episode.completion_ids) - len(reply.token_ids)
         return self._answer(message, reply, prompt_tokens)
 
-    def _message(self, request: ChatRequest, tools: list[dict[str, Any]], reply: Reply) -> Message:
-        """A reply with its calls read, up to a stop text."""
+    def _message(self, request: ChatRequest, tools: list[dict[str, Any]], reply: Reply, opened: str) -> Message:
+        """A reply with its calls read, up to a stop text; `opened` is text before it that opens thinking."""
         message: Message = {"role": "assistant", "content": reply.text}
         if tools:
             try:
-                parsed = read_turn(self.engine.tokenizer, reply.token_ids, self._parser, tools)
+                shown = self.engine.templates.codec.text_of.shown
+                parsed = read_turn(
+                    self.engine.tokenizer, reply.token_ids, self._parser, tools, opened=opened, shown=shown
+                )
             except (AttributeError, TypeError) as error:  # some notations read values by the schema's types
                 raise RequestError(f"`tools` has a schema that cannot be read: {error}.", param="tools") from error
             message = as_message(parsed, reply.text)

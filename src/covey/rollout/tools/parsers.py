@@ -7,11 +7,12 @@ register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>"
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from covey.core.special_tokens import THINKING
 from covey.rollout.tools.calls import (
     AssistantTurn,
     Finder,
@@ -58,25 +59,87 @@ def parser_for(chat_template: str | dict[str, str] | None) -> str:
 
 
 def read_turn(
-    tokenizer: Any, token_ids: list[int], parser: ToolParser, tools: Sequence[dict[str, Any]] = (), prefill: str = ""
+    tokenizer: Any,
+    token_ids: list[int],
+    parser: ToolParser,
+    tools: Sequence[dict[str, Any]] = (),
+    prefill: str = "",
+    opened: str = "",
+    shown: Collection[int] = (),
 ) -> AssistantTurn:
-    """Decode a sampled turn and parse it; `tools` give the types of arguments where the notation does not."""
-    turn = _read_response_template(tokenizer, token_ids, prefill) if parser is TOOL_PARSERS["json"] else None
+    """Decode a sampled turn and parse it.
+
+    Args:
+        tokenizer: of the policy.
+        token_ids: of the turn.
+        parser: the notation of calls.
+        tools: schemas, which give the types of arguments where the notation does not.
+        prefill: text of the prompt that the turn continues.
+        opened: text in front of the turn that opens thinking, which the content does not repeat.
+        shown: special tokens that the content keeps.
+    """
+    kept = {*parser.tokens, *THINKING, *THINKING.values()}
+    special = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and str(token) not in kept and number not in shown
+    }
+    own_ids = [token for token in token_ids if token not in special]
+    text = prefill + tokenizer.decode(own_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    turn = None
+    if parser is TOOL_PARSERS["json"] and not ends_in_thinking(text, opened):
+        turn = _read_response_template(tokenizer, token_ids, prefill)
     if turn is None:
-        special = {
-            number
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special and str(token) not in parser.tokens
-        }
-        own_ids = [token for token in token_ids if token not in special]
-        text = tokenizer.decode(own_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        turn = parser.parse(prefill + text)
+        turn = parse_outside_thinking(parser.parse, text, opened)
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     for call in turn.calls:
         if call.texts is not None and call.name in parameters:
             known = parameters[call.name].get("properties") or {}
             call.arguments = {name: from_text(text, known.get(name, {})) for name, text in call.texts.items()}
     return turn
+
+
+_OPENINGS = re.compile("|".join(map(re.escape, THINKING)))
+
+
+def parse_outside_thinking(parse: Callable[[str], AssistantTurn], text: str, opened: str = "") -> AssistantTurn:
+    """The turn with the calls outside of its blocks of thinking; one that never ends extends to the end of the turn.
+
+    `opened` is text in front of the turn that opens the first block. A mark inside of a call opens nothing.
+    """
+    content, calls, malformed = "", list[ToolCall](), list[MalformedCall]()
+
+    def add(turn: AssistantTurn, piece: str) -> None:
+        nonlocal content
+        before, after = piece[: len(piece) - len(piece.lstrip())], piece[len(piece.rstrip()) :]
+        content += before + turn.content + after if turn.content else before
+        calls.extend(turn.calls)
+        malformed.extend(turn.malformed)
+
+    rest, closing = text, THINKING.get(opened.strip())
+    while True:
+        if closing is not None:
+            thought, closed, rest = rest.partition(closing)
+            content += thought + closed
+            if not closed:
+                break
+        opening = _OPENINGS.search(rest)
+        piece = rest[: opening.start()] if opening else rest
+        turn = parse(piece)
+        if opening is None or turn.malformed:  # where a call is cut in two, the mark is part of it
+            add(turn if opening is None else parse(rest), rest)
+            break
+        add(turn, piece)
+        content += opening[0]
+        rest, closing = rest[opening.end() :], THINKING[opening[0]]
+    return AssistantTurn(content.strip(), calls, malformed)
+
+
+def ends_in_thinking(text: str, opened: str = "") -> bool:
+    """True where a turn's last block of thinking never ends."""
+    marks = [(match.end(), THINKING[match[0]]) for match in _OPENINGS.finditer(text)]
+    start, closing = marks[-1] if marks else (0, THINKING.get(opened.strip()))
+    return closing is not None and closing not in text[start:]
 
 
 def _read_response_template(tokenizer: Any, token_ids: Sequence[int], prefill: str) -> AssistantTurn | None:

@@ -1,0 +1,111 @@
+"""Special tokens that reward functions look for, found in their code, so that completions can show them."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from covey.runtime.user_code import unwrap_partial
+
+DEPTH = 3  # helper functions of the same module are read, and theirs
+SHORTEST = 3  # characters of a token that is looked for; shorter ones occur in any text
+
+
+def named_tokens(functions: Sequence[Any], tokenizer: Any) -> set[str]:
+    """Texts of the tokenizer's special tokens that the functions name, plain or escaped in a pattern."""
+    texts = _texts_of(functions)
+    special = {str(one) for one in getattr(tokenizer, "added_tokens_decoder", {}).values() if one.special}
+    long = {token for token in special if len(token) >= SHORTEST}
+    return {token for token in long if any(token in text or re.escape(token) in text for text in texts)}
+
+
+def warn_of_hidden_tokens(functions: Sequence[Any], tokenizer: Any) -> None:
+    """Warn of regular expressions that look for a token which completions never show, such as the end of sequence."""
+    texts = _texts_of(functions)
+    ends = {getattr(tokenizer, name, None) for name in ("eos_token", "pad_token", "bos_token")}
+    escaped = {token for token in ends if token is not None and re.escape(token) != token}
+    for token in sorted(one for one in escaped if any(re.escape(one) in text for text in texts)):
+        warnings.warn(
+            f"a reward function looks for {token!r}, a special token that begins, ends or pads sequences: completions"
+            " are given without it, so it never occurs. Look at `completion_ids` instead, which every reward function"
+            " can ask for.",
+            stacklevel=2,
+        )
+
+
+def _texts_of(functions: Sequence[Any]) -> set[str]:
+    own = [one for one in functions if callable(one) and not isinstance(one, nn.Module)]
+    return {text for function in own for text in texts_in(function)}
+
+
+def texts_in(function: Callable[..., Any], depth: int = DEPTH) -> set[str]:
+    """Strings that a callable can compare with: of its code, settings, globals, and helpers in its module."""
+    found: set[str] = set()
+    for part in _parts(function):
+        found.update(_texts(part))
+        code = getattr(part, "__code__", None)
+        if code is None:
+            continue
+        found.update(_constants(code))
+        for name in _names(code):
+            value = part.__globals__.get(name)
+            if callable(value) and getattr(value, "__module__", None) == getattr(part, "__module__", ""):
+                found.update(texts_in(value, depth - 1) if depth else ())
+            else:
+                found.update(_texts(value))
+    return found
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[Any]:
+    """The function, its settings, and what its closure holds; of an object its attributes and `__call__`."""
+    while unwrap_partial(function) is not function:
+        yield [*function.args, *function.keywords.values()]  # type: ignore[attr-defined]
+        function = function.func  # type: ignore[attr-defined]
+    if not hasattr(function, "__code__"):
+        yield list(getattr(function, "__dict__", {}).values())
+        function = _method(type(function), "__call__")
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield function
+        yield list(getattr(function, "__defaults__", None) or ())
+        yield list((getattr(function, "__kwdefaults__", None) or {}).values())
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # it is not filled yet
+                continue
+            yield held
+        function = getattr(function, "__wrapped__", None)
+
+
+def _method(kind: type, name: str) -> Any:
+    return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, re.Pattern) and isinstance(value.pattern, str):
+        yield value.pattern
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _texts(item) if not isinstance(item, list | tuple | set | frozenset) else ()
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
+
+
+def _constants(code: Any) -> Iterator[str]:
+    for index, value in enumerate(code.co_consts):
+        if hasattr(value, "co_consts"):
+            yield from _constants(value)
+        elif index or not isinstance(value, str):  # the first one may be a docstring
+            yield from _texts(value)
+
+
+def _names(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for value in code.co_consts:
+        if hasattr(value, "co_names"):
+            yield from _names(value)
