@@ -204,3 +204,54 @@ def test_control_tokens_as_text_add_no_spaces(prefix, space, text):
     rendered = f"<|im_start|>{controls.hide(text, hidden)}<|im_end|>"
     tokens = tokenizer.convert_ids_to_tokens(controls.encode(rendered, hidden))
     assert tokens == ["<|im_start|>", *space, *text.replace(" ", "▁"), "<|im_end|>"]
+
+
+def with_bos(chat_template=None):
+    from tokenizers import processors
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
+    return tokenizer
+
+
+def test_a_text_begins_with_one_bos_whoever_wrote_it():
+    codec = PromptCodec(tokenizer := with_bos(), None, None)
+    bos = tokenizer.bos_token_id
+    assert codec.read("2+2=").ids == codec.read("<bos>2+2=").ids
+    assert codec.read("2+2=").ids.count(bos) == 1
+    assert codec.read("<bos>2<bos>").ids[-1] == bos  # one that stands elsewhere is the text's
+
+
+ECHO = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}{% if m.name is defined %}"
+    "({{ m.name }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_keys_that_are_none_are_as_if_they_were_not_there():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = ECHO
+    codec = PromptCodec(tokenizer, None, None)
+
+    def messages(**filled):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1, "y": {"z": 2, **filled}, **filled}}}
+        return [{"role": "user", "content": "a", **filled}, {"role": "assistant", "tool_calls": [call], **filled}]
+
+    plain = codec.read([*messages(), {"role": "user", "content": "b"}]).ids
+    assert plain == codec.read([*messages(name=None, content_=None), {"role": "user", "content": "b"}]).ids
+
+
+def test_a_rows_tools_are_shown_by_the_template():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = ECHO
+    codec = PromptCodec(tokenizer, None, None)
+    schema = {"type": "function", "function": {"name": "look", "parameters": {"x": None}}}
+    row = {"prompt": [{"role": "user", "content": "a"}], "tools": [schema]}
+    assert "look" in tokenizer.decode(codec.read_row(row).ids)
+    assert codec.read_row({**row, "tools": '[{"name": "look"}]'}).ids != codec.read_row({**row, "tools": None}).ids
+    assert codec.read_row({**row, "tools": ["look"]}).ids == codec.read_row({**row, "tools": None}).ids

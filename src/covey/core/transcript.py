@@ -88,6 +88,20 @@ def content_text(content: Any) -> str:
     return str(content)
 
 
+def without_none(value: Any) -> Any:
+    """Dictionaries and lists without keys whose value is None: tables fill up those that a row does not have.
+
+    Example:
+        >>> without_none({"x": 1, "y": None, "z": [{"a": None}, None]})
+        {'x': 1, 'z': [{}, None]}
+    """
+    if isinstance(value, dict):
+        return {name: without_none(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [without_none(one) for one in value]
+    return value
+
+
 def is_failure(message: dict[str, Any]) -> bool:
     return message.get("role") == "tool" and content_text(message.get("content")).startswith(FAILED)
 

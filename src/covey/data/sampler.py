@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import MicroStep, PromptSample
-from covey.data.validation import read_row
+from covey.data.validation import plain_row, read_row
 
 Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
@@ -27,7 +27,7 @@ class GenerationSampler:
     algebra: BatchAlgebra
     rank: int  # of the process
     _: KW_ONLY
-    shuffle: bool  # each epoch has a random order of prompts
+    shuffle: bool  # each epoch has a random order of prompts; else an epoch begins where the last one ended
     seed: int
     with_slots: bool = True  # else the trainer chooses the prompts
 
@@ -35,7 +35,7 @@ class GenerationSampler:
         check_enough(self.rows, self.algebra)
         self.epoch = 0
         self.generations = self.rows // self.algebra.prompts_per_generation
-        """Generations of one epoch; prompts that do not fill one are left out of this epoch."""
+        """Generations of one epoch; prompts that do not fill one are left out; unshuffled, they begin the next."""
         self._order = -1, torch.empty(0, dtype=torch.long)
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,11 +52,12 @@ class GenerationSampler:
 
     def slots(self, generation: int) -> list[Slot]:
         epoch, place = divmod(generation, self.generations)
+        count = self.algebra.prompts_per_generation
         if self._order[0] != epoch:
             random = torch.Generator().manual_seed(self.seed + epoch)
             order = torch.randperm(self.rows, generator=random) if self.shuffle else torch.arange(self.rows)
-            self._order = epoch, order
-        count = self.algebra.prompts_per_generation
+            began = 0 if self.shuffle else epoch * self.generations * count % self.rows
+            self._order = epoch, order.roll(-began)
         prompts = self._order[1][place * count : (place + 1) * count].tolist()
         return rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
 
@@ -114,7 +115,7 @@ class RowStream(IterableDataset):
     rank: int
 
     def _chunks(self, size: int) -> Iterator[dict[int, Any]]:
-        numbered = enumerate(self.rows)
+        numbered = enumerate(map(plain_row, self.rows))
         while chunk := dict(islice(numbered, size)):
             yield chunk
 
@@ -141,15 +142,18 @@ class TrainingStream(RowStream):
     def generations(self) -> Iterator[list[PromptSample] | None]:
         while self.rows is None:
             yield None  # the trainer chooses prompts when it samples
+        left: dict[int, Any] = {}  # rows of the last epoch that did not fill a generation
         for epoch in count():
             if hasattr(self.rows, "set_epoch"):
                 self.rows.set_epoch(epoch)  # which shuffles a stream again
             prompts = 0
-            for chunk in self._chunks(self.algebra.prompts_per_generation):
-                prompts += len(chunk)
-                if len(chunk) == self.algebra.prompts_per_generation:
-                    yield self._share(chunk, self.algebra.num_generations)
-            check_enough(prompts, self.algebra)  # else no epoch would ever have a step
+            for number, row in enumerate(map(plain_row, self.rows)):
+                prompts += 1
+                left[number] = row
+                if len(left) == self.algebra.prompts_per_generation:
+                    yield self._share(left, self.algebra.num_generations)
+                    left = {}
+            check_enough(prompts, self.algebra)  # else one prompt would come twice in a generation
 
 
 class _EpochLoader(DataLoader):

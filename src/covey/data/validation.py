@@ -7,14 +7,17 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from types import NoneType
 from typing import Any
 
 from covey.core.transcript import content_text
+from covey.data.templates import warn_of_template
 from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, are_messages
 from covey.runtime.user_code import format_error
 
 LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
+SHAPES = 64  # sequences of roles of which one prompt is encoded
 LONGEST = 64  # prompts that are encoded because they are the longest
 
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
@@ -25,6 +28,8 @@ MESSAGES = re.compile(  # messages in JSON or Python, or an object that holds th
     r".*[\"'](role|from)[\"']\s*:\s*[\"'](user|system|assistant|tool|developer|human|gpt)[\"']",
     re.DOTALL | re.IGNORECASE,
 )
+FOR_PROMPTS = ("prompt", "tools", "chat_template_kwargs")  # columns that the chat template reads
+PLAIN = (str, list, dict, NoneType)
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
@@ -57,7 +62,8 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
     """Encode the first and longest prompts, ValueError naming a bad row; returns the columns of the first rows."""
     first = first_rows(dataset)
     numbered = dict(enumerate(first[:LOOKED_AT]))
-    numbered |= {i: dataset[i] for i in _longest(_prompts(dataset, first), codec) if i not in numbered}
+    others = {*_longest(_prompts(dataset, first), codec), *_of_each_shape(_prompts(dataset, first))}
+    numbered |= {i: dataset[i] for i in sorted(others) if i not in numbered}
     for number, row in numbered.items():
         if row.get("prompt") is None:
             continue  # the environment gives it
@@ -65,22 +71,45 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
             codec.read_row(row)
         except ValueError as error:
             raise ValueError(f"row {number} of `{role}`: {error}") from error
+    warn_of_template(numbered, role, codec)
     return {column for row in first for column in row}
 
 
 def first_rows(dataset: Any) -> list[Any]:
     """All rows of a list, the first ones of any other dataset."""
     if isinstance(dataset, list | tuple):
-        return list(dataset)
+        return list(map(plain_row, dataset))
     if hasattr(dataset, "__len__"):
         return [read_row(dataset, number) for number in range(min(LOOKED_AT, len(dataset)))]
-    return list(islice(iter(dataset), LOOKED_AT))
+    return list(map(plain_row, islice(iter(dataset), LOOKED_AT)))
+
+
+def plain_row(row: Any) -> Any:
+    """A row as a dictionary whose prompt is plain, whatever the dataset's format: of numpy, torch, pandas or arrow.
+
+    Other columns keep the format, except in those of tables, where a row is a table.
+    """
+    for method, arguments in (("to_pylist", ()), ("to_dicts", ()), ("to_dict", ("records",))):
+        if not isinstance(row, dict) and callable(getattr(row, method, None)):
+            records = getattr(row, method)(*arguments)
+            return _plain(records[0]) if len(records) == 1 else row
+    if isinstance(row, dict) and any(type(row.get(name)) not in PLAIN for name in FOR_PROMPTS):
+        return {name: _plain(value) if name in FOR_PROMPTS else value for name, value in row.items()}
+    return row
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    if hasattr(value, "tolist"):  # an array, a tensor, or a scalar of one
+        value = value.tolist()
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def read_row(dataset: Any, number: int) -> Any:
     """A row to sample from, of a dataset whose class may be the user's; ValueError naming the row."""
     try:
-        row = dataset[number]
+        row = plain_row(dataset[number])
     except Exception as error:  # of the user's class
         raise ValueError(
             f"row {number} of a dataset that says it has {len(dataset)} cannot be read: {format_error(error)}"
@@ -105,6 +134,15 @@ def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[in
         return []
     sizes = ((_text_bytes(prompt), number) for number, prompt in numbered)
     return [number for _, number in heapq.nlargest(LONGEST, (s for s in sizes if s[0] >= codec.max_context))]
+
+
+def _of_each_shape(numbered: Iterator[tuple[int, Any]]) -> list[int]:
+    """A row of each sequence of roles: chat templates raise an error for some of them."""
+    shapes: dict[tuple[Any, ...], int] = {}
+    for number, prompt in numbered:
+        if isinstance(prompt, list) and len(shapes) < SHAPES:
+            shapes.setdefault(tuple(message.get("role") for message in prompt), number)
+    return list(shapes.values())
 
 
 def _text_bytes(prompt: Any) -> int:

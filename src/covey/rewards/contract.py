@@ -54,7 +54,7 @@ def per_completion(function: F) -> F:
 
 
 def is_per_completion(function: Callable) -> bool:
-    return bool(declared(function, _MARK))
+    return declared(function, _MARK) is True  # stubs answer for every attribute
 
 
 def declared(function: Callable, name: str) -> Any:

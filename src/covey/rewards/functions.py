@@ -27,7 +27,7 @@ from covey.rewards.steps import CharEnd, TurnEnd
 from covey.rewards.text import describe_sample
 from covey.runtime.child_process import Quota
 from covey.runtime.deadlines import MAX_STILL_RUNNING, CallTimeout, LateCalls
-from covey.runtime.isolation import FunctionWorker, WorkerFailed, WorkerLate
+from covey.runtime.isolation import FunctionWorker, WorkerFailed, WorkerLate, check_sendable
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, parameters_of, unwrap_partial
 
@@ -40,6 +40,11 @@ NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns
 Row = dict[str, Any]  # of the dataset
 STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"  # alternative to a number, for messages
 STEPS_ADVICE = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
+NOT_ISOLATED = (
+    "reward function {name!r} cannot run in a process of its own: {error}. Import it from a .py file with `def` (or a"
+    " class) at its top level; or leave it in the trainer's process, without @isolated and with"
+    " reward_isolation='thread'."
+)
 NUMBER_ADVICE = " Give finite numbers of ordinary size, None where there is no reward."
 
 
@@ -206,7 +211,8 @@ class FailedReward(float):
 def function_name(function: Callable) -> str:
     """Name of a callable in metrics: its `__name__`, that of the function in a `partial`, or its class's."""
     inner = unwrap_partial(function)
-    name = getattr(function, "__name__", None) or getattr(inner, "__name__", None) or type(inner).__name__
+    names = (getattr(one, "__name__", None) for one in (function, inner))
+    name = next((name for name in names if name and isinstance(name, str)), type(inner).__name__)
     return name.strip("<>")  # "<lambda>" would be an odd metric name
 
 
@@ -222,6 +228,7 @@ class FunctionReward:
         self.turn = threading.Lock()  # several batches may be scored at a time, and it need not be thread-safe
         self.late = LateCalls(f"reward function {name!r}", MAX_STILL_RUNNING if self.is_async else 1)
         self._takes_all, self._names, self._required = _read_signature(function, name)
+        self._receiver = _receiver(function)
         self.per_completion = is_per_completion(function) and "trainer_state" not in self._names
         self._bound = function.keywords if isinstance(function, functools.partial) else {}
 
@@ -244,12 +251,26 @@ class FunctionReward:
         self.require(arguments_with(columns))
 
     def require(self, available: Collection[str]) -> None:
+        if self._takes_all and self._receiver in available:
+            raise MissingArgument(
+                f"the dataset has a column {self._receiver!r}, and reward function {self.name!r} is a method, or an"
+                f" object with one, that calls its object so: it cannot get both. Rename the column, as by"
+                f" `dataset.rename_column({self._receiver!r}, ...)`."
+            )
         if missing := self._required.difference(available):
             raise MissingArgument(
                 f"reward function {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which is neither"
                 f" given by the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the"
                 " column, or give the argument a default."
             )
+
+
+def check_isolated(function: Callable[..., Any], name: str) -> None:
+    """RewardError for a function that cannot be sent to a process of its own."""
+    try:
+        check_sendable(function)
+    except ValueError as error:
+        raise RewardError(NOT_ISOLATED.format(name=name, error=error)) from error
 
 
 class IsolatedReward(FunctionReward):
@@ -268,11 +289,7 @@ class IsolatedReward(FunctionReward):
             self.worker = FunctionWorker(function, limits)
             self.worker.start()
         except (ValueError, RuntimeError) as error:
-            raise RewardError(
-                f"reward function {name!r} cannot run in a process of its own: {error}. Import it from a .py file"
-                " with `def` (or a class) at its top level; or leave it in the trainer's process, without @isolated and"
-                " with reward_isolation='thread'."
-            ) from error
+            raise RewardError(NOT_ISOLATED.format(name=name, error=error)) from error
         self._until = 0.0
 
     def restart(self, seconds: float) -> None:
@@ -309,6 +326,16 @@ class IsolatedReward(FunctionReward):
         for name, args, kwargs in reply["calls"]:
             getattr(log, name)(*args, **kwargs)
         return as_values(reply["result"], len(batch))
+
+
+def _receiver(function: Callable) -> str | None:
+    """Name that a method, or the `__call__` of an object, gives to its object; None for a plain function."""
+    inner = unwrap_partial(function)
+    method = getattr(inner, "__func__", None) if inspect.ismethod(inner) else None
+    if method is None and not inspect.isroutine(inner):
+        method = type(inner).__call__
+    first = next(iter(parameters_of(method) or ()), None) if inspect.isfunction(method) else None
+    return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
 def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], frozenset[str]]:

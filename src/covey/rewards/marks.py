@@ -1,8 +1,10 @@
 """Special tokens that reward functions look for, found in their code, so that completions can show them."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -45,9 +47,9 @@ def texts_in(function: Callable[..., Any], depth: int = DEPTH) -> set[str]:
     found: set[str] = set()
     for part in _parts(function):
         found.update(_texts(part))
-        code = getattr(part, "__code__", None)
-        if code is None:
+        if not inspect.isfunction(part):
             continue
+        code = part.__code__
         found.update(_constants(code))
         for name in _names(code):
             value = part.__globals__.get(name)
@@ -63,37 +65,32 @@ def _parts(function: Callable[..., Any]) -> Iterator[Any]:
     while unwrap_partial(function) is not function:
         yield [*function.args, *function.keywords.values()]  # type: ignore[attr-defined]
         function = function.func  # type: ignore[attr-defined]
-    if not hasattr(function, "__code__"):
-        yield list(getattr(function, "__dict__", {}).values())
-        function = _method(type(function), "__call__")
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        yield function
-        yield list(getattr(function, "__defaults__", None) or ())
-        yield list((getattr(function, "__kwdefaults__", None) or {}).values())
-        for cell in getattr(function, "__closure__", None) or ():
-            try:
-                held = cell.cell_contents
-            except ValueError:  # it is not filled yet
-                continue
-            yield held
-        function = getattr(function, "__wrapped__", None)
+    inner: Any = function
+    if not inspect.isroutine(inner):
+        yield list(getattr(inner, "__dict__", {}).values())
+        inner = _method(type(inner), "__call__")
+    inner = getattr(inner, "__func__", inner) if inspect.ismethod(inner) else inner
+    while inspect.isfunction(inner):
+        yield inner
+        yield [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+        for cell in inner.__closure__ or ():
+            with suppress(ValueError):  # it is not filled yet
+                yield cell.cell_contents
+        inner = getattr(inner, "__wrapped__", None)
 
 
 def _method(kind: type, name: str) -> Any:
     return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, depth: int = DEPTH) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, re.Pattern) and isinstance(value.pattern, str):
         yield value.pattern
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _texts(item) if not isinstance(item, list | tuple | set | frozenset) else ()
-    elif isinstance(value, dict):
-        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset | dict) and depth:
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _texts(item, depth - 1)
 
 
 def _constants(code: Any) -> Iterator[str]:

@@ -73,30 +73,94 @@ def get_exact_match_reward(
     return answers(extract)(with_settings(_match, "exact_match_reward", extract, 0.0))
 
 
-_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
+_MINUS = "-\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"  # hyphens, dashes and minus signs
+_SPACES = " \u00a0\u2009\u202f"  # between thousands
+_DECIMAL = (
+    rf"(?:[1-9]\d{{0,2}}(?:[{_SPACES}]\d{{3}})+(?![{_SPACES}]?\d)(?:\.\d+)?"  # 1 234.5
+    r"|[1-9]\d{0,2}(?:['\u2019_]\d{3})+(?!\d)(?:\.\d+)?"  # 1'234 and 1_234
+    r"|\d{1,3}(?:\.\d{3})+,\d+(?![,.]?\d)"  # 1.234,5
+    r"|\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?"  # 1,234.5
+    r"|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)(?:\.\d+)?"  # 12,34,567.5
+    r"|\d+(?:\.\d+)?|\.\d+)"
+)
+_TIMES = rf"\s?(?:[x*×·⋅]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?[{{(]?(?P<power>[{_MINUS}+]?\d{{1,3}})(?!\d)[}})]?"
+_FRACTION = (
+    rf"\\[dt]?frac\s?(?:\{{\s?(?P<top>[{_MINUS}]?\d+(?:\.\d+)?)\s?\}}\{{\s?(?P<bottom>[{_MINUS}]?\d+(?:\.\d+)?)\s?\}}"
+    r"|(?P<top_digit>\d)(?P<bottom_digit>\d))"
+)
+_VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
+           "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}  # fmt: skip
 _NUMBER = re.compile(
-    # A sign counts unless it follows a digit, a letter or a closing bracket: then it is a subtraction or a hyphen.
-    rf"(?:(?<![A-Za-z0-9_)\]}}.])(?P<sign>[-+\u2212])\s?)?"
-    r"(?:\\[dt]?frac\{(?P<top>\d+)\}\{(?P<bottom>\d+)\}"
-    rf"|(?<![A-Za-z0-9_.])(?P<numerator>{_UNSIGNED})(?:\s?/\s?(?P<denominator>{_UNSIGNED}))?)"
+    # A sign next to its number counts unless it follows a digit, a letter or a closing bracket, as in a subtraction, a
+    # range or a hyphenated word. Before a space it counts after an operator or an opening bracket on its line; at the
+    # beginning of a line it is a bullet, and after a word a dash.
+    rf"(?:(?<![A-Za-z0-9_)\]}}.])(?P<sign>[{_MINUS}+])(?=[^\s])"
+    rf"|(?<=[=<>≤≥≈≠(\[{{,:;+/×·^])[ \t]*(?P<spaced>[{_MINUS}+])[ \t]+)?"
+    rf"(?:(?:(?<![A-Za-z0-9_.])(?P<whole>\d{{1,9}})[ \t]?)?{_FRACTION}"
+    rf"|(?<![A-Za-z0-9_.])(?P<mixed>\d{{1,9}})[ \t]+(?P<part>\d{{1,9}})\s?/\s?(?P<of>\d{{1,9}})(?![\d/.])"
+    rf"|(?<![A-Za-z0-9_.])(?P<numerator>{_DECIMAL})"
+    rf"(?:[eE](?P<exponent>[{_MINUS}+]?\d{{1,3}})(?!\d)|{_TIMES})?(?:\s?/\s?(?P<denominator>{_DECIMAL}))?)"
 )
 _MAX_DIGITS = 1000  # longer runs of digits are noise, and slow to convert
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_POWER_OF_TEN = re.compile(r"(?<=10)[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_THIN_SPACES = re.compile(r"(?<=\d)(?:\\[,;:!]|\{,\}|\\ |~)(?=\d{3}(?!\d))")
+_AFTER_SIGN = re.compile(rf"(?<=[{_MINUS}+])[ \t]?\\?[$€£¥₹]")
+_CURRENCY = re.compile(r"\\?[$€£¥₹]")
 
 
 def last_number(text: str) -> Fraction | None:
-    """Exact value of the last number in `text`, or None; currency signs are skipped."""
+    """Exact value of the last number in `text`, or None.
+
+    It may have a sign, thousands separated by commas, spaces, apostrophes or underscores, an exponent (`1.5e3`,
+    `1.5 × 10^3`), be a fraction (`1/2`, `\\frac{1}{2}`, `½`) or a mixed number (`1 1/2`). Currencies, percent signs and
+    units are left out. One separator alone is read as in English: `1.000` is one and `1,000` a thousand. A number in
+    parentheses is not negative, and of a range, a date or a time the last number counts.
+
+    Example:
+        >>> texts = ["The answer is:\\n- 42", "x = - 42", "between 3 - 5", "1 000", "1 1/2", "-$1,200.50"]
+        >>> [float(last_number(text)) for text in texts]
+        [42.0, -42.0, 5.0, 1000.0, 1.5, -1200.5]
+    """
     found = None
-    for found in _NUMBER.finditer(text.replace("{,}", ",").replace("\\$", "").replace("$", "")):  # noqa: B007
+    for found in _NUMBER.finditer(_plain(text)):  # noqa: B007
         pass
-    if found is None:
+    return None if found is None or len(found[0]) > _MAX_DIGITS else _value(found)
+
+
+def _plain(text: str) -> str:
+    """Text without currencies and LaTeX's spaces, whose powers of ten and fractions are written with digits."""
+    text = _CURRENCY.sub(" ", _AFTER_SIGN.sub("", _THIN_SPACES.sub(",", text)))
+    text = _POWER_OF_TEN.sub(lambda found: "^" + found[0].translate(_SUPERSCRIPTS), text)
+    for sign, fraction in _VULGAR.items():
+        text = text.replace(sign, f" {fraction}") if sign in text else text
+    return text
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    negative = (found["sign"] or found["spaced"] or "+") != "+"
+    whole = Fraction(found["whole"] or found["mixed"] or 0)
+    if found["numerator"] is not None:
+        top, bottom = _decimal(found["numerator"]), _decimal(found["denominator"] or "1")
+        top *= Fraction(10) ** int(_signed(found["exponent"] or found["power"] or "0"))
+    else:
+        top = _decimal(found["top"] or found["top_digit"] or found["part"])
+        bottom = _decimal(found["bottom"] or found["bottom_digit"] or found["of"])
+    if bottom == 0:
         return None
-    top, bottom = found["top"] or found["numerator"], found["bottom"] or found["denominator"] or "1"
-    if len(top) + len(bottom) > _MAX_DIGITS:
-        return None
-    numerator, denominator = (Fraction(part.replace(",", "")) for part in (top, bottom))
-    if denominator == 0:
-        return None
-    return (-1 if found["sign"] in ("-", "\u2212") else 1) * numerator / denominator
+    value = whole + top / bottom
+    return -value if negative else value
+
+
+def _decimal(text: str) -> Fraction:
+    text = _signed(text)
+    if "." in text and "," in text and text.rindex(",") > text.rindex("."):  # 1.234,5
+        text = text.replace(".", "").replace(",", ".")
+    return Fraction(re.sub(rf"[,'\u2019_{_SPACES}]", "", text))
+
+
+def _signed(text: str) -> str:
+    return re.sub(f"^[{_MINUS}]", "-", text)
 
 
 def _number(completion: Any) -> Fraction | None:
@@ -109,7 +173,8 @@ def numeric_match_reward(
 ) -> list[float | None]:
     """1 where the last number of the completion equals the last number of the `answer` (or `solution`), else 0.
 
-    Numbers are compared exactly (1/2 = 0.5, 1,000 = 1000). None where the column holds no number.
+    Numbers are compared exactly (1/2 = 0.5, 1,000 = 1000), without their units: 50% is 50. None where the column holds
+    no number.
 
     Example:
         >>> numeric_match_reward(["That makes 1,234.", "It is 0.5", "no idea"], answer=["#### 1234", "1/2", 3])

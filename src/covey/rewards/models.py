@@ -1,13 +1,16 @@
 """Sequence classifiers as reward functions, with their own tokenizers: text in, one logit per sample out."""
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from covey.core.special_tokens import added_prefix, without_second
+from covey.core.transcript import without_none
 from covey.rewards.contract import RewardError
-from covey.rewards.functions import Log, RewardBatch
+from covey.rewards.functions import FailedReward, Log, RewardBatch
 from covey.rewards.text import completion_text
 from covey.runtime.deadlines import LateCalls
 from covey.runtime.hub import NotFound, look_up
@@ -63,8 +66,10 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
 class ModelReward:
     """A sequence classifier with its tokenizer.
 
-    Prompt and completion are joined as text, through the tokenizer's chat template if they are messages, tokenized
-    without further special tokens and padded on the right. Samples are scored in micro-batches of similar length.
+    Prompt and completion are joined as text. What the tokenizer's chat template wrote, of messages, gets no further
+    special tokens; other text gets those that the tokenizer adds, such as [CLS], once. Samples are padded on the right
+    and scored in micro-batches of similar length. One that is longer than the model's context fails: its end is what is
+    to be scored, and its beginning what was asked, so neither is cut off.
     """
 
     def __init__(self, model: nn.Module, processing_class: Any, name: str, batch_size: int = 8, device: Device = None):
@@ -80,6 +85,8 @@ class ModelReward:
         self.tokenizer = self._prepare_tokenizer(processing_class)
         self.model = model if device is None else model.to(device)
         self.model.eval().requires_grad_(False)
+        self._prefix = added_prefix(self.tokenizer)
+        self._context = self._longest()
 
     def _prepare_tokenizer(self, processing_class: Any) -> "PreTrainedTokenizerBase":
         """Tokenizer whose padding token is set in the model's config too: the model scores the last other token."""
@@ -113,14 +120,11 @@ class ModelReward:
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:
         pairs = zip(batch.rows, batch.rollouts, strict=True)
-        texts = [self.text(row["prompt"], rollout.completion) for row, rollout in pairs]
-        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        rewards: list[float | None] = [None] * len(texts)
-        for start in range(0, len(texts), self.batch_size):
-            chosen = by_length[start : start + self.batch_size]
-            for index, reward in zip(chosen, self.score([texts[index] for index in chosen]), strict=True):
-                rewards[index] = reward
-        return rewards
+        inputs = [
+            self.encode(self.text(row["prompt"], rollout.completion), rendered=not isinstance(row["prompt"], str))
+            for row, rollout in pairs
+        ]
+        return self._score(inputs)
 
     def text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
@@ -132,19 +136,56 @@ class ModelReward:
             )
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        messages = [without_none(message) for message in (*prompt, *completion)]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         assert isinstance(text, str), "one conversation, not tokenized"
         return text
 
+    def encode(self, text: str, rendered: bool = False) -> list[int]:
+        """Tokens of a text; one that a chat template has `rendered` holds its special tokens already."""
+        ids = list(self.tokenizer(text, add_special_tokens=not rendered)["input_ids"])
+        return ids if rendered else without_second(ids, self._prefix)
+
+    def score(self, texts: list[str]) -> list[float | None]:
+        """Scores of texts that no chat template has rendered."""
+        return self._score([self.encode(text) for text in texts])
+
+    def _score(self, inputs: list[list[int]]) -> list[float | None]:
+        fitting = [index for index, ids in enumerate(inputs) if len(ids) <= self._context]
+        rewards: list[float | None] = [self._too_long(len(ids)) for ids in inputs]
+        by_length = sorted(fitting, key=lambda index: len(inputs[index]))
+        for start in range(0, len(by_length), self.batch_size):
+            chosen = by_length[start : start + self.batch_size]
+            for index, reward in zip(chosen, self._score_batch([inputs[index] for index in chosen]), strict=True):
+                rewards[index] = reward
+        return rewards
+
     @torch.inference_mode()
-    def score(self, texts: list[str]) -> list[float]:
-        inputs = self.tokenizer(
-            texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
-        ).to(next(self.model.parameters()).device)
-        logits = self.model(**inputs).logits
-        if logits.shape != (len(texts), 1):
+    def _score_batch(self, inputs: list[list[int]]) -> list[float]:
+        padded = self.tokenizer.pad({"input_ids": inputs}, padding_side="right", return_tensors="pt")
+        logits = self.model(**padded.to(next(self.model.parameters()).device)).logits
+        if logits.shape != (len(inputs), 1):
             raise RewardError(
-                f"reward model {self.name!r} returned logits of shape {tuple(logits.shape)} for {len(texts)} texts, "
-                f"instead of ({len(texts)}, 1); only sequence classifiers can be reward models."
+                f"reward model {self.name!r} returned logits of shape {tuple(logits.shape)} for {len(inputs)} texts, "
+                f"instead of ({len(inputs)}, 1); only sequence classifiers can be reward models."
             )
         return logits[:, 0].float().tolist()
+
+    def _longest(self) -> float:
+        """Most tokens that the model reads, as its config and its tokenizer say."""
+        limits = [math.inf, getattr(self.tokenizer, "model_max_length", None)]
+        limits.append(getattr(self.config.get_text_config(), "max_position_embeddings", None))
+        for name, module in self.model.named_modules():
+            if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+                offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's begin behind padding
+                limits.append(module.num_embeddings - offset)
+        return min(limit for limit in limits if limit is not None and limit > 0)
+
+    def _too_long(self, tokens: int) -> FailedReward:
+        text = (
+            f"prompt and completion have {tokens} tokens, and the context of reward model {self.name!r} has"
+            f" {self._context:g}: they are longer than it was made for. Lower max_completion_length, leave long prompts"
+            " out, or take a model with a longer context (if it reads more, raise its tokenizer's `model_max_length`"
+            " and its config's `max_position_embeddings`)"
+        )
+        return FailedReward(RewardError(text), text)

@@ -20,12 +20,12 @@ from covey.core.records import Rollout, StepRewards
 from covey.core.special_tokens import CompletionDecoder
 from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.call import AsyncLane, CallResult, Lanes, RewardStream, ThreadLane, score
-from covey.rewards.contract import RewardError, RewardWarning, declared
+from covey.rewards.contract import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, IsolatedReward, Log, RewardBatch, RewardContext, Row, function_name
 from covey.rewards.marks import named_tokens, warn_of_hidden_tokens
 from covey.rewards.models import Device, ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.steps import StepEndError, resolve
-from covey.runtime.isolation import DEFAULT_LIMITS
+from covey.runtime.isolation import DEFAULT_LIMITS, isolation_of
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import call_all
@@ -339,7 +339,7 @@ def _adapt(
     if inspect.isclass(candidate):
         raise RewardError(f"reward {name!r} is a class; pass an object of it, such as {name}().")
     if callable(candidate):
-        limits = declared(candidate, "covey_isolated") or (DEFAULT_LIMITS if isolate else None)
+        limits = isolation_of(candidate) or (DEFAULT_LIMITS if isolate else None)
         return IsolatedReward(candidate, name, limits) if limits else FunctionReward(candidate, name)
     raise RewardError(
         f"{candidate!r} ({type(candidate).__name__}) cannot be a reward function; pass a callable, a sequence "

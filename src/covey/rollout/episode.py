@@ -16,7 +16,16 @@ from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
 from covey.core.special_tokens import CompletionDecoder, opened_thinking
-from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, row_images, sample_seed
+from covey.rollout.prompts import (
+    LONGEST_TOKEN,
+    Prompt,
+    characters,
+    is_conversational,
+    prefill,
+    row_images,
+    row_tools,
+    sample_seed,
+)
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded
 
@@ -98,13 +107,13 @@ class EpisodeEngine:
 
         Args:
             prompt: a string or messages; the row's prompt by default.
-            tools: schemas that the chat template is to show; those of the run by default.
+            tools: schemas that the chat template is to show; those of the row's `tools` or of the run by default.
 
         Raises:
             ValueError: the prompt cannot be encoded.
         """
         codec = self.templates.codec
-        tools = codec.tools if tools is None else tools
+        tools = (row_tools(self.row) or codec.tools) if tools is None else tools
         images = row_images(self.row) if prompt is None else ()
         own_prompt: Any = self.row.get("prompt") if prompt is None else prompt
         encoded = codec.read(own_prompt, self.row.get("chat_template_kwargs"), tools, images)

@@ -1,6 +1,7 @@
 """Prompts to tokens and back. One that does not fit the model's context is an error: prompts are never truncated."""
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from typing import Any
 from covey.core.records import Message
 from covey.core.refusal import Refusal
 from covey.core.special_tokens import CompletionDecoder, added_prefix, without_second
-from covey.core.transcript import content_text
+from covey.core.transcript import content_text, without_none
 from covey.rollout.images import ImageError, as_parts, has_images, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
 
 Prompt = str | list[Message]
 
 IMAGE_COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
+_ASKS_FOR_NONE = re.compile(r"content['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)  # of chat templates
 LONGEST_TOKEN = 256  # most characters of a token: longer texts are refused unencoded, which could be gigabytes
 
 
@@ -69,6 +71,23 @@ def row_images(row: Mapping[str, Any]) -> list[Any]:
             raise ImageError("both columns, 'image' and 'images', hold images. Put a row's images into one of them.")
         found = list(value) if isinstance(value, list | tuple) else [value]
     return [image for image in found if image is not None] if found else found
+
+
+def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Schemas in a row's column `tools`, or in its JSON; [] where the column holds nothing or something else."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return []
+    found = without_none(tools) if isinstance(tools, list | tuple) else []
+    return found if all(map(_is_schema, found)) else []
+
+
+def _is_schema(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 class ControlTokens:
@@ -145,7 +164,8 @@ class PromptCodec:
         prompt = row.get("prompt")
         if not isinstance(prompt, str) and not are_messages(prompt):
             raise _no_prompt(prompt)
-        return self.read(prompt, row.get("chat_template_kwargs"), images=row_images(row))
+        tools = row_tools(row) if is_conversational(prompt) else []
+        return self.read(prompt, row.get("chat_template_kwargs"), tools or None, row_images(row))
 
     def read(
         self,
@@ -201,8 +221,7 @@ class PromptCodec:
                 f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"
                 f" {_shorten(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
             )
-        # Columns of a table hold None where a row sets nothing.
-        return {**(self.chat_template_kwargs or {}), **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
+        return {**(self.chat_template_kwargs or {}), **without_none(row_kwargs or {})}
 
     def _encode_chat(
         self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]], images: Sequence[Any]
@@ -217,6 +236,7 @@ class PromptCodec:
         prefilled = messages[-1]["role"] == "assistant"  # the policy continues its message
         if self.vision is not None:
             messages, images = with_images(messages, images)
+        messages = list(map(self._without_none, messages))
         hidden: dict[str, str] = {}
         if self.vision is None:
             messages = self._plain(messages, hidden)
@@ -227,8 +247,7 @@ class PromptCodec:
                 continue_final_message=prefilled,
                 tokenize=self.vision is None and not hidden,
                 return_dict=False,
-                **({"tools": list(tools)} if tools else {}),
-                **kwargs,
+                **{**({"tools": list(tools)} if tools else {}), **kwargs},
             )
         except Exception as error:  # templates are programs of their authors: they raise anything
             raise Refusal(
@@ -255,6 +274,20 @@ class PromptCodec:
     def text_of(self) -> CompletionDecoder:
         """Decodes completions as reward functions see them."""
         return CompletionDecoder(self.tokenizer, self.shown_tokens)
+
+    def plain_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the chat template is given them, but for control tokens, which it would be given hidden."""
+        plain = list(map(self._without_none, messages))
+        if self._prints_parts:
+            plain = [{**one, "content": content_text(one["content"])} if one["content"] else one for one in plain]
+        return plain
+
+    def _without_none(self, message: Message) -> Message:
+        """A message without keys that are None; content that is missing is None or empty, as the template expects."""
+        found = without_none(message)
+        if found.get("content") is None:
+            found["content"] = None if _ASKS_FOR_NONE.search(str(self.tokenizer.chat_template)) else ""
+        return found
 
     @cached_property
     def controls(self) -> "ControlTokens":

@@ -217,6 +217,19 @@ def _by_file(name: str, path: Path) -> bytes:
     return pickle.dumps((f"c{path.stem}\n{name}\n.".encode(), {path.stem: str(path)}))
 
 
+def isolation_of(function: Any) -> Quota | None:
+    """Limits of a function that `isolated` marked, also in a `partial`."""
+    while isinstance(function, functools.partial) and not hasattr(function, "covey_isolated"):
+        function = function.func
+    limits = getattr(function, "covey_isolated", None)
+    return limits if isinstance(limits, Quota) else None
+
+
+def check_sendable(function: Callable[..., Any]) -> None:
+    """ValueError for a function that cannot be sent to a process of its own."""
+    _by_pickle(function)
+
+
 def _by_pickle(function: Callable[..., Any]) -> bytes:
     pickler = _Pickler(stream := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
     try:

@@ -16,7 +16,7 @@ from covey.rollout.environments import agent
 from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool
 from covey.rollout.images import has_images
-from covey.rollout.prompts import PromptCodec, row_images
+from covey.rollout.prompts import PromptCodec, row_images, row_tools
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
@@ -134,12 +134,22 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
                 " policy in text. Play the rollouts with `rollout_func`, or remove the images, as by"
                 " `dataset.remove_columns('image')`."
             )
+        if row_tools(row) and (shown := _schemas(player)):
+            raise ValueError(
+                f"row {number} of `{role}` has schemas in its column `tools`, and this run calls tools of its own"
+                f" ({', '.join(one['function']['name'] for one in shown)}): a prompt would show one and the policy call"
+                " the other. Remove the column, as by `dataset.remove_columns('tools')`, or leave the run's tools out."
+            )
         if isinstance(player, ToolAgent | agent.EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
             needs = "tools need" if isinstance(player, ToolAgent) else "an environment needs"
             raise ValueError(
                 f"row {number} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
                 f' [{{"role": "user", "content": {prompt[:40]!r}}}].'
             )
+
+
+def _schemas(player: Any) -> Sequence[dict[str, Any]]:
+    return player.toolbox.schemas if isinstance(player, ToolAgent) else getattr(player, "schemas", ())
 
 
 def build_environments(factories: dict[str, Any], build: Callable[[Any], Any]) -> agent.NamedEnvironments:

@@ -18,10 +18,11 @@ from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
 from covey.policy.precision import changed, held_in_half, sample, share_that_moves
 from covey.rewards import RewardSuite
-from covey.rewards.functions import FunctionReward, function_name
+from covey.rewards.functions import FunctionReward, check_isolated, function_name
 from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
+from covey.runtime.isolation import isolation_of
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
@@ -59,6 +60,9 @@ def check_datasets(
             algebra = args.algebra(args.world_size)
             (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
     functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
+    for function in functions:
+        if args.reward_isolation == "process" or isolation_of(function):
+            check_isolated(function, function_name(function))
     if functions and prompts_required:
         as_weights(args.reward_weights, len(as_list(reward_funcs)))
         for dataset in evaluation_sets(train_dataset) + [rows_of(one) for one in evaluation_sets(eval_dataset)]:
@@ -98,6 +102,7 @@ def check_fit(
     if train_dataset is not None:
         if hasattr(train_dataset, "__len__"):
             check_enough(len(train_dataset), context.algebra)
+            _warn_of_rows_left_out(context.args, len(train_dataset), context.algebra.prompts_per_generation)
         _check_columns(collector, rewards, train_dataset, "train_dataset")
         warn_of_plain_text(context.args, collector, train_dataset)
     for dataset in evaluation_sets(eval_dataset):
@@ -118,6 +123,18 @@ def warn_of_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -
             " the text instead of answering it. Set prompts_as_messages=True, which makes each a message of the user"
             " (in a run file a system_prompt does so, too); for a base model False keeps them as they are.",
             PlainTextWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_rows_left_out(args: OnlineConfig, rows: int, together: int) -> None:
+    """Rows that do not fill a rollout batch come first in the next epoch, if there is one and nothing is shuffled."""
+    left = rows % together
+    if left and not args.shuffle_dataset and args.max_steps <= 0 and args.num_train_epochs <= 1:
+        warnings.warn(
+            f"the last {left} of {rows} rows never come: a rollout batch has {together} prompts, rows are not shuffled"
+            " (shuffle_dataset=False), and the run ends after one epoch. Give a number of rows that rollout batches"
+            " divide, change generation_batch_size, or train for more epochs, which begin with them.",
             stacklevel=4,
         )
 

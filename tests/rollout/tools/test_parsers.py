@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
-from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
+from covey.rollout.tools.parsers import TOOL_PARSERS, parse_outside_thinking, parser_for, read_turn
 from covey.rollout.tools.tool import Tool, from_text
 from tests.support import tiny
 
@@ -619,3 +619,36 @@ def test_calls_unreadable_for_a_response_template_are_malformed():
     tokenizer.response_template = RESPONSE_TEMPLATE
     turn = read_turn(tokenizer, tokenizer('<<{"tool": "f">>')["input_ids"], TOOL_PARSERS["json"])
     assert turn.calls == [] and "JSON" in turn.malformed[0].reason
+
+
+@pytest.mark.parametrize(
+    "notation, call",
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("json", '{"name": "f", "arguments": {}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}'),
+        ("gemma", "```tool_code\nf()\n```"),
+        ("glm", "<tool_call>f</tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f></function></tool_call>"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+    ],
+)
+def test_no_notation_calls_inside_thinking(notation, call):
+    parse = TOOL_PARSERS[notation].parse
+
+    def calls(text, opened=""):
+        return [one.name for one in parse_outside_thinking(parse, text, opened).calls]
+
+    assert calls(call) == ["f"] and calls(f"<think>so</think>\n{call}") == ["f"]
+    assert calls(f"so</think>\n{call}", "<think>\n") == ["f"]
+    assert (
+        calls(f"so {call}", "<think>\n") == calls(f"[THINK]so {call}") == calls(f"<think>a</think>b<think>{call}") == []
+    )
+    assert calls(f"so {call} no</think>4", "<think>\n") == []
+
+
+def test_a_mark_of_thinking_in_an_argument_opens_none():
+    text = '<tool_call>{"name": "f", "arguments": {"x": "<think>"}}</tool_call>'
+    turn = parse_outside_thinking(TOOL_PARSERS["hermes"].parse, text)
+    assert [one.arguments for one in turn.calls] == [{"x": "<think>"}] and not turn.malformed

@@ -162,7 +162,8 @@ class PastRun:
         if len(first) % self.size:
             self.size = Counter(Counter(row["row"] for row in first).values()).most_common(1)[0][0]
         weights = self.settings.get("reward_weights")
-        self.weights = torch.tensor(weights if weights and len(weights) == len(self.names) else [1.0] * len(self.names), dtype=torch.float64)
+        known = weights if weights and len(weights) == len(self.names) else [1.0] * len(self.names)
+        self.weights = torch.tensor(known, dtype=torch.float64)
         self.metrics = read_metrics(self.folder)
 
     @cached_property

@@ -155,6 +155,7 @@ class VllmColocateEngine:
             **common_settings(params, frozenset(self.eos_token_ids)),
             "ignore_eos": True,  # all end tokens are listed above; vLLM's come from another config
             "logprobs": 0,
+            "skip_special_tokens": False,  # or such tokens would not be found as texts that stop
             "detokenize": "stop" in params.extra or "bad_words" in params.extra,
             **params.extra,
         }

@@ -58,7 +58,7 @@ class EnvironmentAgent:
             columns = interface.accepted(lease.environment.reset, row)
             opening = await lease.call("reset", interface.checked_observation, **columns)
             prompt = interface.initial_prompt(engine.row.get("prompt"), opening)
-            episode = engine.begin(prompt, tools=self.schemas)
+            episode = engine.begin(prompt, tools=self.schemas or None)
             reward = await self._play(lease, episode)
             if hasattr(lease.environment, "get_reward"):
                 reward = await lease.call("get_reward", interface.checked_reward)

@@ -44,12 +44,27 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
     return [getattr(environment, name) for name in names]
 
 
+class Given(dict):
+    """A dictionary of a row without the keys that are None: `given[key]` is None, and `given.get(key, default)` not."""
+
+    def __missing__(self, key: Any) -> None:
+        return None
+
+
 def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    parameters = parameters_of(function)
+    """Columns of a row that the function takes, without None, with which tables fill up what a row does not have."""
+    parameters, needed = parameters_of(function), required(function)
+    given = {name: _given(value) for name, value in row.items() if value is not None or name in needed}
     if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return row
+        return given
     names = {parameter.name for parameter in parameters if _by_name(parameter)}
-    return {name: value for name, value in row.items() if name in names}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _given(value: Any) -> Any:
+    if type(value) is dict:
+        return Given({name: _given(one) for name, one in value.items() if one is not None})
+    return [_given(one) for one in value] if type(value) is list else value
 
 
 def required(function: Callable[..., Any]) -> list[str]:

@@ -136,6 +136,7 @@ def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str,
         "top_k": params.top_k,
         "ignore_eos": True,  # the model's own; `stop_token_ids` decide
         "logprobs": 0,
+        "skip_special_tokens": False,  # or such tokens would not be found as texts that stop
         **completions.common_settings(params, ends),
         **params.extra,
         "stop_token_ids": sorted({*ends, *(params.extra.get("stop_token_ids") or ())}),
