@@ -2,9 +2,8 @@
 
     .venv/bin/python tools/step_size.py [PREFIX]    # with PREFIX, name the functions of files that begin with it
 
-One process, the built-in engine, a reward function, a tiny model. On a CPU a model of a million parameters or more
-enters two further files and 36 functions of `engines/native`: its weights are packed and its steps fused. Python 3.11
-counts comprehensions as functions; later versions count fewer.
+One process, the built-in engine, a reward function, a tiny model. Python 3.11 counts comprehensions as functions; later
+versions count fewer.
 """
 
 import sys

@@ -1,10 +1,11 @@
 """Models of transformers or PEFT under their wrappers: class, decoder, attention, products, mode, image inputs."""
 
-import time
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 
 from covey.core.media import Media
 
-CLEARLY = 0.85  # ratio of oneDNN's time to MKL's, below which it is used: noise must not change a run's rounding
-LARGE_PRODUCT = 1 << 26  # multiplications of a product from which the libraries are compared
+LARGE_PRODUCT = 1 << 26  # multiplications of a product from which oneDNN's longer calls are worth it
 
 
 def unwrapped(model: Any) -> Any:
@@ -87,38 +87,22 @@ def product(x: Tensor, weight: Tensor, *, onto: Tensor | None = None) -> Tensor:
 
 @cache
 def onednn_is_faster() -> bool:
-    """True where oneDNN takes clearly less time than MKL for few rows, as on AMD's processors; takes 0.2 s once.
+    """True where oneDNN takes clearly less time than MKL for few rows: on AMD's processors with AVX-512.
 
-    There it takes 5 to 10% less for many rows as well. By processor time of one thread, which other programs hardly
-    change, and with packed weights that no cache holds.
+    MKL has no kernels with AVX-512 for them; with AVX2 the two are equal for 16 rows or more. It is a rule and not
+    measured, because the libraries round differently: a run that is repeated or resumed must take the same.
     """
-    mkl, onednn = torch.ops.mkl, torch.ops.mkldnn
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    weights, inputs = torch.ones(12, 1024, 1024), [torch.ones(rows, 1024) for rows in (4, 16, 64)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and "AuthenticAMD" in _processor()
+
+
+def _processor() -> str:
+    """The processor's description by the operating system."""
     try:
-        packed = [mkl._mkl_reorder_linear_weight(weight, 64) for weight in weights]
-        by_mkl = _least_seconds(lambda x, each: mkl._mkl_linear(x, each, weights[0], None, len(x)), inputs, packed)
-        packed = [onednn._reorder_linear_weight(weight, 64) for weight in weights]
-        by_onednn = _least_seconds(
-            lambda x, each: onednn._linear_pointwise(x, each, None, "none", [], ""), inputs, packed
-        )
-    finally:
-        torch.set_num_threads(threads)
-    return by_onednn < CLEARLY * by_mkl
-
-
-def _least_seconds(multiply: Callable[[Tensor, Tensor], Tensor], inputs: list[Tensor], packed: list[Tensor]) -> float:
-    taken = []
-    for _ in range(3):
-        began = time.thread_time()
-        for x in inputs:
-            for each in packed:
-                multiply(x, each)
-        taken.append(time.thread_time() - began)
-    return min(taken)
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
 
 
 @contextmanager

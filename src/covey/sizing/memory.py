@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.core.packing import ActivationRoom, derived_budget
-from covey.engines.native.packed_weights import MOST_ROWS
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
 from covey.policy.loading import sees_images
@@ -311,8 +310,7 @@ def _apart(text: Any, precision: "Precision", trainable: int, tokens: int, kept:
 def _packed_numbers(counts: ModelSpec, images: Images) -> int:
     if not torch.backends.mkl.is_available():
         return 0
-    few = 0 < images.patches <= MOST_ROWS  # few enough rows for MKL to pack
-    return counts.packed + counts.vision.packed * few
+    return counts.packed + counts.vision.packed * (images.patches > 0)
 
 
 def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) -> int:

@@ -102,7 +102,7 @@ def test_capture_is_retried_after_memory_ran_out(tiny_model, fail):
 def test_out_of_memory_in_the_cache_is_raised(tiny_model, monkeypatch):
     engine = recording(engine_of(tiny_model))
     engine._shares_prefixes = True
-    monkeypatch.setattr(SharedPrefixCache, "open_column", lambda cache: out_of_memory())
+    monkeypatch.setattr(SharedPrefixCache, "open_columns", lambda cache: out_of_memory())
     with pytest.raises(torch.OutOfMemoryError):
         sample(engine)
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from covey.engines.native import engine as native
-from covey.engines.native import packed_weights
+from covey.engines.native import invariance, packed_weights
 from tests.engines.native.test_native_engine import engine_of, sample
 
 SIZES = {
@@ -67,7 +67,7 @@ def steps_of(model, monkeypatch, **settings):
 
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
-    monkeypatch.setattr(packed_weights, "WORTH_MEASURING", 0)
+    monkeypatch.setattr(packed_weights, "LARGE_MODEL", 0)
     monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: request.param == "onednn")
 
 
@@ -142,8 +142,10 @@ class Failing(nn.Module):
         raise ZeroDivisionError
 
 
-def test_more_sequences_than_are_packed_for(monkeypatch):
-    monkeypatch.setattr(native, "MOST_ROWS", 4)
+def test_more_sequences_than_one_product_has_rows(monkeypatch):
+    monkeypatch.setattr(invariance, "REFERENCES", (4, 1))
+    monkeypatch.setattr(invariance, "LARGEST", 8)
+    monkeypatch.setattr(invariance, "measured", invariance.Measured())
     model = random_model(KNOWN["llama"])
     few = sample(engine_of(model, max_sequences=4))
     many = sample(engine_of(model, max_sequences=15))

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from covey.engines.native import packed_weights
-from covey.engines.native.packed_weights import MOST_ROWS, packed_linears
+from covey.engines.native.invariance import LARGEST
+from covey.engines.native.packed_weights import packed_linears
 
 
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
-    monkeypatch.setattr(packed_weights, "WORTH_MEASURING", 0)
+    monkeypatch.setattr(packed_weights, "LARGE_MODEL", 0)
     monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: request.param == "onednn")
 
 
@@ -20,7 +21,7 @@ def library(request, monkeypatch):
 def test_products_equal_torchs_for_any_row_count(inputs, outputs, bias):
     layer = nn.Linear(inputs, outputs, bias=bias)
     with torch.no_grad(), packed_linears(layer):
-        for rows in [*range(1, 20), 31, 63, 64, 65, 130, MOST_ROWS, MOST_ROWS + 1]:
+        for rows in [*range(1, 20), 31, 63, 64, 65, 130, LARGEST, LARGEST + 1]:
             x = torch.randn(rows, 1, inputs)
             assert layer(x).shape == (rows, 1, outputs)
             torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))

@@ -118,6 +118,8 @@ def test_least_recently_used_prefixes_are_removed_first(tiny_model):
     store.prefilled([(5, 6)])  # used again
     store.add((9, 10), prefilled, 2)
     store.add(tuple(range(7)), prefilled, 3)  # longer than the whole store
+    store.trim()
     assert set(store.layers) == {(5, 6), (7, 8), (9, 10)}
     store.add((5, 6, 7), prefilled, 3)
+    store.trim()
     assert set(store.layers) == {(9, 10), (5, 6, 7)}

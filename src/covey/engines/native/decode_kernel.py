@@ -46,7 +46,7 @@ def _step(
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, prompt_keys, prompt_values, own_keys, own_values, order_ptr, lengths_ptr, starts_ptr, column_ptr,
+    q_ptr, prompt_keys, prompt_values, own_keys, own_values, order_ptr, lengths_ptr, columns_ptr,
     parts_ptr, peaks_ptr, totals_ptr,
     slots, queries, kv_heads,
     pk_head, pk_group, pk_token, pv_head, pv_group, pv_token, ok_row, ok_head, ok_token, ov_row, ov_head, ov_token,
@@ -58,8 +58,7 @@ def _attend_kernel(
     split = tl.program_id(2)
     group = (tl.load(order_ptr + sequence) // slots).to(tl.int64)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
-    start = tl.load(starts_ptr + sequence).to(tl.int32)
-    stop = tl.load(column_ptr).to(tl.int32) + 1
+    stop = tl.load(columns_ptr + sequence).to(tl.int32) + 1
     row, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     at = (sequence * kv_heads + head) * queries
     asked = row < queries
@@ -72,11 +71,10 @@ def _attend_kernel(
         q, prompt_keys + head * pk_head + group * pk_group, prompt_values + head * pv_head + group * pv_group,
         pk_token, pv_token, split * share, tl.minimum(length, (split + 1) * share), peak, total, out, DIM, SIZE,
     )  # fmt: skip
-    share = tl.cdiv(tl.cdiv(stop - start, SIZE), SPLITS) * SIZE
+    share = tl.cdiv(tl.cdiv(stop, SIZE), SPLITS) * SIZE
     peak, total, out = _step(
         q, own_keys + sequence * ok_row + head * ok_head, own_values + sequence * ov_row + head * ov_head,
-        ok_token, ov_token, start + split * share, tl.minimum(stop, start + (split + 1) * share), peak, total, out,
-        DIM, SIZE,
+        ok_token, ov_token, split * share, tl.minimum(stop, (split + 1) * share), peak, total, out, DIM, SIZE,
     )  # fmt: skip
     place = (at + row) * SPLITS + split
     tl.store(parts_ptr + place[:, None] * DIM + dims[None, :], out, mask=asked[:, None])
@@ -126,15 +124,15 @@ def disagreement(kv_heads: int, queries: int, dim: int, dtype: torch.dtype, devi
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    size, width, columns, last = 3, 150, 400, 330
+    size, width, columns, last = 3, 150, 400, (330, 1, 230)
     query = random(size, kv_heads, queries, dim) * dim**-0.5
     prompt = random(kv_heads, 2, width, dim), random(kv_heads, 2, width, dim)
     own = random(size, kv_heads, columns, dim), random(size, kv_heads, columns, dim)
-    slot_map = SlotMap.of([0, 0, 1], [150, 70], [0, 329, 100], width, size, 2, device)
-    out = decode_attention(query, prompt, own, slot_map, torch.tensor([last], device=device))
+    slot_map = SlotMap.of([0, 0, 1], [150, 70], width, size, 2, device)
+    out = decode_attention(query, prompt, own, slot_map, torch.tensor(last, device=device))
     gaps = []
     for i, group in enumerate((0, 0, 1)):
-        of_prompt, of_own = slice(int(slot_map.lengths[i])), slice(int(slot_map.starts[i]), last + 1)
+        of_prompt, of_own = slice(int(slot_map.lengths[i])), slice(last[i] + 1)
         keys, values = (
             torch.cat([of_group[:, group, of_prompt], of_row[i, :, of_own]], dim=1).float()
             for of_group, of_row in zip(prompt, own, strict=True)
@@ -145,9 +143,9 @@ def disagreement(kv_heads: int, queries: int, dim: int, dtype: torch.dtype, devi
 
 
 def decode_attention(
-    query: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], slot_map: SlotMap, column: Tensor
+    query: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], slot_map: SlotMap, columns: Tensor
 ) -> Tensor:
-    """Attend with one query per sequence to the prompt of its group and to its own tokens, up to `column` [1].
+    """Attend with one query per sequence to the prompt of its group and to its own tokens, up to its one of `columns`.
 
     Scaled queries [S, kv_heads, q, D] in half precision, keys and values of prompts [kv_heads, groups, width, D] and of
     own tokens [S, kv_heads, columns, D] -> [S, kv_heads, q, D].
@@ -160,7 +158,7 @@ def decode_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     with torch.cuda.device_of(query):
         _attend_kernel[(size, kv_heads, splits)](
-            query.contiguous(), *prompt, *own, slot_map.order, slot_map.lengths, slot_map.starts, column,
+            query.contiguous(), *prompt, *own, slot_map.order, slot_map.lengths, columns,
             parts, peaks, totals, slot_map.slots, queries, kv_heads,
             *prompt[0].stride()[:3], *prompt[1].stride()[:3], *own[0].stride()[:3], *own[1].stride()[:3],
             SPLITS=splits, ROWS=max(16, triton.next_power_of_2(queries)), DIM=dim, SIZE=BLOCK,

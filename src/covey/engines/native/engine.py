@@ -9,7 +9,7 @@ import asyncio
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -24,9 +24,16 @@ from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.fused_step import FusedStep, find_fused_step
 from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
-from covey.engines.native.packed_weights import MOST_ROWS
+from covey.engines.native.invariance import AttentionShape, AttentionSizes, InvariantFunctions
 from covey.engines.native.per_sequence_cache import PerSequenceCache
-from covey.engines.native.prefill import PrefixStore, continue_prompts, verify_drafts
+from covey.engines.native.prefill import (
+    ALONE_ATTENTION,
+    PrefixStore,
+    Rows,
+    additive_masks,
+    continue_prompts,
+    verify_drafts,
+)
 from covey.engines.native.sampling import Batch, SequenceState, compaction_moves, sequences_of
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
@@ -54,6 +61,8 @@ class NativeEngine(PolicyEngine):
         self._cache: SharedPrefixCache | None = None
         self._prefixes = PrefixStore()
         self._shares_prefixes: bool | None = None  # None: not tried yet
+        self._softcap = False  # while it is awake: attention soft-caps where the model does
+        self._shapes: set[AttentionShape] = set()  # of attention, found by that trial
         self._fuses: bool | None = False if self.whole_calls else None  # None: not tried yet
         self._fused_step: FusedStep | None = None
         self._use_graphs: bool | None = False if self.whole_calls else None  # None: on CUDA
@@ -73,6 +82,7 @@ class NativeEngine(PolicyEngine):
     def awake(self) -> Iterator[None]:
         try:
             with super().awake():
+                self._softcap = self._model().config._attn_implementation == "eager"  # transformers' SDPA ignores it
                 yield
         finally:
             self._prefixes.layers.clear()
@@ -110,28 +120,26 @@ class NativeEngine(PolicyEngine):
         self._settle()
         if self._cache is None:
             self._cache = self._new_cache()
-        groups: dict[tuple[str | None, tuple[int, ...]], list[SequenceState]] = {}
+        groups: dict[tuple[str | None, tuple[int, ...], int], list[SequenceState]] = {}
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(sequence := self._waiting.popleft())
             if not sequence.needs_no_tokens:
                 request = sequence.request
-                groups.setdefault((request.adapter, tuple(request.prompt_ids)), []).append(sequence)
-        continued: list[SequenceState] = []  # all but the end of their prompts is computed already
-        new: list[list[SequenceState]] = []
-        lengths: list[int] = []
-        for (_, prompt), group in groups.items():
-            shared = prompt[: group[0].request.shared]
-            if len(group) == 1 and shared != prompt and not group[0].draft and shared in self._prefixes.layers:
-                continued.append(group[0])
-            else:
-                new.append(group)
-                lengths.append(len(prompt))
+                key = request.adapter, tuple(request.prompt_ids), _computed_before(sequence)
+                groups.setdefault(key, []).append(sequence)
+        whole = [(prompt, group) for (_, prompt, before), group in groups.items() if not before]
+        for batch in self._batches(whole, [len(prompt) for prompt, _ in whole]):
+            self._prefill([group for _, group in batch])
+        continued = [sequence for (_, _, before), group in groups.items() if before for sequence in group]
         if continued:
             self._continue_prefixes(continued)
-        for batch in _batches(new, lengths):
-            self._prefill(batch)
+        self._prefixes.trim()
         self._cache.move([], len(self._running))  # drops prompts whose sequences have all finished
         self._admitted.clear()
+
+    def _batches(self, items: list[Item], sizes: list[int]) -> Iterator[list[Item]]:
+        """Batches of forward passes: of one item each where rows cannot attend alone, and padding would show."""
+        return _batches(items, sizes) if self._shares_prefixes else ([item] for item in items)
 
     def _prefill(self, groups: list[list[SequenceState]]) -> None:
         """Compute each group's prompt once and start its sequences, those with drafts after the accepted tokens."""
@@ -142,8 +150,8 @@ class NativeEngine(PolicyEngine):
         handles_without_draft: list[int] = []
         drafted: dict[tuple[int, bool], list[tuple[int, SequenceState]]] = {}
         for index, group in enumerate(groups):
-            if shared := group[0].request.shared:
-                self._prefixes.add(tuple(prompts[index][:shared]), prefilled, index)
+            if any(sequence.request.shared == len(prompts[index]) for sequence in group):
+                self._prefixes.add(tuple(prompts[index]), prefilled, index)
             for sequence in group:
                 if sequence.draft:
                     settings = (id(sequence.request.params), sequence.request.draft_lenience is None)
@@ -154,26 +162,35 @@ class NativeEngine(PolicyEngine):
         if handles_without_draft:
             self._cache.add_sequences(handles_without_draft)
         for alike in drafted.values():
-            for batch in _batches(alike, [len(sequence.draft) for _, sequence in alike]):
+            for batch in self._batches(alike, [len(sequence.draft) for _, sequence in alike]):
                 self._verify_drafts(prefilled, prompts, handles, batch)
 
     def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
-        """Start sequences whose prompts begin with stored ones: only the tokens after these are computed."""
+        """Start sequences whose prompts begin with those of other requests: these are computed first, or stored.
+
+        What follows is computed after them even if they are not stored: stored or not, the bits are the same.
+        """
         assert self._cache is not None, "made on admission"
-        requests = [sequence.request for sequence in sequences]
-        prefixes = [tuple(request.prompt_ids[: request.shared]) for request in requests]
-        rests = [request.prompt_ids[request.shared :] for request in requests]
-        stored = list(dict.fromkeys(prefixes))
-        prefilled = self._prefixes.prefilled(stored)
-        handles = self._cache.add_groups(prefilled, [len(prefix) - 1 for prefix in stored])
-        for batch in _batches(list(range(len(rests))), [*map(len, rests)]):
-            tokens = [rests[i] for i in batch]
-            owners = [stored.index(prefixes[i]) for i in batch]
-            _, computed = continue_prompts(
-                self._model(), prefilled, [list(prefix) for prefix in stored], owners, tokens
-            )
-            self._cache.add_sequences([handles[owner] for owner in owners], computed.own, [*map(len, tokens)])
-            self._running += [sequences[i] for i in batch]
+        parts = [(tuple(x.request.prompt_ids[: x.request.shared]), x) for x in sequences]
+        missing = [
+            prefix for prefix in dict.fromkeys(prefix for prefix, _ in parts) if prefix not in self._prefixes.layers
+        ]
+        for computed in self._batches(missing, [*map(len, missing)]):
+            prefilled = self._compute_prompts([*map(list, computed)])
+            for index, prefix in enumerate(computed):
+                self._prefixes.add(prefix, prefilled, index)
+        for batch in self._batches(parts, [len(x.request.prompt_ids) - len(prefix) for prefix, x in parts]):
+            prefixes = list(dict.fromkeys(prefix for prefix, _ in batch))
+            tokens = [x.request.prompt_ids[x.request.shared :] for _, x in batch]
+            owners = [prefixes.index(prefix) for prefix, _ in batch]
+            stored = self._prefixes.prefilled(prefixes)
+            handles = self._cache.add_groups(stored, [len(prefix) - 1 for prefix in prefixes])
+            with self._computing_rows():
+                _, cache = continue_prompts(
+                    self._model(), stored, [*map(list, prefixes)], owners, tokens, self._row_softcap
+                )
+            self._cache.add_sequences([handles[owner] for owner in owners], cache.own, [*map(len, tokens)])
+            self._running += [x for _, x in batch]
 
     def _verify_drafts(
         self,
@@ -185,7 +202,8 @@ class NativeEngine(PolicyEngine):
         """Append the accepted tokens of drafts; unfinished sequences are decoded from there."""
         assert self._cache is not None, "made on admission"
         owners, sequences = [owner for owner, _ in owned], [sequence for _, sequence in owned]
-        computed, lengths = verify_drafts(self._model(), prefilled, prompts, owners, sequences)
+        with self._computing_rows():
+            computed, lengths = verify_drafts(self._model(), prefilled, prompts, owners, sequences, self._row_softcap)
         unfinished = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         for sequence in sequences:
             sequence.resolve()
@@ -208,21 +226,45 @@ class NativeEngine(PolicyEngine):
         if not width:
             return None
         cache = DynamicCache()
-        lengths = torch.tensor([*map(len, prompts)], device=device) - 1
+        computed = [len(prompt) - 1 for prompt in prompts]
+        lengths = torch.tensor(computed, device=device)
         pad = [self.pad_token_id]
         ids = torch.tensor([prompt[:-1] + pad * (width + 1 - len(prompt)) for prompt in prompts], device=device)
         positions = torch.arange(width, device=device).expand(len(prompts), -1)
         visible = (positions < lengths[:, None]) | (positions == 0)  # an empty prompt attends to something
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": visible, "use_cache": True}
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": True}
         called = model if self.whole_calls else decoder_of(model)
-        called(**inputs, **{cache_argument(called): cache}, **({"logits_to_keep": 1} if self.whole_calls else {}))
+        if self._row_softcap is None:
+            inputs["attention_mask"] = visible
+        else:
+            config = model.config.get_text_config()
+            inputs["attention_mask"] = additive_masks(positions, visible, positions, config, compute_dtype(model))
+            inputs["rows"] = Rows([0] * len(prompts), computed, self._row_softcap)
+        with self._computing_rows():
+            called(**inputs, **{cache_argument(called): cache}, **({"logits_to_keep": 1} if self.whole_calls else {}))
         return cache
+
+    @property
+    def _row_softcap(self) -> bool | None:
+        """True or False where each row of a forward pass can attend alone: with or without the model's soft-capping."""
+        return self._softcap if self._shares_prefixes and not self.whole_calls else None
+
+    @contextmanager
+    def _computing_rows(self) -> Iterator[None]:
+        """Compute each row of forward passes as if it were alone."""
+        model = self._model()
+        alone = attention_implementation(model, ALONE_ATTENTION) if self._row_softcap is not None else nullcontext()
+        with alone, self._invariant_functions():
+            yield
+
+    def _invariant_functions(self) -> AbstractContextManager[Any]:
+        return InvariantFunctions() if self.input_device.type == "cpu" else nullcontext()
 
     def _new_cache(self) -> SharedPrefixCache:
         """Cache whose sequences share their prompts if this model's attention can read it, which is tried once."""
         model = self._model()
         dtype = compute_dtype(model)
-        softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
+        softcap = self._softcap
         if self._shares_prefixes is None:
             objection = self._objection_to_sharing(dtype, softcap)
             self._shares_prefixes = objection is None
@@ -235,7 +277,9 @@ class NativeEngine(PolicyEngine):
         if not self._shares_prefixes:
             return PerSequenceCache(dtype)
         self._fused_step = self._new_fused_step(softcap)
-        cache = SharedPrefixCache(dtype, softcap)
+        cache = SharedPrefixCache(
+            dtype, softcap, AttentionSizes(self._shapes, dtype) if self.input_device.type == "cpu" else None
+        )
         if self._use_graphs if self._use_graphs is not None else self.input_device.type == "cuda":
             config = model.config.get_text_config()
             cache.least_capacity = min(CAPTURED_TOKENS, max(sequence.budget for sequence in self._waiting))
@@ -270,6 +314,7 @@ class NativeEngine(PolicyEngine):
         cache, tokens, device = SharedPrefixCache(dtype, softcap), self._trial_tokens(), self.input_device
         cache.add_sequences(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
         steps = [self._forward(cache, *(torch.full((2,), x, device=device) for x in (tokens[i], i))) for i in (2, 3)]
+        self._shapes = cache.shapes
         return cache.attended, torch.stack(steps, dim=1).float()
 
     def _trial_tokens(self) -> list[int]:
@@ -277,7 +322,7 @@ class NativeEngine(PolicyEngine):
 
     def _new_fused_step(self, softcap: bool) -> FusedStep | None:
         """Step of few operations, if the model has the parts for one and computes the same, which is tried once."""
-        step = find_fused_step(self._model()) if self._packs and self._fuses is not False else None
+        step = find_fused_step(self._model()) if self._fuses is not False else None
         if step is None or self._fuses:
             return step
         _, expected = self._trial(torch.float32, softcap)
@@ -327,7 +372,7 @@ class NativeEngine(PolicyEngine):
     def _run(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
         """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
         model, shared = self._model(), cache.shares_prompts
-        if self._fused_step is not None and isinstance(masks, Tensor) and len(tokens) <= MOST_ROWS:
+        if self._fused_step is not None and isinstance(masks, Tensor):
             return self._fused_step(cache, tokens[:, 0], positions[:, 0], masks)
         fused = cache.fused and self.input_device.type == "cuda"
         inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": masks, "use_cache": True}
@@ -335,6 +380,7 @@ class NativeEngine(PolicyEngine):
         with (
             attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext(),
             fused_operations(model, compute_dtype(model)) if fused else nullcontext(),
+            self._invariant_functions(),
         ):
             return model(**inputs).logits[:, -1]
 
@@ -354,6 +400,12 @@ class NativeEngine(PolicyEngine):
         for source, target in moves:
             self._running[target] = self._running[source]
         del self._running[remaining:]
+
+
+def _computed_before(sequence: SequenceState) -> int:
+    """Tokens at the beginning of the prompt that are computed before the others: a property of the request alone."""
+    shared = sequence.request.shared
+    return shared if 1 < shared < len(sequence.request.prompt_ids) and not sequence.draft else 0
 
 
 def _batches(items: list[Item], sizes: list[int]) -> Iterator[list[Item]]:

@@ -6,6 +6,7 @@ all threads, those of attention if they are large.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.model import decoder_of, rms_norm_epsilon, without_adapter
+from covey.engines.native.invariance import VECTOR, InvariantFunctions, elementwise
 from covey.engines.native.packed_weights import PackedPart, PackedProduct
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
@@ -43,6 +45,7 @@ class FusedStep:
         self._layers = layers
         self._head = head
         self._threads = torch.get_num_threads()
+        self._dim = 0  # of a head; 0: not known yet
 
     def __call__(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Feed every sequence of the cache its newest token, [S] at positions [S]; logits [S, V]."""
@@ -50,17 +53,25 @@ class FusedStep:
         self._few = 1 if x.numel() <= SMALL else self._threads
         torch.set_num_threads(self._few)
         try:
-            cos, sin = self._decoder.rotary_emb(x, position_ids=positions[:, None])
+            cos, sin = self._rotations(x, positions)
             half = cos.shape[-1] // 2
             rotation = cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
             for index, layer in enumerate(self._layers):
                 joined = self._product(layer.qkv, _normed(layer.norm, x))
                 x = x + self._product(layer.output, self._attend(cache, index, joined, rotation, mask))
                 gate, up = self._product(layer.gate_up, _normed(layer.mlp_norm, x)).chunk(2, dim=-1)
-                x = x + self._product(layer.down, layer.activation(gate).mul_(up))
+                x = x + self._product(layer.down, elementwise(layer.activation, gate).mul_(up))
             return self._product(self._head, _normed(self._decoder.norm, x))
         finally:
             torch.set_num_threads(self._threads)
+
+    def _rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [S, 1, D]."""
+        even = self._dim and len(x) * self._dim % VECTOR == 0
+        with nullcontext() if even else InvariantFunctions():
+            cos, sin = self._decoder.rotary_emb(x, position_ids=positions[:, None])
+        self._dim = cos.shape[-1]
+        return cos, sin
 
     def _product(self, product: PackedProduct, x: Tensor) -> Tensor:
         torch.set_num_threads(self._threads)

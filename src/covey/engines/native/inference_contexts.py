@@ -14,10 +14,6 @@ from covey.core.engine import EngineTraits, WeightUpdate
 from covey.core.model import inference_mode_of, sdpa_suits
 from covey.engines.native.packed_weights import packed_linears
 
-# Numbers in a model from which weights are packed and decoding steps fused. Smaller ones would gain 15%, but stay as
-# simple to follow as the model's own step, which is what `tools/step_size.py` counts.
-WORTH_PACKING = 1 << 20
-
 
 def sampling_attention(model: Any) -> str:
     """Attention implementation that supports masks per sequence and all that the model's layers need.
@@ -99,7 +95,6 @@ class PolicyEngine:
 
     def __post_init__(self, model: Callable[[], Any]) -> None:
         self._model = model
-        self._packs = False  # while it is awake: the model is large enough
 
     @property
     def input_device(self) -> torch.device:
@@ -112,12 +107,11 @@ class PolicyEngine:
     def awake(self) -> Iterator[None]:
         """Put the model into inference mode within the context, and restore its mode afterwards."""
         model = self._model()
-        self._packs = sum(weight.numel() for weight in model.parameters()) >= WORTH_PACKING
         with (
             inference_mode_of(model),
             torch.no_grad(),
             self.forward_context(),
-            packed_linears(model) if self._packs else nullcontext(),
+            packed_linears(model),
             attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
         ):
             yield

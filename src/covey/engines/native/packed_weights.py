@@ -1,4 +1,4 @@
-"""Products with packed copies of CPU weights, for the few rows of a decoding step."""
+"""Products with packed copies of CPU weights: fewer operations and reads for the few rows of a decoding step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.model import onednn_is_faster
+from covey.engines.native.invariance import row_counts
 
 PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
-MOST_ROWS = 256  # most rows for which packed weights are faster; larger products are bound by arithmetic
 FEWEST_ROWS = 4  # of oneDNN's products: of one to three rows they take longer than of four
-WORTH_MEASURING = 1 << 25  # numbers in a model's linear layers from which the libraries are compared
+LARGE_MODEL = 1 << 25  # numbers in a model's linear layers from which oneDNN's longer calls are worth it
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read one input
 
 
@@ -21,14 +21,15 @@ JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of
 def packed_linears(model: nn.Module) -> Iterator[None]:
     """Multiply the model's plain float32 CPU `nn.Linear`s with copies of their weights packed by MKL or oneDNN.
 
-    The same product, 1.1 to 2 times as fast for 4 to 64 rows. The copies take as much memory as the weights, which
-    must not change within the context. Quantised weights, adapters and patched modules are left alone.
+    The same product, 1.1 to 2 times as fast for 4 to 64 rows, and a row has the same bits among any others
+    (`invariance`). The copies take as much memory as the weights, which must not change within the context. Quantised
+    weights, adapters and patched modules are left alone.
     """
     groups: list[list[Any]] = []
     try:
         if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
             groups = _groups(model)
-            onednn = sum(x.weight.numel() for group in groups for x in group) >= WORTH_MEASURING and onednn_is_faster()
+            onednn = sum(x.weight.numel() for group in groups for x in group) >= LARGE_MODEL and onednn_is_faster()
             for group in groups:
                 product = PackedProduct(group, onednn)
                 for index, module in enumerate(group):
@@ -67,22 +68,27 @@ class PackedProduct:
     onednn: bool
     _packed: Tensor | None = None
     _bias: Tensor | None = None
+    _width: int = 0  # sum of the layers' outputs
     _read: Tensor | None = None  # input of `_parts`
     _parts: dict[int, Tensor] = field(default_factory=dict)  # products of single layers that nobody has asked for yet
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, width = x.numel() // x.shape[-1], sum(layer.out_features for layer in self.layers)
         if self._packed is None:
             self._packed = self._pack()
+            self._width = sum(layer.out_features for layer in self.layers)
+        key = ("onednn" if self.onednn else "mkl", self._width, x.shape[-1], self._bias is None)
+        counts = row_counts(key, self._multiply, x.shape[-1], x.dtype)
+        return counts.apply(self._multiply, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._width)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """Product of rows [n, in] in one call of the library."""
+        rows = len(x)
         if not self.onednn:
             # Of the third argument the operator reads the shape alone while the last one equals the rows of x.
-            shape = x.new_empty(1, 1).expand(width, x.shape[-1])
+            shape = x.new_empty(1, 1).expand(self._width, x.shape[-1])
             return torch.ops.mkl._mkl_linear(x, self._packed, shape, self._bias, rows)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        if rows >= FEWEST_ROWS:
-            return multiply(x, self._packed, self._bias, "none", [], "")
-        filled = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, FEWEST_ROWS - rows))
-        return multiply(filled, self._packed, self._bias, "none", [], "")[:rows].view(*x.shape[:-1], width)
+        x = x if rows >= FEWEST_ROWS else nn.functional.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")[:rows]
 
     def _pack(self) -> Tensor:
         weights, biases = [layer.weight.detach() for layer in self.layers], [layer.bias for layer in self.layers]
@@ -103,13 +109,13 @@ class PackedProduct:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Forward of a layer whose weights are packed; many rows are multiplied with the weights themselves."""
+    """Forward of a layer whose weights are packed."""
 
     product: PackedProduct
     index: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and 0 < x.numel() // x.shape[-1] <= MOST_ROWS:
+        if x.dtype == torch.float32 and x.numel():
             return self.product.part(self.index, x)
         layer = self.product.layers[self.index]
         return nn.functional.linear(x, layer.weight, layer.bias)

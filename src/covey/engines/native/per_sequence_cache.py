@@ -14,6 +14,8 @@ from transformers import Cache
 from covey.engines.native.prefill import KeysAndValues, additive_masks, keys_and_values
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
+BLOCK = 512  # on a CPU columns are multiples of it, as many as its flash attention reads at once
+
 
 class PerSequenceCache(SharedPrefixCache):
     """Keys and values of the sequences being decoded, `[sequences, heads, capacity, head_dim]` per layer.
@@ -36,8 +38,7 @@ class PerSequenceCache(SharedPrefixCache):
         longest = max(self._lengths[group] + length for group, length in zip(groups, lengths, strict=True))
         self._reserve(max(width, longest) + 1, size + len(groups))
         self._owners += groups
-        self._starts += [0] * len(groups)
-        self._column = max(self._column, width, longest)
+        self._counts += [max(width, longest)] * len(groups)
         for layer, prompt in enumerate(prompts):
             for stored, x in zip(self._storage(layer, prompt), prompt, strict=True):
                 stored[size : size + len(groups), :, :width] = x[groups].to(self._dtype)
@@ -49,9 +50,13 @@ class PerSequenceCache(SharedPrefixCache):
 
     def begin_step(self, positions: Tensor, config: Any) -> Tensor | dict[str, Tensor]:
         """Set the position of each sequence's next token; returns the additive mask(s) [S, 1, 1, width]."""
-        width = int(positions.max()) + 1
+        longest = int(positions.max()) + 1
+        width = longest
+        if positions.device.type == "cpu":
+            most = getattr(config, "max_position_embeddings", None) or longest
+            width = max(longest, min(most, -(-longest // BLOCK) * BLOCK))
         self._reserve(width, len(self._owners))
-        self._positions, self._column = positions, width
+        self._positions, self._width, self._counts = positions, width, [longest] * len(self._owners)
         column = torch.arange(width, device=positions.device).expand(len(positions), -1)
         return additive_masks(column, torch.ones_like(column, dtype=torch.bool), positions, config, self._dtype)
 
@@ -63,7 +68,7 @@ class PerSequenceCache(SharedPrefixCache):
         index = torch.arange(size, device=key_states.device)
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
             tensor[index, :, self._positions] = new[:, :, 0].to(self._dtype)
-        return stored[0][:size, :, : self._column], stored[1][:size, :, : self._column]
+        return stored[0][:size, :, : self._width], stored[1][:size, :, : self._width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._column - 1, 0)
+        return max([0, *self._counts]) - 1

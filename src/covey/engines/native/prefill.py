@@ -1,14 +1,22 @@
-"""Parallel forward passes before decoding: computed prompts, tokens that continue them, and the masks of both."""
+"""Parallel forward passes before decoding: computed prompts, tokens that continue them, and the masks of both.
 
-from collections.abc import Iterator
+Rows of a forward pass are padded to one length, but each attends in its own shape (`attention_alone`), because kernels
+of attention cut queries and keys by their number: so neither the padding nor the other rows change a row's bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from covey.core.model import cache_argument, compute_dtype, decoder_of
+from covey.engines.native.invariance import aligned
 from covey.engines.native.sampling import (
     SampledTokens,
     SequenceState,
@@ -18,6 +26,7 @@ from covey.engines.native.sampling import (
     uniforms,
 )
 
+ALONE_ATTENTION = "covey_alone"  # attention implementation of prompts and of what continues them
 MOST_LOGITS = 1 << 24  # most logits that exist at once
 STORED_TOKENS = 1 << 14  # most prompt tokens in a `PrefixStore`
 
@@ -57,6 +66,76 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of each row of a padded forward pass: those of its computed prompt, and those to compute."""
+
+    before: Sequence[int]
+    new: Sequence[int]
+    softcap: bool  # False: soft-capping is ignored, as by transformers' SDPA
+
+
+def attention_alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each row in its own shape: queries [B, heads, T, D], keys and values of padded prompts and T tokens.
+
+    The signature is that of transformers' attention functions; without `rows` it is plain SDPA.
+    """
+    if rows is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = key.shape[2] - query.shape[2]  # of the prompts
+    out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
+
+    def own(x: Tensor, dim: int, row: int) -> Tensor:
+        before, new = (x[row : row + 1].narrow(dim, *span) for span in ((0, rows.before[row]), (width, rows.new[row])))
+        return aligned(torch.cat([before, new], dim) if before.shape[dim] else new)
+
+    for row, count in enumerate(rows.new):
+        if not count:
+            continue
+        of_row = aligned(query[row : row + 1, :, :count]), own(key, 2, row), own(value, 2, row)
+        mask = own(attention_mask[..., :count, :], 3, row)
+        if (softcap and rows.softcap) or s_aux is not None:
+            attended = _attend(*of_row, mask, scaling, softcap if rows.softcap else None, s_aux)
+        else:
+            attended = sdpa_attention_forward(module, *of_row, mask, scaling=scaling)[0]
+        out[row, :count] = attended[0]
+    return out, None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with soft-capping or sinks, by separate operations: [1, heads, T, D] -> [1, T, heads, D]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return (weights[..., : key.shape[2]] @ value).transpose(1, 2)
+
+
+AttentionInterface.register(ALONE_ATTENTION, attention_alone)
+AttentionMaskInterface.register(ALONE_ATTENTION, sdpa_mask)
+
+
 class ContinuationCache(Cache):
     """Keys and values of tokens that continue computed prompts; they attend to their prompt and to one another.
 
@@ -88,12 +167,18 @@ class ContinuationCache(Cache):
 
 
 def continue_prompts(
-    model: Any, prefilled: Cache | None, prompts: list[list[int]], owners: list[int], tokens: list[list[int]]
+    model: Any,
+    prefilled: Cache | None,
+    prompts: list[list[int]],
+    owners: list[int],
+    tokens: list[list[int]],
+    softcap: bool | None = None,
 ) -> tuple[Tensor, ContinuationCache]:
     """Compute all positions that predict `tokens`, given after computed prompts, in one forward pass.
 
     `prefilled` holds the prompts without their last tokens, right-padded; sequence i continues the prompt `owners[i]`
-    with at least one token. Returns hidden states [sum of lengths, H] in order of sequences, state i of a sequence
+    with at least one token. `softcap` is that of `Rows`; None: the model attends with its own attention. Returns hidden
+    states [sum of lengths, H] in order of sequences, state i of a sequence
     predicting its token i, and a cache of each sequence's last prompt token and its tokens but the last.
     """
     device = next(model.parameters()).device
@@ -110,6 +195,8 @@ def continue_prompts(
     masks = additive_masks(torch.cat([of_prompt, positions], dim=1), exists, positions, config, compute_dtype(model))
     decoder = decoder_of(model)
     given = {cache_argument(decoder): cache, "use_cache": True}
+    if softcap is not None:
+        given["rows"] = Rows([len(prompts[i]) - 1 for i in owners], [*map(len, inputs)], softcap)
     hidden = decoder(input_ids=ids, position_ids=positions, attention_mask=masks, **given).last_hidden_state
     lengths = torch.tensor([*map(len, inputs)], device=device)
     return hidden[torch.arange(width, device=device) < lengths[:, None]], cache
@@ -128,7 +215,12 @@ def logit_tiles(model: Any, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def verify_drafts(
-    model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], sequences: list[SequenceState]
+    model: Any,
+    prefilled: Any,
+    prompts: list[list[int]],
+    owners: list[int],
+    sequences: list[SequenceState],
+    softcap: bool | None = None,
 ) -> tuple[ContinuationCache, list[int]]:
     """Append to each sequence the tokens of its draft that the policy would have sampled, and the token after them.
 
@@ -143,7 +235,7 @@ def verify_drafts(
     Returns the cache of the forward pass, and how many of its tokens belong to each sequence: one per appended token.
     """
     drafts = [sequence.draft for sequence in sequences]
-    hidden, computed = continue_prompts(model, prefilled, prompts, owners, drafts)
+    hidden, computed = continue_prompts(model, prefilled, prompts, owners, drafts, softcap)
     lengths = [len(draft) for draft in drafts]
     device, counts = hidden.device, torch.tensor(lengths, device=hidden.device)
     seeds = torch.tensor([sequence.seed for sequence in sequences], device=device).repeat_interleave(counts)
@@ -192,15 +284,22 @@ class PrefixStore:
         self.layers: dict[tuple[int, ...], KeysAndValues] = {}  # least recently used first
 
     def add(self, prompt: tuple[int, ...], prefilled: Cache | None, index: int) -> None:
-        """Copy keys and values of `prompt`, perhaps the first part of prompt `index`, without its last token."""
-        if prompt in self.layers or prefilled is None or not 1 < len(prompt) <= self.most_tokens:
+        """Copy keys and values of `prompt`, number `index` of those computed, without its last token."""
+        if prompt in self.layers or prefilled is None or len(prompt) < 2:
             return
         computed = slice(0, len(prompt) - 1)
         self.layers[prompt] = [
             (k[index, :, computed].clone(), v[index, :, computed].clone()) for k, v in keys_and_values(prefilled)
         ]
-        while sum(map(len, self.layers)) > self.most_tokens:
-            del self.layers[next(iter(self.layers))]
+
+    def trim(self) -> None:
+        """Keep the most recently used prompts, of `most_tokens` together."""
+        left = self.most_tokens
+        for prompt in reversed(list(self.layers)):
+            if len(prompt) <= left:
+                left -= len(prompt)
+            else:
+                del self.layers[prompt]
 
     def prefilled(self, prompts: list[tuple[int, ...]]) -> Cache:
         """Stored prompts without their last tokens, right-padded, as one cache."""

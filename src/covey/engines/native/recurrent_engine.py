@@ -9,6 +9,7 @@ policy's memory. See also `engine`, the default.
 
 import asyncio
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from covey.core.engine import SampleRequest
 from covey.core.model import cache_argument, image_inputs, without_adapter
 from covey.core.records import Completion
 from covey.engines.native.inference_contexts import PolicyEngine
+from covey.engines.native.invariance import InvariantFunctions
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
 
 MASKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -86,7 +88,8 @@ class RecurrentEngine(PolicyEngine):
         takes = inspect.signature(without_adapter(model).forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         given = {name: cache} if name in takes else {}
-        output = model(input_ids=tokens, use_cache=True, **given, **last, **images)
+        with InvariantFunctions() if tokens.device.type == "cpu" else nullcontext():
+            output = model(input_ids=tokens, use_cache=True, **given, **last, **images)
         after = output.get(name)
         if not hasattr(after, "reorder_cache"):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Sampling: filters, an exponential race over random numbers of seed and step, and the sequences being decoded.
 
-A sample depends on its row's logits, seed and step alone, never on the other rows of the batch.
+A sample depends on its row's logits, seed and step alone, never on the other rows of the batch, and so do the bits of
+its log-prob: rows are summed in blocks, which threads do not divide, and functions computed by `elementwise`.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
+from covey.engines.native.invariance import elementwise
 from covey.engines.native.settings import NO_SETTINGS, GenerationSettings, read_settings
 
 BLOCK = 256  # tokens in one block of the race
@@ -75,10 +77,7 @@ def sample_tokens(
         tokens = exponential_race(filtered, block_sums(filtered), seeds, steps)
     else:
         tokens = exponential_race(weights, blocks, seeds, steps)
-    log_total = total.log()
-    logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - log_total
-    entropies = log_total - torch.linalg.vecdot(weights, below) / total
-    return SampledTokens(tokens, logprobs, entropies)
+    return SampledTokens(tokens, *_reports(reported, tokens, top, weights, below, total))
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, temperature: float) -> SampledTokens:
@@ -86,9 +85,16 @@ def score_tokens(logits: Tensor, tokens: Tensor, temperature: float) -> SampledT
     logits = logits.float()
     reported = logits if temperature in (0.0, 1.0) else logits / temperature
     top, weights, below = _weights(reported)
-    total = weights.sum(-1)
-    logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - total.log()
-    return SampledTokens(tokens, logprobs, total.log() - torch.linalg.vecdot(weights, below) / total)
+    return SampledTokens(tokens, *_reports(reported, tokens, top, weights, below, block_sums(weights).sum(-1)))
+
+
+def _reports(
+    reported: Tensor, tokens: Tensor, top: Tensor, weights: Tensor, below: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [R], from what `_weights` gives and its sum [R]; overwrites `below`."""
+    log_total = elementwise(torch.log, total)
+    logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - log_total
+    return logprobs, log_total - block_sums(below.mul_(weights)).sum(-1) / total
 
 
 def concatenate(chunks: list[SampledTokens]) -> SampledTokens:
@@ -99,7 +105,7 @@ def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logit [R, 1], probabilities up to a factor per row [R, V], and logits minus the largest [R, V]."""
     top = logits.amax(-1, keepdim=True)
     below = (logits - top).clamp_(min=_NEGLIGIBLE)
-    return top, below.exp(), below
+    return top, elementwise(torch.exp, below), below
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -149,7 +155,9 @@ def exponential_race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tens
     token to the later ones. float64, so that the tail of a large vocabulary keeps its share.
     """
     count = blocks.shape[-1]
-    arrival = uniforms(seeds, steps, count + BLOCK).log_()  # log u = -E: the largest quotient is the first to arrive
+    arrival = elementwise(
+        torch.log, uniforms(seeds, steps, count + BLOCK)
+    )  # log u = -E: the largest quotient is the first to arrive
     block = (arrival[:, :count] / blocks).argmax(-1, keepdim=True)
     members = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     last = weights.shape[-1] - 1

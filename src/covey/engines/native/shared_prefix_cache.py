@@ -1,10 +1,11 @@
 """Key/value cache in which the completions of a group share their prompt, and the attention that reads it.
 
-Prompts are stored once per group, right-padded; sampled tokens are stored per sequence, aligned on the right: every
-step writes one column for all sequences, whenever they were admitted, and a mask hides the columns before a sequence's
-first. Keys and values of a group are never concatenated, so each prompt is read once per step for all its sequences.
-No model is patched: the attention function is registered with transformers and receives the cache in the keyword
-argument `prefix_cache` of the model's forward pass.
+Prompts are stored once per group, right-padded; sampled tokens are stored per sequence, each in the column of its own
+number, and a mask hides the columns beyond a sequence's last. Keys and values of a group are never concatenated, so
+each prompt is read once per step for all its sequences. A token's place, and so the order in which attention adds it
+up, is therefore its sequence's own; on a CPU the sizes of products are chosen such that neither longer neighbours nor
+their number change a bit (`AttentionSizes`). No model is patched: the attention function is registered with
+transformers and receives the cache in the keyword argument `prefix_cache` of the model's forward pass.
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from covey.engines.native.invariance import CHUNK, AttentionShape, AttentionSizes, elementwise
 from covey.engines.native.prefill import KeysAndValues, additive_masks, keys_and_values
 
 SHARED_PREFIX_ATTENTION = "covey_shared_prefix"  # attention implementation of a decoding step
@@ -28,34 +30,24 @@ GRANULE = 64  # capacities in tokens are multiples of this
 
 @dataclass(slots=True)
 class SlotMap:
-    """Assignment of sequences to slots, as many in each group as its largest has; valid until sequences come or go."""
+    """Assignment of sequences to slots, equally many in each group; valid until sequences come or go."""
 
     table: Tensor  # [groups * slots] index of the sequence in each slot; 0 in an empty slot, computed and never read
     order: Tensor  # [S] slot of each sequence
     lengths: Tensor  # [S] tokens of the sequence's prompt
-    starts: Tensor  # [S] the sequence's first column
     slots: int  # per group
-    width: int  # tokens of the longest stored prompt
+    width: int  # columns of the stored prompts that are read
     aligned: bool  # slot i holds sequence i
-    uniform: bool  # no mask is needed: prompts fill their storage and all sequences start in one column
+    filled: bool  # every prompt is `width` tokens long
 
     @classmethod
     def of(
-        cls,
-        owners: list[int],
-        prompt_lengths: list[int],
-        starts: list[int],
-        width: int,
-        size: int,
-        least_slots: int,
-        device: torch.device,
-        column: int = 0,
+        cls, owners: list[int], prompt_lengths: list[int], width: int, size: int, slots: int, device: torch.device
     ) -> "SlotMap":
-        """Slots of sequences in the groups `owners`, as tensors for `size` sequences; idle ones start in `column`.
+        """Slots of sequences in the groups `owners`, as tensors for `size` sequences, some of them perhaps idle.
 
-        Owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
+        Owners [0, 1, 0] with two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
         """
-        slots = max([least_slots, *Counter(owners).values()])
         table = [0] * (slots * len(prompt_lengths))
         free = list(range(0, len(table), slots))  # next slot of each group
         order, lengths = [0] * size, [0] * size
@@ -68,11 +60,10 @@ class SlotMap:
             table=tensor(table),
             order=tensor(order),
             lengths=tensor(lengths),
-            starts=tensor(starts + [column] * (size - len(owners))),
             slots=slots,
             width=width,
             aligned=order == list(range(len(table))),
-            uniform=set(prompt_lengths) == {width} and len(set(starts)) == 1,
+            filled=set(prompt_lengths) == {width},
         )
 
     def accepts(self, other: "SlotMap") -> bool:
@@ -81,7 +72,7 @@ class SlotMap:
         return own == others
 
     def copy_(self, other: "SlotMap") -> None:
-        for name in ("table", "order", "lengths", "starts"):
+        for name in ("table", "order", "lengths"):
             getattr(self, name).copy_(getattr(other, name))
 
     def to_slots(self, x: Tensor) -> Tensor:
@@ -100,27 +91,32 @@ class SharedPrefixCache(Cache):
 
     Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, read once for all sequences of a group, and
     sampled tokens `[sequences, kv_heads, columns, head_dim]`, so that products read both without copies. `softcap` is
-    False if the model's own attention ignores soft-capping, as transformers' SDPA does.
+    False if the model's own attention ignores soft-capping, as transformers' SDPA does. With `sizes`, those of products
+    are chosen such that a sequence's bits do not depend on the others.
     """
 
     shares_prompts = True  # `attend` reads it; otherwise the model's own attention, given what `update` returns
 
-    def __init__(self, dtype: torch.dtype, softcap: bool = True):
+    def __init__(self, dtype: torch.dtype, softcap: bool = True, sizes: AttentionSizes | None = None):
         super().__init__(layers=[])
+        self._sizes = sizes
+        self.shapes: set[AttentionShape] = set()  # of the layers that have read the cache
         self._dtype = dtype
         self._softcap = softcap
         self._prompts: KeysAndValues = []
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompt_lengths: list[int] = []
         self._owners: list[int] = []
-        self._starts: list[int] = []
-        self._column = 0  # of the next token of every sequence
+        self._counts: list[int] = []  # own tokens of each sequence, the current step's included
         self.capacity = self.sequence_capacity = 0
         self.least_capacity = 0  # tokens that there is room for from the beginning on
         self.attended = 0  # layers that have read the cache in the current step
         self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
         self._fixed_slot_map: SlotMap | None = None
-        self._fixed_column: Tensor | None = None
+        self._fixed = False  # steps have tensors of fixed shapes and addresses
+        self._columns: Tensor | None = None  # [S] of the current step's tokens
+        self._column: int | None = None  # the one column of all of them; None: they differ, or steps are fixed
+        self._width = 0  # own columns that are read
         self.fused = False  # attend by one kernel in steps of fixed shapes, where there is one and the layer is plain
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
@@ -147,69 +143,55 @@ class SharedPrefixCache(Cache):
         """
         lengths = lengths or [0] * len(groups)
         longest, size = max(lengths), len(self._owners)
-        shift = max(0, longest - self._column)
-        self._reserve(self._column + shift + 1, size + len(groups), shift)
+        self._reserve(longest + 1, size + len(groups))
         self._owners += groups
-        self._starts += [self._column - length for length in lengths]
+        self._counts += lengths
         self._slot_map = None
-        if own is None or not longest:
-            return
-        ends = torch.tensor(lengths, device=own[0][0].device)
-        source = (torch.arange(longest, device=ends.device) - (longest - ends[:, None])).clamp_(min=0)
-        source = source[:, None, :, None]
-        for layer, new in enumerate(own):
+        for layer, new in enumerate(own if own is not None and longest else ()):
             for stored, x in zip(self._storage(layer, new), new, strict=True):
-                aligned = x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3]))
-                stored[size : size + len(groups), :, self._column - longest : self._column] = aligned.to(self._dtype)
+                # what lies behind a sequence's tokens is hidden until it is written
+                stored[size : size + len(groups), :, :longest] = x[:, :, :longest].to(self._dtype)
 
     def move(self, moves: list[tuple[int, int]], size: int) -> None:
         """Copy sequences (source, target), then drop all but the first `size` and prompts without sequences."""
         if moves:
-            columns = slice(self._first_column, self._column)
             sources, targets = map(list, zip(*moves, strict=True))
+            longest = max(self._counts[source] for source in sources)
             for pair in self._own.values():
                 for stored in pair:
-                    stored[targets, :, columns] = stored[sources, :, columns]
+                    stored[targets, :, :longest] = stored[sources, :, :longest]
         for source, target in moves:
             self._owners[target] = self._owners[source]
-            self._starts[target] = self._starts[source]
-        del self._owners[size:], self._starts[size:]
-        if not size:
-            self._column = 0
+            self._counts[target] = self._counts[source]
+        del self._owners[size:], self._counts[size:]
         used = sorted(set(self._owners))
         # A captured step is bound to the stored prompts, so half of them may be idle then.
-        if len(used) < len(self._prompt_lengths) / (1 if self._fixed_column is None else 2):
+        if len(used) < len(self._prompt_lengths) / (2 if self._fixed else 1):
             self._prompt_lengths = list(map(self._prompt_lengths.__getitem__, used))
-            width = max(self._prompt_lengths, default=0)
+            width = stored_width(max(self._prompt_lengths, default=0))
             self._prompts = [(k[:, used, :width], v[:, used, :width]) for k, v in self._prompts]
             self._owners = list(map(used.index, self._owners))
         self._slot_map = None
 
-    @property
-    def _first_column(self) -> int:
-        return min(self._starts, default=self._column)
-
-    def _reserve(self, tokens: int, size: int, shift: int = 0) -> None:
+    def _reserve(self, tokens: int, size: int) -> None:
         """Reserve capacity for `size` sequences of `tokens`; doubling bounds the cost of copying."""
         tokens = self.capacity if tokens <= self.capacity else max(tokens, 2 * self.capacity)
-        self._rebuild(tokens, max(self.sequence_capacity, size), shift)
+        self._rebuild(tokens, max(self.sequence_capacity, size))
 
-    def _rebuild(self, tokens: int, size: int, shift: int) -> None:
-        """Set capacities of at least these, with the contents `shift` columns further right."""
-        tokens = -(-max(tokens, self.least_capacity) // GRANULE) * GRANULE
-        if (tokens, size, shift) == (self.capacity, self.sequence_capacity, 0):
+    def _rebuild(self, tokens: int, size: int) -> None:
+        """Set capacities of at least these, with the contents."""
+        tokens = stored_width(max(tokens, self.least_capacity))
+        if (tokens, size) == (self.capacity, self.sequence_capacity):
             return
-        first, column, used = self._first_column, self._column, len(self._owners)
+        used, longest = len(self._owners), max(self._counts, default=0)
         for layer, pair in self._own.items():
             moved = []
             for old in pair:
                 new = old.new_zeros(size, old.shape[1], tokens, old.shape[3])
-                new[:used, :, first + shift : column + shift] = old[:used, :, first:column]
+                new[:used, :, :longest] = old[:used, :, :longest]
                 moved.append(new)
             self._own[layer] = (moved[0], moved[1])
         self.capacity, self.sequence_capacity = tokens, size
-        self._starts = [start + shift for start in self._starts]
-        self._column += shift
         self._slot_map = None
 
     def _storage(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -222,24 +204,26 @@ class SharedPrefixCache(Cache):
 
     def begin_step(self, positions: Tensor, config: Any) -> Any:
         """Open a column for tokens at `positions` [S]; returns the additive mask(s) [S, 1, 1, prompt + columns]."""
-        self.open_column()
+        self.open_columns()
+        longest = max(self._counts)
+        self._column = longest - 1 if min(self._counts) == longest else None
+        self._width = longest
+        if self._sizes is not None:
+            self._width = self._sizes.columns(longest, len(self._owners))
+            self._reserve(self._width, len(self._owners))
         if self._slot_map is None:
             self._slot_map = self._new_slot_map(positions.device, len(self._owners), 1)
         return self.masks(positions, config)
 
-    def open_column(self) -> None:
+    def open_columns(self) -> None:
         """Make a column writable for the next token of every sequence.
 
-        At the capacity, the contents move left if half of the columns are unused; else the capacity in tokens doubles
-        and that in sequences shrinks to those still there, because the longest completions are few.
+        At the capacity, that in tokens doubles and that in sequences shrinks to those still there, because the longest
+        completions are few.
         """
-        if self._column >= self.capacity:
-            first = self._first_column
-            if 2 * first >= self.capacity:
-                self._rebuild(self.capacity, self.sequence_capacity, -first)
-            else:
-                self._rebuild(2 * self.capacity, len(self._owners), 0)
-        self._visible_from, self._column = self._first_column, self._column + 1
+        if max(self._counts) >= self.capacity:
+            self._rebuild(2 * self.capacity, len(self._owners))
+        self._counts = [count + 1 for count in self._counts]
         self.attended = 0
 
     def begin_fixed_step(self, size: int, device: torch.device) -> tuple[Any, ...]:
@@ -249,9 +233,9 @@ class SharedPrefixCache(Cache):
         capacity; `masks` then belongs into the recording. Returns its key, beginning with the number of sequences:
         while it is equal, a recorded step may be replayed.
         """
-        self.open_column()
+        self.open_columns()
         size = min(size, self.sequence_capacity)
-        if self._slot_map is None or self._fixed_column is None:
+        if self._slot_map is None or not self._fixed:
             slots = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
             last = self._fixed_slot_map
             if last is not None and len(last.table) == last.slots * len(self._prompt_lengths):
@@ -261,41 +245,45 @@ class SharedPrefixCache(Cache):
                 last.copy_(slot_map)
             else:
                 self._fixed_slot_map = slot_map
-            self._slot_map = self._fixed_slot_map
-            if self._fixed_column is None:
-                self._fixed_column = torch.zeros(1, dtype=torch.int64, device=device)
-        self._fixed_column.fill_(self._column - 1)
+            self._slot_map, self._fixed = self._fixed_slot_map, True
+        self._column, self._width = None, self.capacity
         stored = [x.data_ptr() for pair in (*self._prompts, *self._own.values()) for x in pair]
         return size, self.capacity, id(self._slot_map), tuple(stored)
 
     def end_fixed_steps(self) -> None:
         """Return to shapes that follow the sequences, and close the column just opened."""
-        self._slot_map = self._fixed_slot_map = self._fixed_column = None
-        self.fused = False
-        self._column -= 1
+        self._slot_map = self._fixed_slot_map = None
+        self._fixed = self.fused = False
+        self._counts = [count - 1 for count in self._counts]
 
     def masks(self, positions: Tensor, config: Any) -> Any:
         """The mask(s) of `begin_step`, computed from tensors alone."""
         assert self._slot_map is not None, "a step has begun"
         slot_map = self._slot_map
-        fixed = self._fixed_column is not None
         self._windowed = bool(getattr(config, "sliding_window", None))
-        self._everything_visible = slot_map.uniform and not fixed and not self._windowed
-        columns = (0, self.capacity) if fixed else (self._visible_from, self._column)
-        own = torch.arange(*columns, device=positions.device)
-        starts, lengths = slot_map.starts[:, None], slot_map.lengths[:, None]
+        self._everything_visible = slot_map.filled and self._column == self._width - 1 and not self._windowed
+        own = torch.arange(self._width, device=positions.device)
+        lengths = slot_map.lengths[:, None]
+        self._columns = positions - slot_map.lengths
         of_prompt = torch.arange(slot_map.width, device=positions.device)
-        token_positions = torch.cat([of_prompt.expand(len(starts), -1), own - starts + lengths], dim=1)
-        written = own >= starts
-        if self._fixed_column is not None:
-            written &= own <= self._fixed_column
-        exists = torch.cat([of_prompt < lengths, written], dim=1)
+        token_positions = torch.cat([of_prompt.expand(len(lengths), -1), own + lengths], dim=1)
+        exists = torch.cat([of_prompt < lengths, own <= self._columns[:, None]], dim=1)
         return additive_masks(token_positions, exists, positions, config, self._dtype)
 
     def _new_slot_map(self, device: torch.device, size: int, least_slots: int) -> SlotMap:
         width = self._prompts[0][0].shape[2] if self._prompts else 0
-        of = self._owners, self._prompt_lengths, self._starts
-        return SlotMap.of(*of, width, size, least_slots, device, column=self._column - 1)
+        longest = max(self._prompt_lengths, default=0)
+        slots = max([least_slots, *Counter(self._owners).values()])
+        width = min(width, longest)
+        if width and self._sizes is not None:
+            width, slots = self._sizes.prompts(longest, slots, len(self._prompt_lengths))
+            missing = width - self._prompts[0][0].shape[2]
+            if missing > 0:
+                self._prompts = [
+                    (nn.functional.pad(k, (0, 0, 0, missing)), nn.functional.pad(v, (0, 0, 0, missing)))
+                    for k, v in self._prompts
+                ]
+        return SlotMap.of(self._owners, self._prompt_lengths, width, size, slots, device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -303,16 +291,17 @@ class SharedPrefixCache(Cache):
         """Store one token per sequence (`[S, kv_heads, 1, D]`); returns their own keys and values, not the prompts'."""
         size = key_states.shape[0]
         stored = self._storage(layer_idx, (key_states, value_states))
+        assert self._columns is not None, "a step has begun"
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
-            if self._fixed_column is not None:
-                tensor[:size].index_copy_(2, self._fixed_column, new.to(self._dtype))
+            if self._column is not None:
+                tensor[:size, :, self._column] = new[:, :, 0]
             else:
-                tensor[:size, :, self._column - 1] = new[:, :, 0]
-        columns = slice(None) if self._fixed_column is not None else slice(self._visible_from, self._column)
-        return stored[0][:size, :, columns], stored[1][:size, :, columns]
+                place = self._columns[:, None, None, None].expand(new.shape)
+                tensor[:size].scatter_(2, place, new.to(self._dtype))
+        return stored[0][:size, :, : self._width], stored[1][:size, :, : self._width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._column
+        return max(self._counts, default=0)
 
     def attend(
         self,
@@ -335,25 +324,28 @@ class SharedPrefixCache(Cache):
         self.attended += 1
         size, heads, _, dim = query.shape
         kv_heads = keys.shape[1]
+        self.shapes.add(AttentionShape(heads // kv_heads, kv_heads, dim, values.shape[3]))
         query = query.reshape(size, kv_heads, heads // kv_heads, dim)
-        assert self._slot_map is not None, "a step has begun"
+        assert self._slot_map is not None and self._columns is not None, "a step has begun"
         slot_map, width = self._slot_map, self._slot_map.width
         if width and not softcap and sinks is None and self._fuses(query, keys, values):
             from covey.engines.native.decode_kernel import decode_attention
 
-            assert self._fixed_column is not None, "steps have fixed shapes"
             prompt, own = self._prompts[layer], (keys, values)
-            out = decode_attention(query.to(self._dtype), prompt, own, slot_map, self._fixed_column)
+            out = decode_attention(query.to(self._dtype), prompt, own, slot_map, self._columns)
             return out.reshape(size, 1, heads, -1)
-        scores = matmul(query, keys.transpose(2, 3))
+        chunk = CHUNK if self._sizes is not None else max(width, keys.shape[2])
+        parts = [matmul(query, k.transpose(2, 3)) for k in keys.split(chunk, dim=2)]
         if width:
-            prompt_keys, prompt_values = self._prompts[layer]
-            of_prompt = matmul(slot_map.to_slots(query), prompt_keys[:, :, :width].transpose(2, 3))
-            scores = torch.cat([slot_map.from_slots(of_prompt), scores], dim=-1)
+            prompt_keys, prompt_values = (x[:, :, :width] for x in self._prompts[layer])
+            in_slots = slot_map.to_slots(query)
+            of_prompt = [matmul(in_slots, k.transpose(2, 3)) for k in prompt_keys.split(chunk, dim=2)]
+            parts = [*map(slot_map.from_slots, of_prompt), *parts]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if softcap and self._softcap:
-            scores = torch.tanh(scores / softcap) * softcap
+            scores = elementwise(torch.tanh, scores / softcap) * softcap
         if not self._everything_visible:
-            scores = scores + mask
+            scores = scores.add_(mask)
         dtype = torch.promote_types(scores.dtype, torch.float32)
         if sinks is None:
             weights = scores.softmax(-1, dtype=dtype)
@@ -361,19 +353,33 @@ class SharedPrefixCache(Cache):
             sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
             weights = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
         weights = weights.to(values.dtype)
-        out = matmul(weights[..., width:], values)
+        out = _weighted(matmul, weights[..., width:], values, chunk)
         if width:
-            out += slot_map.from_slots(matmul(slot_map.to_slots(weights[..., :width]), prompt_values[:, :, :width]))
+            in_slots = slot_map.to_slots(weights[..., :width])
+            out += slot_map.from_slots(_weighted(matmul, in_slots, prompt_values, chunk))
         return out.reshape(size, 1, heads, -1)
 
     def _fuses(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """True where one kernel attends: a plain layer in half precision on a GPU, in a step of fixed shapes."""
-        fixed = self.fused and self._fixed_column is not None and not self._windowed
+        fixed = self.fused and self._fixed and not self._windowed
         if not fixed or not query.is_cuda or keys.shape[3] != values.shape[3] or find_spec("triton") is None:
             return False
         from covey.engines.native.decode_kernel import decode_kernel_works
 
         return decode_kernel_works(*query.shape[1:], self._dtype, query.device)
+
+
+def stored_width(tokens: int) -> int:
+    """Tokens that there is room for where so many are stored."""
+    return -(-tokens // GRANULE) * GRANULE
+
+
+def _weighted(matmul: Callable[[Tensor, Tensor], Tensor], weights: Tensor, values: Tensor, chunk: int) -> Tensor:
+    """weights [..., columns] @ values [..., columns, D], a chunk of columns after the other."""
+    out = matmul(weights[..., :chunk], values[:, :, :chunk])
+    for start in range(chunk, values.shape[2], chunk):
+        out += matmul(weights[..., start : start + chunk], values[:, :, start : start + chunk])
+    return out
 
 
 def _stacked(old: Tensor | None, new: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -382,7 +388,7 @@ def _stacked(old: Tensor | None, new: Tensor | None, first: int, count: int, dty
         assert new is not None, "one of them is given"
         old = new.new_zeros(new.shape[1], first, 0, new.shape[3])
     new = old.new_zeros(old.shape[0], count, 0, old.shape[3]) if new is None else new.transpose(0, 1)
-    width = max(old.shape[2], new.shape[2])
+    width = stored_width(max(old.shape[2], new.shape[2]))
     stacked = new.new_zeros(new.shape[0], first + count, width, new.shape[3], dtype=dtype)
     stacked[:, :first, : old.shape[2]] = old
     stacked[:, first:, : new.shape[2]] = new
