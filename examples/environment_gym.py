@@ -1,4 +1,4 @@
-"""A gymnasium environment: the policy plays FrozenLake, described in text. `pip install 'covey[gym]'`
+"""A gymnasium environment: the policy plays FrozenLake, described in text. `pip install gymnasium`
 
 The prompt shows the board, a word of the answer is the move, and a row of the dataset is a seed.
 """

@@ -1,4 +1,4 @@
-"""An OpenEnv environment: the one that `openenv init` makes, an echo. `pip install 'covey[openenv]'`
+"""An OpenEnv environment: the one that `openenv init` makes, an echo. `pip install openenv`
 
 It runs unmodified in a server of its own, as any OpenEnv environment does; longer messages earn more, up to 1. The
 server allows one session at a time, so `max_environments=1` lets rollouts take turns.

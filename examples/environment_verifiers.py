@@ -1,4 +1,4 @@
-"""An environment of the verifiers library: marble-v1, unmodified. `pip install 'covey[verifiers]' marble-v1`
+"""An environment of the verifiers library: marble-v1, unmodified. `pip install verifiers marble-v1`
 
 The policy places a piece so that a falling marble bounces through a ring; a simulation decides. Its tasks are the
 dataset and its rewards the reward. The settings are verifiers' own: a wide ring, and a point for an answer that follows

@@ -1,6 +1,6 @@
 """Hyperparameter search: three short trials with optuna from the same weights, and a run with the best settings.
 
-Needs optuna: pip install 'covey[search]'.
+Needs optuna: pip install optuna.
 """
 
 import optuna

@@ -1,8 +1,8 @@
-"""LoRA: train a small adapter and leave the model's own weights alone (`pip install "covey[peft]"`).
+"""LoRA: train a small adapter and leave the model's own weights alone (`pip install peft`).
 
 The engine samples with the adapter on; with `beta` above 0 the reference is the same model with the adapter off, so it
 costs no second copy. Adapters want a larger learning rate than full training. With `--four_bits` the weights under the
-adapter are held in 4 bits (QLoRA; `pip install "covey[peft,quantization]"`).
+adapter are held in 4 bits (QLoRA; `pip install peft bitsandbytes`).
 """
 
 import torch

@@ -1,6 +1,6 @@
 """GRPO in a few lines: a model, a dataset of prompts with solutions, a reward function.
 
-The reward asks math-verify whether the boxed answer equals the `solution` column (`pip install "covey[math]"`).
+The reward asks math-verify whether the boxed answer equals the `solution` column (`pip install math-verify`).
 """
 
 from datasets import Dataset

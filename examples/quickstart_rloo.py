@@ -1,6 +1,6 @@
 """RLOO in a few lines: the baseline is the mean of the group's other completions, KL is part of the reward.
 
-Only the names differ from `quickstart_grpo.py`. The reward needs `pip install "covey[math]"`.
+Only the names differ from `quickstart_grpo.py`. The reward needs `pip install math-verify`.
 """
 
 from datasets import Dataset

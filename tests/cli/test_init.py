@@ -20,7 +20,7 @@ def test_the_written_run_would_start(tmp_path, monkeypatch, capsys, tiny_folder)
     monkeypatch.chdir(tmp_path / "new" / "my tickets")
     run = read_run("run.yaml", ["--model", str(tiny_folder)], "grpo")
     start = check_start(run, run.args.algebra())
-    assert (start.rows, start.problems, start.missing) == (9, [], [])
+    assert (start.rows, start.problems, start.missing) == (200, [], [])
 
 
 def test_nothing_is_written_over(tmp_path, capsys):

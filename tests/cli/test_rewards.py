@@ -69,7 +69,7 @@ def is_the_same(completions, **kwargs):
     return [1.0 for _ in completions]
 
 def abstains(completions, answer, **kwargs):
-    return [None if one == "6" else 1.0 for one in answer]
+    return [None if one == "6" else float(one in text) for text, one in zip(completions, answer)]
 """
 
 
@@ -110,6 +110,7 @@ def test_a_sound_function_passes(examined):
         ("likes_nothing", "an empty completion"),
         ("fails", "no reward"),
         ("counts_keywords", "every word at once"),
+        ("is_the_same", "range"),
         ("cannot_read", "odd characters"),
         ("jitters", "called again"),
     ],
@@ -124,7 +125,6 @@ def test_each_fault_is_found(examined, name, wrong):
     [
         ("counts_repetitions", "ten times over"),
         ("ranks", "one at a time"),
-        ("is_the_same", "range"),
         ("slow", "time, one at a time"),
         ("prefers_an_answer", "only the answer"),
     ],
@@ -204,3 +204,36 @@ def test_lines_are_read_as_json_lines(tmp_path, capsys, text, error):
     arguments = [f"{tmp_path}/functions.py:right", "--completions", str(tmp_path / "rows.jsonl")]
     assert main(["rewards", "test", *arguments]) == (2 if error else 0)
     assert (error or "") in capsys.readouterr().err
+
+
+def record_of(folder, rows):
+    """The record of a run with a generation: `data` holds the columns of the dataset."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from covey.observability.record_files import AS_JSON
+
+    (folder / "record").mkdir(parents=True)
+    written = [
+        {
+            **dict.fromkeys(AS_JSON, "null"),
+            "data": json.dumps({"prompt": row["prompt"], "answer": row["answer"]}),
+            "prompt": json.dumps(row["prompt"]),
+            "completion": json.dumps(row["completion"]),
+        }
+        for row in rows
+    ]
+    pq.write_table(pa.Table.from_pylist(written), folder / "record" / "generation_00000.parquet")
+
+
+@pytest.mark.parametrize(("name", "status"), [("right", 0), ("is_the_same", 1), ("never", 1)])
+def test_a_run_gives_the_columns_of_its_rows(tmp_path, capsys, name, status):
+    (tmp_path / "f.py").write_text(
+        FUNCTIONS + "\ndef never(completions, **kwargs):\n    return [None] * len(completions)\n"
+    )
+    record_of(tmp_path / "run", ROWS)
+    found = main(["rewards", "test", f"{tmp_path}/f.py:{name}", "--run", str(tmp_path / "run")])
+    said = capsys.readouterr()
+    verdicts = {line[7:31].strip(): line[:6].strip() for line in said.out.splitlines()}
+    assert verdicts["range"] == ("WRONG" if status else "ok"), said.out
+    assert found == int("WRONG" in verdicts.values())

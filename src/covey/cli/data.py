@@ -17,7 +17,7 @@ from covey.core.transcript import with_system_message
 from covey.runtime.hub import look_up
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, place_of
 from covey.trainer.evaluation.suites import suite_of
 
 EVAL_SPLITS = ("validation", "test", "eval", "train")
@@ -64,7 +64,9 @@ def _call(spec: str) -> Any:
             return found
         rows = [] if isinstance(found, str) or not hasattr(found, "__iter__") else list(found)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"dataset {spec!r}, called without arguments, raised {format_error(error)}") from error
+        raise ValueError(
+            f"dataset {spec!r}, called without arguments, raised {format_error(error)}{place_of(error)}"
+        ) from error
     if not all(isinstance(row, dict) for row in rows) or not rows:
         raise ValueError(
             f"dataset {spec!r} returned {type(found).__name__}: {found!r:.80}; it must return a `datasets.Dataset`, or"

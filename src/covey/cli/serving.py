@@ -51,7 +51,7 @@ class Backend:
         except importlib.metadata.PackageNotFoundError:
             raise ImportError(
                 f"covey {self.package}-serve needs {self.name}, which {sys.executable} does not have: pip install"
-                f" 'covey[{self.package}]'{self.where}."
+                f" {self.package}{self.where}."
             ) from None
         numbers = tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0]))
         if numbers[: len(self.oldest)] < self.oldest:

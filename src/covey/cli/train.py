@@ -191,7 +191,7 @@ def adapter(settings: dict[str, Any] | None) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError("a run with `peft` needs the peft package: pip install 'covey[peft]'.") from error
+        raise ImportError("a run with `peft` needs the peft package: pip install peft.") from error
     try:
         kinds = typing.get_type_hints(LoraConfig)
         for name, value in settings.items():

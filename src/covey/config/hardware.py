@@ -83,7 +83,7 @@ def meet_on_cpu(seconds: int, backend: str | None = None) -> None:
 def require_deepspeed(what: str) -> None:
     if not importlib.util.find_spec("deepspeed"):
         raise ImportError(
-            f"{what} shards with DeepSpeed, which is not installed: pip install 'covey[deepspeed]', or shard with fsdp2"
+            f"{what} shards with DeepSpeed, which is not installed: pip install deepspeed, or shard with fsdp2"
             " (`--accelerate_config fsdp2`), which needs no other package."
         )
 

@@ -14,7 +14,7 @@ from covey.core.transcript import content_text
 from covey.data.templates import warn_of_template
 from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, are_messages
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, place_of
 
 LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
 SHAPES = 64  # sequences of roles of which one prompt is encoded
@@ -113,6 +113,7 @@ def read_row(dataset: Any, number: int) -> Any:
     except Exception as error:  # of the user's class
         raise ValueError(
             f"row {number} of a dataset that says it has {len(dataset)} cannot be read: {format_error(error)}"
+            f"{place_of(error)}"
         ) from error
     _check_row(row, number, "dataset", prompt_required=False)
     return row

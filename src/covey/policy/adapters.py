@@ -24,7 +24,7 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
     try:
         from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
-        raise ImportError("`peft_config` needs PEFT: pip install 'covey[peft]'") from error
+        raise ImportError("`peft_config` needs PEFT: pip install peft") from error
     if isinstance(model, PeftModel):
         raise ValueError(
             "a PeftModel and a `peft_config` were both given; pass the base model with the config, or the PeftModel"

@@ -23,7 +23,7 @@ def quantization_method(model: Any) -> str | None:
 def check_installed(quantization: Any) -> None:
     wanted = any(_setting(quantization, name) for name in ("load_in_4bit", "load_in_8bit"))
     if wanted and importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install 'covey[quantization]'")
+        raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install bitsandbytes")
 
 
 def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -> None:

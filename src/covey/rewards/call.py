@@ -26,7 +26,7 @@ from covey.rewards.steps import total
 from covey.runtime import deadlines
 from covey.runtime.deadlines import LateCalls
 from covey.runtime.loop_thread import LoopThread, begin_call
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, place_of
 
 LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; then its event loop counts as blocked
 
@@ -57,7 +57,7 @@ class CallResult:
     def failed(cls, size: int, error: BaseException, seconds: float = 0.0) -> "CallResult":
         """Result of a call that raised; formats the error, which may run code of the user."""
         ours = isinstance(error, RewardError | deadlines.CallTimeout)
-        failure = FailedReward(error, str(error) if ours else format_error(error))
+        failure = FailedReward(error, str(error) if ours else format_error(error) + place_of(error))
         return cls([failure] * size, [None] * size, Log(size), seconds)
 
     @classmethod

@@ -10,7 +10,7 @@ try:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 except ImportError as error:
-    raise ImportError(f"{error}; accuracy rewards need math-verify: pip install 'covey[math]'") from error
+    raise ImportError(f"{error}; accuracy rewards need math-verify: pip install math-verify") from error
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

@@ -258,7 +258,8 @@ class RewardSuite:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
-                    + f": {first.text}. First sample:\n{batch.describe(0)}"
+                    + f": {first.text}{'' if first.text.endswith(('.', '?')) else '.'}"
+                    + f" First sample:\n{batch.describe(0)}"
                 ) from first.error
         if failed:
             text = f"reward function {name!r} failed on {len(failed)} of {size} samples ({first.text}); they get no"

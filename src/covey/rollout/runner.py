@@ -20,7 +20,7 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator
 from covey.runtime.calling_thread import wait_within
 from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in_thread
-from covey.runtime.user_code import UserCodeError, format_error
+from covey.runtime.user_code import UserCodeError, format_error, place_of
 
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
 SUBMISSION_SECONDS = 1.0  # a slower first request may be sampled with newer weights, as later turns are
@@ -136,7 +136,7 @@ class GroupRunner:
                 else:
                     rollouts = [await play(row, engine)]
         except Exception as error:
-            text = error.release() if isinstance(error, UserCodeError) else format_error(error)
+            text = error.release() if isinstance(error, UserCodeError) else format_error(error) + place_of(error)
             if isinstance(error, StillRunning):
                 text = f"the rollout function failed: {error}"
             elif isinstance(error, TimeoutError):

@@ -127,7 +127,7 @@ class BatchFunction:
         except UserCodeError as raised:
             if isinstance(raised.error, Exception):
                 raise raised.error from None
-            raise RolloutError(f"rollout_func raised {raised.text}") from raised.error  # SystemExit would end silently
+            raise RolloutError(f"rollout_func raised {raised}") from raised.error  # SystemExit would end silently
         finally:
             _CURRENT.reset(token)
             self._samplers.remove(sampler)

@@ -17,7 +17,7 @@ from covey.runtime.definitions import (
     names_of_functions,
     script_line,
 )
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, place_of
 
 FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
 
@@ -109,5 +109,4 @@ def _load_file(path: Path) -> Any:
 
 def _not_run(what: str, error: BaseException) -> ImportError:
     """An error of a file that raises, calls sys.exit or is no Python: it must not end the run with its own status."""
-    place = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-    return ImportError(f"{what} cannot be imported: {format_error(error)}{place}. Run it with python to see where.")
+    return ImportError(f"{what} cannot be imported: {format_error(error)}{place_of(error)}.")

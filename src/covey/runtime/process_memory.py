@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import torch
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 """In messages of allocators and libraries that raise a plain RuntimeError; the last is cuBLAS's and cuDNN's status."""
@@ -57,6 +56,8 @@ def _groups(groups: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, str, s
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
@@ -84,6 +85,8 @@ def share_one_heap() -> None:
 
 def return_freed_memory() -> None:
     """Give blocks that glibc and MKL keep for reuse by a thread back to the kernel; nothing may be computing."""
+    import torch
+
     with suppress(OSError, AttributeError):  # torch without MKL
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")).mkl_serv_free_buffers()
     with suppress(OSError, AttributeError):  # another C library

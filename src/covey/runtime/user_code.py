@@ -4,11 +4,15 @@ import asyncio
 import functools
 import inspect
 import os
+import re
 import signal
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -16,6 +20,9 @@ from covey.runtime.interrupts import run_alone
 from covey.runtime.safe_text import printable, without_secrets
 
 T = TypeVar("T")
+
+INSTALLED = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
+"""Folders of Covey and of Python's own modules."""
 
 MAX_MESSAGE_CHARS = 500
 MAX_VALUE_CHARS = 120
@@ -27,13 +34,14 @@ class UserCodeError(Exception):
     def __init__(self, error: BaseException):
         self.text = format_error(error)  # where the code ran, under its deadline
         self.message = self.text.removeprefix(type(error).__name__).removeprefix(": ") or self.text
-        super().__init__(self.text)
+        self.place = place_of(error)
+        super().__init__(self.text + self.place)
         self.error = error
 
     def release(self) -> str:
-        """Return the text and drop the exception, whose traceback keeps the user's objects alive."""
+        """Return the text with its place and drop the exception, whose traceback keeps the user's objects alive."""
         self.error = RuntimeError(self.text)
-        return self.text
+        return self.text + self.place
 
 
 def settle(future: "Future[T]", result: Any = None, error: BaseException | None = None, wrap: bool = True) -> None:
@@ -56,6 +64,34 @@ def format_error(error: BaseException) -> str:
     except BaseException:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's code that failed, as ` (rewards.py, line 12)`; empty where no file of the user's is known.
+
+    The last one that is neither Covey's nor of an installed package: where the user's call of a library failed.
+    """
+    if isinstance(error, SyntaxError):
+        return ""  # which says it itself
+    frames = [
+        (frame.filename, frame.lineno or 0)
+        for frame in traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    ]
+    for note in getattr(error, "__notes__", ()):  # the traceback in another process
+        frames += [(name, int(line)) for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(note))]
+    own = [(name, line) for name, line in frames if _is_of_the_user(name)]
+    if not own:
+        return ""
+    name, line = own[-1]
+    with suppress(ValueError, OSError):  # elsewhere, or the working directory is gone
+        name = str(Path(name).relative_to(Path.cwd()))
+    return printable(f" ({name}, line {line})")
+
+
+def _is_of_the_user(file: str) -> bool:
+    if file.startswith("<") or {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return False
+    return not file.startswith(INSTALLED)
 
 
 def format_value(value: Any) -> str:

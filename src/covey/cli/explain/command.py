@@ -52,7 +52,10 @@ def main(argv: list[str]) -> int:
 
 def explain(run: ExplainedRun) -> str:
     """Explain a run; `ValueError` if its batch sizes do not divide for the number of processes."""
+    start = run.start.lines() if run.start else []
+    fails = bool(run.start and run.start.problems)
     contents = {
+        **({"Start": start} if fails else {}),
         "Prompts and rewards": run.start.prompts if run.start else [],
         "Batches": sections.batches(run),
         "On- or off-policy": sections.policy(run),
@@ -62,7 +65,7 @@ def explain(run: ExplainedRun) -> str:
         "Memory": figures.memory(run),
         "Operations and communication": figures.communication(run),
         "Evaluation": evaluation(run),
-        "Start": run.start.lines() if run.start else [],
+        **({} if fails else {"Start": start}),
     }
     texts = [_section(title, lines) for title, lines in contents.items()]
     return "\n\n".join(text for text in texts if "\n" in text)

@@ -357,6 +357,17 @@ def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str,
     yield from (f"   {name:<30}{one:>10}" + (f"{other:>12}" if column else "") for name, one, other in table)
     if column:
         yield f"The solution is the text of the first row's {column!r}: {printable(str(row[column]))[:80]!r}."
+        if collector:
+            yield _tokens_of_solution(collector, str(row[column]))
+
+
+def _tokens_of_solution(collector: Collector, text: str) -> str:
+    """The length that an answer needs: the solution and the token that ends it."""
+    tokens = len(collector.codec.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
+    return (
+        f"It takes {tokens} tokens with the one that ends it: max_completion_length must leave room for that, and for"
+        " whatever else an answer says."
+    )
 
 
 def _solution_column(suite: RewardSuite, row: dict[str, Any]) -> str | None:

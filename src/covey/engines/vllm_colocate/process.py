@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 OLDEST = "0.28"  # oldest supported version of vLLM
 LOAD_FORMAT = "covey_dummy"
-INSTALL = "pip install 'covey[vllm]'"
+INSTALL = "pip install vllm"
 
 
 def require_vllm() -> str:

@@ -70,7 +70,7 @@ class GymEnvironment:
 
     def __call__(self) -> "GymText":
         if isinstance(self.make, str):
-            environment = library("gymnasium", "gym").make(self.make, **self.settings)
+            environment = library("gymnasium", "gymnasium").make(self.make, **self.settings)
         else:
             environment = self.make()
         if self.parse is None and type(environment.action_space).__name__ != "Text":

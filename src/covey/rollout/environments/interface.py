@@ -76,12 +76,12 @@ def _by_name(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
-def library(name: str, extra: str) -> ModuleType:
+def library(name: str, distribution: str) -> ModuleType:
     """The package of an adapter; raises ImportError with the command that installs it."""
     try:
         return import_module(name)
     except ImportError as error:
-        hint = f"Install it with: pip install 'covey[{extra}]'"
+        hint = f"Install it with: pip install {distribution}"
         raise ImportError(f"{name} cannot be imported ({error}). {hint}") from error
 
 

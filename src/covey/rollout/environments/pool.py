@@ -26,7 +26,7 @@ from covey.runtime.deadlines import (
     can_interrupt_here,
 )
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async
+from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async, place_of
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Lease:
         except UserCodeError as raised:
             if isinstance(raised.error, EnvironmentFailed):
                 raise raised.error from None
-            raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
+            raise EnvironmentFailed(f"{name} raised {raised}") from raised.error
 
     async def raw_call(
         self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
@@ -144,7 +144,7 @@ def failure_of(function: Callable[[], Any]) -> str | None:
     try:
         function()
     except Exception as error:
-        return format_error(error)
+        return format_error(error) + place_of(error)
     return None
 
 
@@ -309,6 +309,8 @@ class _Environments:
                 await closing.call("close", unchanged)
                 closing.thread.close()
         except Exception as error:
-            self.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
+            self.errors.append(
+                str(error) if isinstance(error, EnvironmentFailed) else format_error(error) + place_of(error)
+            )
         finally:
             lease.thread.close()

@@ -24,7 +24,7 @@ from covey.core.transcript import as_user_messages
 from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
-from covey.runtime.user_code import format_error, format_value
+from covey.runtime.user_code import format_error, format_value, place_of
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # passed to the sampler unchanged
 LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -194,7 +194,7 @@ class Grader:
             return _as_vote(extract(completion))
         except Exception as error:  # of a user
             warnings.warn(
-                f"what reads the answers of an evaluation suite raised {format_error(error)} for"
+                f"what reads the answers of an evaluation suite raised {format_error(error)}{place_of(error)} for"
                 f" {format_value(completion)}, which"
                 " counts as no answer. Return None where there is none to silence this.",
                 stacklevel=2,

@@ -72,7 +72,7 @@ def hyperparameter_search(
     try:
         import optuna
     except ImportError as error:
-        raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
+        raise ImportError("hyperparameter_search needs optuna: pip install optuna.") from error
     caught = kwargs.get("catch", ())
     caught = tuple(caught) if isinstance(caught, Iterable) else (caught,)
     trials = _Trials(self, hp_name or (lambda one: f"run-{one.number}"), compute_objective or mean_reward, caught)

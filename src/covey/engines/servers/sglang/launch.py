@@ -58,7 +58,7 @@ def hide_in_logs(key: str) -> None:
 
 if __name__ == "__main__":
     if not importlib.util.find_spec("sglang"):
-        sys.exit("SGLang is not installed here: pip install 'covey[sglang]'.")
+        sys.exit("SGLang is not installed here: pip install sglang.")
     key = os.environ.pop(KEY, None)
     if key:
         hide_in_logs(key)
