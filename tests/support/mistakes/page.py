@@ -115,6 +115,7 @@ def shown(message: str, bench: Bench) -> str:
     message = re.sub(r"(covey-|checksum is |manifest says )[0-9a-f]{8}", r"\g<1>…", message)
     message = re.sub(r"process \d+ on \S+, since [\d: -]+", "process 4711 on …, since …", message)
     message = re.sub(r"bytes instead of [\d,]+", "bytes instead of …", message)
+    message = re.sub(r"\(\S*tests/support/[\w/]+\.py, line \d+\)", "(mine.py, line …)", message)  # of the user's code
     for pattern in QUOTED:
         message = re.sub(pattern, "…", message, flags=re.DOTALL)
     return message
