@@ -82,7 +82,7 @@ def test_the_policy_is_not_told_the_place_of_a_tool_and_the_user_is_once(code):
         results = [asyncio.run(toolbox._execute(ToolCall("look", {"word": "a"}), 0)) for _ in range(2)]
         toolbox.warn_of_failures()
     assert ["placed.py, line 19" in str(one.message) for one in warned] == [True]
-    assert all("placed.py" not in str(result.content) and "AttributeError" in str(result.content) for result in results)
+    assert all("placed.py" not in str(result.content) and "missing" in str(result.content) for result in results)
 
 
 def test_a_file_that_is_no_python_has_its_line_once(tmp_path, monkeypatch):
