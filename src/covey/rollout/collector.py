@@ -117,11 +117,13 @@ class Collector:
         key = key if reuse is None else reuse.seed_key(key, encoded.ids)
         seeds = [sample_seed(self.seed, *key, prompt, sample.sample) for sample in group.samples]
         request = SampleRequest(encoded.ids, len(seeds), params, seeds, media=encoded.media)
+        shown = embed_images(row["prompt"], row_images(row))[0] if encoded.media else None
         if reuse is not None:
             request = reuse.with_drafts(request, prompt, [sample.sample for sample in group.samples])
         return [
             Rollout(
                 prompt_ids=encoded.ids,
+                prompt=shown,
                 media=encoded.media,
                 completion_ids=completion.token_ids,
                 sampled=[True] * len(completion.token_ids),

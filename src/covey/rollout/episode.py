@@ -16,6 +16,7 @@ from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
 from covey.core.special_tokens import CompletionDecoder, opened_thinking
+from covey.rollout.images import embed_images
 from covey.rollout.prompts import (
     LONGEST_TOKEN,
     Prompt,
@@ -117,6 +118,8 @@ class EpisodeEngine:
         images = row_images(self.row) if prompt is None else ()
         own_prompt: Any = self.row.get("prompt") if prompt is None else prompt
         encoded = codec.read(own_prompt, self.row.get("chat_template_kwargs"), tools, images)
+        if encoded.media:
+            own_prompt = embed_images(own_prompt, images)[0]  # as reward functions get it
         path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()
         episode = Episode(self, own_prompt, encoded.ids, list(tools), path, media=encoded.media)
         self.episodes.append(episode)

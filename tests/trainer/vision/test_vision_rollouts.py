@@ -92,6 +92,25 @@ def test_pictures_that_tools_return_are_seen(tmp_path):
         assert not any(rollout.sampled[last.start - len(rollout.prompt_ids) :][: last.length])
 
 
+def test_reward_functions_get_prompts_whose_parts_hold_the_images(tmp_path):
+    seen = {}
+
+    def reward(prompts, completions, **columns):
+        seen.update(
+            {
+                prompt[0]["content"][-1]["text"] if isinstance(prompt[0]["content"], list) else "": prompt
+                for prompt in prompts
+            }
+        )
+        return length_reward(completions=completions, **columns)
+
+    trainer(tmp_path, parts={"reward_funcs": reward, "train_dataset": ROWS}, max_steps=2).train()
+    assert [part["type"] for part in seen["What?"][0]["content"]] == ["image", "text"]
+    assert [part["type"] for part in seen["Both?"][0]["content"]] == ["image", "image", "text"]
+    assert seen["What?"][0]["content"][0]["image"].size == ROWS[0]["image"].size
+    assert seen[""] == ROWS[1]["prompt"]  # without an image it is the row's own
+
+
 def test_tokens_after_a_turn_are_those_of_the_conversation():
     model, processor = tiny_vision.make(GEMMA)
     codec = codec_of(model, processor)
