@@ -106,7 +106,7 @@ def limited(default: Any, **limits: Any) -> Any:
 
 def document(config: type) -> None:
     """Add the fields with their descriptions to the documentation of a config class, as `help()` shows it."""
-    fields = [field for field in dataclasses.fields(config) if field.name in HELP]  # type: ignore[arg-type]
+    fields = [field for field in dataclasses.fields(config) if field.name in HELP]
     default = {field.name: "" if field.default is dataclasses.MISSING else f" ({field.default!r})" for field in fields}
     rows = [f"    {field.name}{default[field.name]}: {HELP[field.name].replace('%%', '%')}" for field in fields]
     rest = "and every field of `transformers.TrainingArguments`."

@@ -95,7 +95,7 @@ def use_cache_as_it_is(model: Any) -> Iterator[None]:
 
     Saved as False, it would make the trained model decode without a cache.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     there, value = hasattr(config, "use_cache"), getattr(config, "use_cache", None)
     yield
     if there:
