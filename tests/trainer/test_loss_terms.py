@@ -1,31 +1,23 @@
-"""Terms of the loss that look at all of a step's tokens at once."""
+"""The weight of the entropy bonus follows the entropy within its bounds."""
 
-from types import SimpleNamespace
+import pytest
 
-import torch
-
-from covey.core.batch import TrainBatch, collate
-from covey.core.records import FinishReason, Rollout
-from covey.observability.metrics import MetricLog
-from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.loss_terms import choose_tokens
+from covey import GRPOConfig
+from covey.trainer.loss_terms import EntropyController
 
 
-def test_tokens_are_chosen_in_time_that_grows_with_the_rollouts(monkeypatch):
-    """The prompts of a batch are split once, and not for each completion."""
-    batch = collate([Rollout([1, 2], [3, 4], [True, False], None, "", FinishReason.STOP) for _ in range(16)])
-    batch.advantages = torch.zeros(32)
-    split, calls = TrainBatch.prompts, []
-    monkeypatch.setattr(TrainBatch, "prompts", lambda self: calls.append(1) or split(self))
-    context = SimpleNamespace(
-        args=SimpleNamespace(seed=0),
-        step=0,
-        mode="train",
-        loop=SimpleNamespace(policy=None),
-        metrics=MetricLog(),
-        collectives=Collectives(rank=0, size=1, seconds=1.0, step=lambda: 0),
-    )
-    behaviour = SimpleNamespace(context=context, logprobs=lambda policy, batch: torch.zeros(batch.num_tokens))
-    chosen = choose_tokens(behaviour, batch, lambda logprobs, advantages, keys: torch.arange(len(keys)) < 4)
-    assert chosen.tolist() == [True, False] * 4 + [False, False] * 12
-    assert len(calls) == 1
+@pytest.mark.parametrize(
+    ("entropies", "weights"),
+    [
+        ([1.0, 1.0, 1.0], [0.2, 0.1, 0.1]),  # above the target it falls by 0.1 a step, to its smallest
+        ([0.1, 0.1, 0.1], [0.4, 0.5, 0.5]),  # at or below it, it rises to its largest
+    ],
+)
+def test_the_weight_moves_within_its_bounds(entropies, weights, tmp_path):
+    bounds = {"entropy_coef_min": 0.1, "entropy_coef_max": 0.5, "entropy_coef_delta": 0.1, "entropy_target": 0.5}
+    args = GRPOConfig(output_dir=str(tmp_path), use_adaptive_entropy=True, entropy_coef=0.3, **bounds)
+    controller, seen = EntropyController(args), []
+    for entropy in entropies:
+        controller.observe(entropy)
+        seen.append(controller.coef)
+    assert seen == pytest.approx(weights)
