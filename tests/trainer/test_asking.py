@@ -38,6 +38,13 @@ def test_completions_come_in_the_shape_of_the_prompts(trained):
     assert len(trained.generate("a", num_generations=2)) == 2
 
 
+def test_prompts_of_text_become_messages_as_in_training(tmp_path):
+    one = runs.trainer(tmp_path, prompts_as_messages=True)
+    text, message = "hi", [{"role": "user", "content": "hi"}]
+    assert one.generate(text, temperature=0.0) == one.generate(message, temperature=0.0)
+    assert one.generate([text, text], seed=1) == one.generate([message, message], seed=1)
+
+
 def test_a_seed_gives_the_same_completions_and_training_is_as_it_was(trained):
     state, weights = torch.get_rng_state(), runs.weights(trained)
     again = [trained.generate(["a", "b"], seed=3) for _ in range(2)]

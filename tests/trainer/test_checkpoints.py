@@ -371,3 +371,20 @@ def test_the_scale_of_a_run_in_fp16_is_left_where_none_is_used(run, saved):
     torch.save({"scale": 65536.0}, run / "checkpoint-2" / "scaler.pt")
     (run / "checkpoint-2" / MANIFEST).unlink()
     assert same(runs.weights(resume(run, True)), saved[1])
+
+
+def test_the_state_of_a_step_copies_no_tensors(tmp_path):
+    """It is taken after each optimizer step, for a run that is stopped in its next one."""
+    follows = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    run = runs.trainer(tmp_path, **follows, num_iterations=2, max_steps=1)
+    run.train()
+    state = run.checkpoints.method_state()
+    reference = dict(run.reference.copy.named_parameters())
+    assert all(state["behaviour"]["reference"][name].data_ptr() == one.data_ptr() for name, one in reference.items())
+    assert state["updates"]["buffer"]["batch"]["token_ids"] is run.updates.buffer.own.batch.token_ids
+
+
+def test_a_generation_that_was_trained_on_is_in_no_state(tmp_path):
+    run = runs.trainer(tmp_path, max_steps=1)
+    run.train()
+    assert run.updates.buffer.left == 0 and run.checkpoints.method_state()["updates"]["buffer"]["batch"] is None

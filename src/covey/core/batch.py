@@ -145,8 +145,8 @@ class TrainBatch:
         )
 
     def state(self) -> dict[str, Any]:
-        """Plain containers and tensors on the CPU, from which `TrainBatch.of_state` makes an equal batch."""
-        state = self._each(self.__slots__, Tensor.cpu)
+        """Plain containers and the batch's own tensors, from which `TrainBatch.of_state` makes an equal batch."""
+        state = {name: getattr(self, name) for name in self.__slots__}
         if self.media is not None:  # rollouts of a group share their images, in the restored batch as well
             distinct = list({id(item): item for media in self.media for item in media}.values())
             index = {id(item): number for number, item in enumerate(distinct)}
@@ -156,7 +156,7 @@ class TrainBatch:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "TrainBatch":
-        """Inverse of `state`, on the CPU."""
+        """Inverse of `state`."""
         saved = state.get("media")
         if saved is None:
             return cls(**state)

@@ -33,12 +33,12 @@ class Activity:
         self._clock = clock
         self._phase, self._detail, self._done, self._total = "", "", 0, 0
         self._whole = ""  # that this is a part of, as an evaluation
-        self.since = clock()
+        self._since = clock()
 
     def begin(self, phase: str) -> None:
         """Take note of a phase that begins or continues."""
         if phase != self._phase:
-            self._phase, self._detail, self._done, self._total, self.since = phase, "", 0, 0, self._clock()
+            self._phase, self._detail, self._done, self._total, self._since = phase, "", 0, 0, self._clock()
             self.changed()
 
     def count(self, total: int, done: int = 0) -> None:
@@ -52,14 +52,14 @@ class Activity:
         self.changed()
 
     def inside(self, whole: str) -> None:
-        """Name the whole that phases are parts of from now on; nothing ends it."""
+        """Name the whole that phases are parts of from now on; an empty name: they are parts of a step."""
         self._whole = whole
         self.changed()
 
     @property
     def seconds(self) -> float:
         """Time that the phase has taken so far."""
-        return self._clock() - self.since
+        return self._clock() - self._since
 
     def __str__(self) -> str:
         word = WORDS.get(self._phase, self._phase)

@@ -67,7 +67,7 @@ class Reference:
             shard.lerp_(own_shard(current).to(shard), alpha)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """This process's shards of a copy that has moved (else None), or of the adapter: {} if that is off."""
+        """This process's own shards of a copy that has moved (else None), or of the adapter: {} if that is off."""
         if self.copy is None:
             return self._adapter if self.stores_adapter else {}
         if not self.has_moved:
@@ -75,7 +75,7 @@ class Reference:
         reshard(self.copy)
         buffers = dict(self.copy.named_buffers())
         shards = {name: own_shard(parameter) for name, parameter in self.copy.named_parameters()}
-        return {name: tensor.detach().clone() for name, tensor in {**shards, **buffers}.items()}
+        return {name: tensor.detach() for name, tensor in {**shards, **buffers}.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

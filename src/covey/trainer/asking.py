@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.core.engine import SamplingParams
 from covey.core.records import PromptSample
-from covey.core.transcript import as_text
+from covey.core.transcript import as_text, as_user_messages
 from covey.observability.metric_docs import meaning
 from covey.rollout.collector import Collector
 from covey.trainer.distributed.sharding import ready_to_evaluate
@@ -22,6 +22,7 @@ def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None,
     ready_to_evaluate(trainer)
     alone = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], dict))
     rows = [{"prompt": prompt} for prompt in ([prompts] if alone else prompts)]
+    rows = as_user_messages(rows) if trainer.args.prompts_as_messages else rows
     samples = [PromptSample(row, number, one) for number, row in enumerate(rows) for one in range(num_generations)]
     if seed is None:
         trainer.generations_asked += 1

@@ -62,7 +62,8 @@ class Checkpointer:
             with naming():
                 write()
                 if not args.save_only_model:
-                    state = {"batches": self._binding_sizes(), "method": self.method_state(), "run": self.described()}
+                    state: dict[str, Any] = {"batches": self._binding_sizes(), "run": self.described()}
+                    state["method"] = _on_cpu(self.method_state())
                     state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
                     state["sharding"] = self.context.sharding.name
                     state["trained"] = self.trained
@@ -115,7 +116,10 @@ class Checkpointer:
         return next((problem for problem in everyone if problem is not None), None)
 
     def method_state(self) -> dict[str, dict[str, Any]]:
-        """State of each part, in containers of its own: what the parts do next does not change it."""
+        """State of each part, in containers of its own, with the parts' own tensors.
+
+        It costs little, and nothing changes it before the weights change.
+        """
         if self._earlier_state is not None:
             return self._earlier_state
         return {name: _copied(part.state_dict()) for name, part in self.parts.items()}
@@ -279,6 +283,15 @@ def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: 
         trainer._load_scaler = lambda checkpoint: None
     with loading_data_alone(checkpoint):
         return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A state whose tensors are copied into memory of their own on the CPU."""
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_cpu, value))
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _copied(value: Any) -> Any:

@@ -118,12 +118,11 @@ def warn_of_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -
     texts = [row["prompt"] for row in first_rows(dataset) if isinstance(row.get("prompt"), str)]
     marks = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if texts and not any(mark in texts[0] for mark in marks):  # written by a template before
-        warnings.warn(
+        warn(
             "the prompts are text, which skips the chat template of this tokenizer: an instruct model then continues"
             " the text instead of answering it. Set prompts_as_messages=True, which makes each a message of the user"
             " (in a run file a system_prompt does so, too); for a base model False keeps them as they are.",
             PlainTextWarning,
-            stacklevel=4,
         )
 
 

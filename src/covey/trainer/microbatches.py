@@ -257,26 +257,32 @@ class RolloutBuffer:
     passes: int = 0  # times that the micro-batches are gone through
     taken: int = 0  # micro-batches that were handed out
 
+    @property
+    def left(self) -> int:
+        """Micro-batches that were not handed out yet."""
+        return len(self.parts) * self.passes - self.taken
+
     def take(self, micro_steps: int) -> PartOfStep:
         """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends."""
-        left = len(self.parts) * self.passes - self.taken
-        if self.own is None or self.index is None or not left:
+        if self.own is None or self.index is None or not self.left:
             raise ValueError(
                 "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
                 " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
                 " run from the checkpoint's weights."
             )
-        count = min(micro_steps, left)
+        count = min(micro_steps, self.left)
         rows = [self.parts[i % len(self.parts)] for i in range(self.taken, self.taken + count)]
         self.taken += count
         tokens = int(self.index.sampled_lengths.sum()) * count / len(self.parts)
         return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens)
 
     def state_dict(self) -> dict[str, Any]:
+        """The place in the generation, and its rollouts while micro-batches of it are left."""
+        own, index = (self.own, self.index) if self.left else (None, None)
         return {
-            "batch": None if self.own is None else self.own.batch.state(),
-            "rank": None if self.own is None else self.own.rank,
-            "index": None if self.index is None else vars(self.index),
+            "batch": None if own is None else own.batch.state(),
+            "rank": None if own is None else own.rank,
+            "index": None if index is None else vars(index),
             "parts": self.parts,
             "passes": self.passes,
             "taken": self.taken,

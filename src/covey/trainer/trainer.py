@@ -297,7 +297,8 @@ class OnlineTrainer(Trainer):
         """Completions by the model as it is now, sampled by the engine and with the settings of training.
 
         Args:
-            prompts: a text or a conversation (a list of messages), or a list of these.
+            prompts: a text or a conversation (a list of messages), or a list of these; with `prompts_as_messages` each
+                text becomes a message of the user.
             num_generations: completions of each prompt.
             seed: the same one gives the same completions; by default every call gives others.
             changes: settings that differ from the config's: `max_tokens`, `temperature`, `top_k`, `top_p`, ...
@@ -340,10 +341,9 @@ class OnlineTrainer(Trainer):
         self.updates.reset()
         self.rollouts.cancel()
         own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
-        everyone = self.stop.listening(), self.collectives.ending_all()
         with (
-            everyone[0],
-            everyone[1],
+            self.stop.listening(),
+            self.collectives.ending_all(),
             own,
             without_bars(),
             refusing_objects(),
