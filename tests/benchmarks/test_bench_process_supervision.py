@@ -27,6 +27,7 @@ def test_the_table_says_how_many_runs_have_learnt(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_way_to_reward_runs(method, algorithm):

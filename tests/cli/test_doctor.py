@@ -86,6 +86,7 @@ def test_a_gold_answer_with_a_line_break_is_found():
     assert found is not None and found.code == "reward-unreachable" and "'7'" in found.proof
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", faults.QUICK)
 def test_a_random_model_is_enough_for_some_causes(name, tmp_path, unused):
     code, settings = faults.FAULTS[name]
@@ -94,6 +95,7 @@ def test_a_random_model_is_enough_for_some_causes(name, tmp_path, unused):
     assert found and found[0].code == code, list(map(str, found))
 
 
+@pytest.mark.slow
 def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
     found = findings(tmp_path, unused, rows=faults.TEXTS, funcs=["digits"], learning_rate=5e-3)
     assert [str(one) for one in found if one.level == "error"] == []
@@ -158,6 +160,7 @@ def always(completions, **kwargs):
     return [0.25] * len(completions)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_examined_with_its_rewards(recorded, capsys):
     assert main([str(recorded), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])

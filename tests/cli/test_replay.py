@@ -125,6 +125,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_runs_of_other_kinds_are_replayed(case, tmp_path, capsys):
     parts, changes = CASES[case]
@@ -139,6 +140,7 @@ def test_an_adapter_begins_with_the_same_weights(tmp_path, capsys):
     assert "2 of 2 logged steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_logs_are_compared_over_the_same_steps(tmp_path, capsys):
     run = recorded(tmp_path, logging_steps=3, max_steps=7, save_strategy="steps", save_steps=2)
     for flags, count in (([], 4), (["--steps", "3:"], 2), (["--logging_steps", "1"], 2)):

@@ -161,6 +161,7 @@ def acting(run_file, monkeypatch):
     return [str(run_file), "--dataset", "chats.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.pages
 @pytest.mark.filterwarnings("ignore:the chat template does not tell the model about tools")
 def test_tools_are_named_like_rewards(acting, capsys):
@@ -180,6 +181,7 @@ def test_a_rollout_function_is_named_like_a_reward(acting):
     assert len(resolve("acting.py:seen", "list", needs_call=False)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.pages
 def test_environments_are_named_like_rewards_and_may_need_none(acting):
     run_file = Path(acting[0])

@@ -47,6 +47,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_commands_of_the_page_act_after_the_step(tmp_path):
     made = studies.study(tmp_path, {"a": {}, "b": {}}, max_steps=4)
     play, said, drawn_before = made.play_round, [], []
@@ -72,6 +73,7 @@ def test_commands_of_the_page_act_after_the_step(tmp_path):
     assert "<svg" in page and "&nbsp;&nbsp;c" in page and "<li>" in page
 
 
+@pytest.mark.slow
 def test_studies_of_earlier_releases_have_curves(trained, tmp_path):
     for name in ("study.md", "study.json"):
         shutil.copy(trained / name, tmp_path)

@@ -245,6 +245,7 @@ def odd(prompts, completion_ids, **kwargs):
     return [float(sum(ids) % 2) * (int(p.split("+")[0]) % 2) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_batches_are_full_of_signal_if_enough_prompts_have_one(tmp_path, method):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
@@ -330,6 +331,7 @@ def test_loaders_do_not_read_rows_when_the_trainer_selects():
     assert list(loader) == [MicroStep(0), *pause, MicroStep(1), *pause]
 
 
+@pytest.mark.slow
 def test_prompts_by_difficulty_leave_settled_ones_alone(tmp_path):
     drawn = []
 

@@ -202,6 +202,7 @@ def test_a_column_with_text_in_some_rows_is_none_of_numbers(tmp_path):
     assert "<script>" not in page and "<th>reward</th>" in page
 
 
+@pytest.mark.slow
 def test_names_with_dollars_or_half_characters_are_written(tmp_path):
     name = "a$\\frac$ \udcff"
     page = write_report(tmp_path / "a.html", title="Run", config={"model": name}, log_history=HISTORY)

@@ -59,6 +59,7 @@ def test_gradients_are_those_of_the_modules(config, layout, checkpointing):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_with_products_by_onednn(monkeypatch):
     model = model_of(PLAIN[0], torch.float32)
     layers = find_fused_layers(model)

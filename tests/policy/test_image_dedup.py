@@ -25,6 +25,7 @@ def gradients(model):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_images_are_encoded_once_with_equal_scores(family):
     """Three siblings of each row: the gradient is the sum of what each gives alone."""

@@ -172,6 +172,7 @@ def tiny_unpackable(name):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNPACKABLE)
 def test_models_that_mix_sequences_are_padded_with_one_warning(name):
     model, batch = tiny_unpackable(name), ragged_batch()

@@ -98,6 +98,7 @@ def test_masked_tokens_leave_entropies_and_gradients_finite(kind, tiles):
     check(Head(module), hidden, targets, entropy=True, differentiate_entropy=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entropy", [False, True])
 def test_gradients_are_those_of_finite_differences(entropy, tiles):
     hidden, targets, module = case()

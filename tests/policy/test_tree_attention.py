@@ -131,6 +131,7 @@ def test_values_may_be_narrower_than_keys():
     assert_same(merged_attention, GROUP, features=(8, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cap", [None, 1.5])

@@ -119,6 +119,7 @@ def test_arguments_and_logs_pass_as_in_the_trainer(suites):
     assert results[0] == results[1] == ([[3.0], [4.0]], {"answers": ["4", "4"]}, [("step", 7.0)])
 
 
+@pytest.mark.slow
 def test_async_marked_and_built_in_functions_run_there(suites, score):
     suite = suites([functions.waits, get_regex_reward("b"), per_completion(functions.where)])
     rewards = score(suite, ["a", "b"])[0]

@@ -119,6 +119,7 @@ def test_accuracy_logs_what_it_read():
     assert set(logged) == {"solution", "gold_parsed", "answer_parsed"}
 
 
+@pytest.mark.slow
 def test_an_uncheckable_answer_is_nan_and_the_next_is_checked(monkeypatch):
     accuracy_reward([r"\boxed{4}"], ["4"])  # the process is up
     monkeypatch.setattr("covey.rewards.accuracy.CHECK_SECONDS", 4.0)

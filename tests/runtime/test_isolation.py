@@ -98,6 +98,7 @@ def test_a_late_worker_is_killed_and_its_answer_dropped(worker):
     assert echo._process.pid != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
@@ -203,6 +204,7 @@ class Scaled:
         return self.by * value
 
 
+@pytest.mark.slow
 def test_objects_of_modules_are_sent_by_value():
     worker = FunctionWorker(Scaled(3))
     assert worker.call({"value": 2}, 30.0)["result"] == 6

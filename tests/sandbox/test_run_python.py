@@ -333,6 +333,7 @@ def test_a_folder_that_its_program_has_shut_is_removed(tmp_path):
 DEEP = "import os\nfor i in range(2100): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"
 
 
+@pytest.mark.slow
 @either
 def test_a_folder_of_any_depth_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

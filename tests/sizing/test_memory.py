@@ -273,6 +273,7 @@ def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter, fused=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 @pytest.mark.parametrize(
     ("dtype", "autocast", "adapter"),

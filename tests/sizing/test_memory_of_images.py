@@ -65,6 +65,7 @@ def kept_by_a_pass(model, processor):
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), GROUP * (len(prompt.ids) + LENGTH)
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("frozen", [(), ("vit",), ("llm",)])
 def test_saved_bytes_of_images_and_text_match_a_pass(family, frozen):

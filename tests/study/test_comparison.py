@@ -61,6 +61,7 @@ OWN = (
 )
 
 
+@pytest.mark.slow
 def test_variants_are_evaluated_with_the_settings_of_the_study(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "CHAT_TEMPLATE", "{{ more|default('') }}" + tiny.CHAT_TEMPLATE)
     asked = {"system": {"system_prompt": "Be brief."}, "template": {"chat_template_kwargs": {"more": "think"}}}
@@ -81,6 +82,7 @@ def test_settings_of_all_need_not_make_a_run_by_themselves(tmp_path):
     assert [len(variant.evaluations[1]) for variant in ended.values()] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [{}, {"save_rounds": 1}])
 def test_halving_acts_at_the_step_of_an_evaluation(tmp_path, saves):
     variants = {name: {"seed": seed} for seed, name in enumerate("abcd")}
@@ -124,6 +126,7 @@ def test_the_share_to_keep_is_checked(keep):
         Halving(keep)
 
 
+@pytest.mark.slow
 @pytest.mark.pages
 def test_the_page_shows_curves_and_descent(tmp_path):
     made = study(tmp_path, {"a": {}, "b<i>": {}}, max_steps=2, eval_dataset=tiny.rows(2), eval_steps=1)

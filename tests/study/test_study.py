@@ -73,6 +73,7 @@ def assert_bit_equal(one, other):
         assert all(torch.equal(matrix, other[name][key]) for key, matrix in matrices.items()), name
 
 
+@pytest.mark.slow
 def test_a_killed_study_resumes_bit_exactly(tmp_path):
     def make(folder):
         made = study(tmp_path / folder, THREE, max_steps=4, save_rounds=2, eval_dataset=tiny.rows(2), eval_steps=2)
@@ -102,6 +103,7 @@ def test_a_killed_study_resumes_bit_exactly(tmp_path):
     assert list(whole["a"].evaluations) == [2, 4] and len(whole["a"].evaluations[4]) == 2
 
 
+@pytest.mark.slow
 def test_a_signal_saves_all_variants_and_ends_the_study(tmp_path):
     two = {"a": {}, "b": {"learning_rate": 3e-2}}
     study(tmp_path / "whole", two, max_steps=3).train()
@@ -136,6 +138,7 @@ def test_model_init_kwargs_load_the_model_of_all(tiny_folder, tmp_path):
     assert made.base.config._attn_implementation == "eager" and made.variants["a"].status == "finished"
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_ends_alone(tmp_path):
     ended = study(tmp_path / "both", {"good": {}, "bad": {"learning_rate": 1e38}}, max_steps=4).train()
     study(tmp_path / "alone", {"good": {}}, max_steps=4).train()
@@ -286,6 +289,7 @@ def test_a_wrong_setting_is_refused_where_it_is_given(tmp_path):
     assert len(tried) == len(WRONG) and not any(one.history for one in ended.values())
 
 
+@pytest.mark.slow
 def test_commands_on_what_is_queued_are_known(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=3)
 
@@ -370,6 +374,7 @@ def test_a_further_setting_is_that_of_another_study(tmp_path, monkeypatch):
         study(tmp_path, SAME, max_steps=1).train()
 
 
+@pytest.mark.slow
 def test_the_same_study_goes_on_without_resume(tmp_path):
     kill_after(study(tmp_path, SAME, max_steps=3, save_rounds=1), 2)
     made = study(tmp_path, SAME, max_steps=3, save_rounds=1)
@@ -380,6 +385,7 @@ def test_the_same_study_goes_on_without_resume(tmp_path):
     assert played == [2] and {variant.step for variant in ended.values()} == {3}
 
 
+@pytest.mark.slow
 def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=6, eval_dataset=tiny.rows(1), eval_steps=1)
     asked, play, unlink, save = 4, made.play_round, commands.Path.unlink, made._save
@@ -485,6 +491,7 @@ def test_a_whole_model_obeys_as_its_turn_comes(tmp_path, kind):
     assert "covey-whole" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_a_kill_after_the_last_of_several_steps_loses_nothing(tmp_path):
     def make():
         return study(tmp_path, {"two": {"num_iterations": 2}, "a": {"max_steps": 5}}, max_steps=4, save_rounds=1)
@@ -544,6 +551,7 @@ def test_changed_settings_reach_a_loaded_optimizer():
     assert found == [(0.5, 0.1, (0.8, 0.9), 1e-3), (0.5, 0.0, (0.8, 0.9), 1e-3)]
 
 
+@pytest.mark.slow
 def test_whole_models_are_trained_after_the_others(tmp_path):
     variants = {"whole": {"peft": None}, "a": {}, "rloo": {"peft": None, "method": "rloo", "seed": 1}}
     made = study(tmp_path, variants, max_steps=2, save_rounds=1)

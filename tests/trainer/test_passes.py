@@ -77,6 +77,7 @@ def failing(trainer, fails):
     trainer.compute_loss = compute_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tokens"),
     [

@@ -97,6 +97,7 @@ def test_padded_rows_recompute_all_layers(tmp_path):
     assert recomputed and all(one == list(range(LAYERS)) for one in recomputed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failures", [1, 4])
 def test_out_of_memory_keeps_fewer_before_it_halves_the_pass(tmp_path, failures):
     plain, _ = trained(tmp_path / "plain", "LoRA", None)

@@ -100,6 +100,7 @@ def test_a_new_run_keeps_the_record_of_an_earlier_one(tmp_path):
     assert [len(files(tmp_path / name)) for name in ("record", "record_1")] == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_record(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2}
     recorded(tmp_path / "whole", max_steps=4, **changes)

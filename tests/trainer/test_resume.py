@@ -126,6 +126,7 @@ def test_the_best_checkpoint_is_found_and_loaded(tmp_path):
     assert best and os.path.isdir(best) and ".saving" not in best
 
 
+@pytest.mark.slow
 def test_resuming_a_stream_is_exact(tmp_path):
     from datasets import Dataset
 
@@ -242,6 +243,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_since_the_checkpoint_are_listed(saved, tmp_path, name):
     settings, parts, says = CHANGES[name]
@@ -295,6 +297,7 @@ def ready():
     return get_peft_model(tiny.model(), lora())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("began", ["config", "model"])
 def test_the_reference_of_an_adapter_is_that_of_the_start(tmp_path, began):
     """A new adapter's is the base, and a given one's the adapter as it was given; a resume may give either."""
@@ -350,6 +353,7 @@ class Freezes(TrainerCallback):
         model.model.embed_tokens.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Freezing, GRPOTrainer])
 def test_a_run_that_freezes_weights_as_it_begins_resumes(tmp_path, kind):
     saving = {"save_strategy": "steps", "save_steps": 1}
@@ -387,6 +391,7 @@ def test_failed_rewards_are_counted_on(tmp_path):
     assert sum(counts) > 5 and counts == runs.history(resumed, "rewards/moody/failures")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("outage", "checkpoint"), [((2, 3), 2), ((1, 2, 3), 3)], ids=["short", "long"])
 def test_an_outage_of_a_reward_ends_no_resumed_run_sooner(tmp_path, outage, checkpoint):
     """Two batches without a score are got over, and the third in a row ends a run; a resume counts on."""
@@ -427,6 +432,7 @@ def began_with(tmp_path_factory):
     return begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("began", "goes_on", "says", "rates"),  # rates of steps 2 to 4, the first of which was set before the checkpoint
     [

@@ -23,6 +23,7 @@ def trained(folder, **settings):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [*({name: value} for name, value in FILTERS.items()), FILTERS], ids=str)
 def test_the_ratio_is_1_on_policy(tmp_path, filters):
     trainer = trained(tmp_path, temperature=0.9, max_steps=3, **filters)
@@ -31,6 +32,7 @@ def test_the_ratio_is_1_on_policy(tmp_path, filters):
     assert max(runs.history(trainer, DIFFERENCE)) > 0, "two computations were compared"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -74,6 +74,7 @@ def test_drafts_change_no_completion_and_no_weight(tmp_path, learning_rate):
     assert runs.history(fresh, SHARE) == [0.0] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [{"dynamic_sample": True}, {"prompt_sampler": "difficulty"}], ids=str)
 def test_drafts_change_nothing_where_rewards_choose_prompts(tmp_path, choice):
     settings = {**choice, "parts": {"reward_funcs": starts_even}, "learning_rate": 1e-3}
@@ -86,6 +87,7 @@ def test_drafts_change_nothing_where_rewards_choose_prompts(tmp_path, choice):
     assert sum(runs.history(reusing, SHARE)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exact", "lenient"])
 def test_resuming_with_drafts_is_exact(tmp_path, kind):
     settings = {"speculative_reuse": kind, "learning_rate": 1e-3}
@@ -143,6 +145,7 @@ def test_a_shuffled_stream_is_told_that_it_will_not(tmp_path):
         watched(tmp_path, parts={"train_dataset": stream})
 
 
+@pytest.mark.slow
 def test_stale_tokens_stay_longer_the_more_lenient(tmp_path):
     shares = []
     for lenience in (0.1, 0.7, 1e6):

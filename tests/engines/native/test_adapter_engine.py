@@ -56,6 +56,7 @@ def mixing(base, variants, **settings):
     return AdapterEngine(lambda: base, adapters=lambda: adapters, **SETTINGS, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_sequences", [64, 5])  # 5: sequences leave and others take their places
 def test_a_mixed_batch_samples_as_each_adapter_alone(base, variants, max_sequences):
     prompts = [[7, 8, 9, 10], [11, 12], [20, 21, 22, 23, 24]]

@@ -22,6 +22,7 @@ def recording(engine, recorder=replay_by_running):
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_sequences", "steps_per_look"), [(1, 5), (4, 1), (16, 5)])
 def test_replayed_steps_sample_the_same(tiny_model, max_sequences, steps_per_look):
     reference = tokens(sample(engine_of(tiny_model, eos=EOS)))

@@ -71,6 +71,7 @@ def drafts():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["an earlier policy's", "a stranger's", "one and the same"])
 def test_tokens_follow_the_verifying_policy(now, drafts, kind):
     completions = sample(now, range(ROWS), drafts[kind])

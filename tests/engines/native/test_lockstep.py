@@ -80,6 +80,7 @@ def sampling(kind, prompts):
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [NativeEngine, RecurrentEngine])
 def test_lockstep_changes_no_sample(kind):
     shares = [PROMPTS, PROMPTS[:1], []]

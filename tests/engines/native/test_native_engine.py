@@ -52,6 +52,7 @@ def test_it_is_a_rollout_engine(tiny_model):
     assert isinstance(engine_of(tiny_model), RolloutEngine)
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch_size(tiny_model):
     reference = tokens(sample(engine_of(tiny_model, max_sequences=16)))
     assert tokens(sample(engine_of(tiny_model, max_sequences=3))) == reference
@@ -137,6 +138,7 @@ def test_other_decoders_report_their_own_logprobs(config):
                 torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mixtures.SETTINGS)
 def test_mixtures_of_experts_sample_what_transformers_would(name):
     """Their own log-probs, and the most probable tokens that `generate` takes one prompt at a time."""
@@ -331,6 +333,7 @@ def test_ordinary_models_share_prefixes(tiny_model):
     assert engine._shares_prefixes is True
 
 
+@pytest.mark.slow
 def test_the_cache_grows_and_moves_with_long_completions(tiny_model):
     engine = engine_of(tiny_model, eos=set(), max_sequences=3)
     longer = sample(engine, n=2, max_tokens=150)

@@ -41,6 +41,7 @@ def converse(engine, hinted, samples=3):
         return asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 16])
 @pytest.mark.parametrize("forks", [True, False])
 def test_stored_prefixes_change_no_sample(tiny_model, rows, forks):
@@ -49,6 +50,7 @@ def test_stored_prefixes_change_no_sample(tiny_model, rows, forks):
     assert_same(converse(engine, hinted=True), converse(engine_of(tiny_model, eos=EOS), hinted=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", configs(), ids=lambda config: config.model_type)
 def test_stored_prefixes_change_no_sample_of_other_decoders(config):
     torch.manual_seed(0)

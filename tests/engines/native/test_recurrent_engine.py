@@ -50,6 +50,7 @@ def test_samples_equal_the_native_engines(tiny_model, settings):
     assert len(lengths) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*hybrids.SETTINGS, *hybrids.MASKED_WHOLE])
 def test_reported_logprobs_are_the_models_own(name):
     model = hybrids.model(name)
@@ -62,6 +63,7 @@ def test_reported_logprobs_are_the_models_own(name):
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Lfm2", "Qwen3Next"])
 def test_samples_do_not_depend_on_the_batch(name):
     model, ends = hybrids.model(name), set(range(1, 20))

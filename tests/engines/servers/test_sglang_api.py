@@ -153,6 +153,7 @@ def test_seeds_of_64_bits_fit(running):
     assert generate(running, request(n=1, seed=(1 << 64) - 1))
 
 
+@pytest.mark.slow
 def test_the_servers_own_end_tokens_leave_completions_unfinished(running):
     """The server's model ends at token 1."""
     asked = request(n=8, max_tokens=30, seed=5)

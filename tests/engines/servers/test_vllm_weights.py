@@ -78,6 +78,7 @@ def assert_holds(server, model):
         assert torch.equal(got, wanted), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["group", "disk", "auto"])
 def test_every_server_gets_every_tensor_and_says_so(servers, weights, way):
     two, model = [servers(), servers()], tiny.model(seed=7)

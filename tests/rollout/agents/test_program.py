@@ -304,6 +304,7 @@ def dispatched(programs):
     """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are enforced on Linux")
 @pytest.mark.parametrize("late", [False, True])
 def test_hostile_programs_cost_their_own_rollouts_alone(run, late):
@@ -318,6 +319,7 @@ def test_hostile_programs_cost_their_own_rollouts_alone(run, late):
     assert ended("agent.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are enforced on Linux")
 def test_what_a_program_sends_or_leaves_harms_nothing(run):
     rows = [{"prompt": None, "name": name} for name in HARMLESS]

@@ -107,6 +107,7 @@ def test_a_field_of_another_type_is_named(path):
     assert {place[0] for place in refused} == set(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", APIS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -239,6 +239,7 @@ def test_the_calls_of_each_family_are_read_and_answered(name):
 scenes = {"question": texts, "script": conversations, "control": st.integers(0, 5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes)
 def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, script, control):
@@ -258,6 +259,7 @@ def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, 
     assert rollout.logprobs == [-0.5 if one else 0.0 for one in rollout.sampled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes, data=st.data())
 def test_less_room_gives_the_beginning_of_the_same_conversation(name, question, script, control, data):

@@ -510,6 +510,7 @@ def seconds(family, text):
     return time.process_time() - started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TOOL_PARSERS)
 def test_time_grows_with_the_text_and_not_with_its_square(family):
     """Every hostile repetition at 4 times the length takes about 4 times as long, not 16.

@@ -469,6 +469,7 @@ def recursive():
     return recursive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "text"),
     [

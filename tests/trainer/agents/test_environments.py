@@ -175,6 +175,7 @@ def test_text_environments_need_no_prompts(tmp_path, kind):
     assert {row["prompt"] for row in trained.completions.rows} == {"user: Say digits."}
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_in_a_text_environment(tmp_path):
     rows = [{"seed": i} for i in range(16)]
     settings = {"max_completion_length": 60, "max_steps": 10, "num_generations": 8, "learning_rate": 1e-2}
@@ -242,6 +243,7 @@ def test_an_environment_that_fails_to_close_ends_no_run(tmp_path):
         trainer(tmp_path, Clings, says("done"), max_steps=1).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_sampling_ahead_keeps_environments_until_they_are_scored(tmp_path, stream):
     values = []

@@ -1,6 +1,7 @@
 """Training inside programs: seats, versions of tokens, and what the trainer makes of `agent`."""
 
 import aiohttp
+import pytest
 
 from covey.core.records import PromptSample
 from covey.rollout.agents import AgentProgram
@@ -57,6 +58,7 @@ async def rewrites(row, base_url, api_key):
                 messages = [*messages, (await response.json())["choices"][0]["message"]]
 
 
+@pytest.mark.slow
 def test_the_versions_of_all_tokens_are_known_ahead(tmp_path):
     """One step ahead: each sampled token, of whichever strand, is at most one step old, and later ones really are."""
     model = tiny.model()

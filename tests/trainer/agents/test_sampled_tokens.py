@@ -201,6 +201,7 @@ def test_no_gradient_reaches_states_that_predict_other_tokens(layout, name):
     assert per_position[predicts].any(dim=1).sum() >= 5  # of 12: clipped tokens have none either
 
 
+@pytest.mark.slow
 @steps(SMOOTH)
 def test_only_logits_of_sampled_tokens_have_a_gradient(layout, name):
     step = Step(layout, SMOOTH[name])

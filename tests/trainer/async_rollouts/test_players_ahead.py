@@ -72,6 +72,7 @@ def test_two_runs_are_equal(tmp_path, player):
     same(first, second, "loss", "grad_norm", "rollouts/turns")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 def test_two_runs_ahead_are_equal(tmp_path, player):
     (first, found), (second, again) = (
@@ -101,6 +102,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path, player, staleness
     same(straight, resumed, "rollouts/turns", exact=not staleness)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_played_without_effect_on_the_run(tmp_path):
     straight = play(tmp_path / "a", "one rollout", 1, CopyEngine(tiny.model()), **PLAIN)
     straight.train()

@@ -94,6 +94,7 @@ def test_two_runs_are_equal(tmp_path, staleness):
     assert runs.history(first, "reward") == runs.history(second, "reward")
 
 
+@pytest.mark.slow
 def test_an_engine_of_ones_own_gets_the_weights_of_every_step(tmp_path):
     model = tiny.model()
     engine = CopyEngine(model)
@@ -208,6 +209,7 @@ def kept_batches(trainer):
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cut", "method"), [({}, "grpo"), (CYCLE, "rloo")], ids=["on-policy", "several updates"])
 def test_stale_tokens_weigh_training_over_sampling_weights(tmp_path, cut, method):
     model = tiny.model()
@@ -257,6 +259,7 @@ def test_an_engine_that_ignores_weights_is_detected(tmp_path):
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.slow
 def test_a_run_may_end_before_the_second_check(tmp_path):
     # resumed at its last step, whose generation the checkpoint holds: nothing is launched, so nothing is sampled
     parts = {"eval_dataset": tiny.rows(2)}
@@ -268,6 +271,7 @@ def test_a_run_may_end_before_the_second_check(tmp_path):
     assert resumed.state.global_step == 3
 
 
+@pytest.mark.slow
 def test_the_samples_for_the_check_change_nothing_about_the_run(tmp_path):
     found = []
     for parity in ("raise", "off"):

@@ -74,6 +74,7 @@ def assert_loads(folder, case, found):
         torch.testing.assert_close(tensor, found[case]["weights"][name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_cases_train(alone):
     start = dict(weight_update(tiny.model(), 0).tensors())
     for case in ("grpo", "rloo"):

@@ -172,6 +172,7 @@ def test_the_built_in_engine_is_not_corrected_unless_asked_for(tmp_path, policy)
     assert runs.history(trainer, f"{PREFIX}/mean") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "passes"),
     [
@@ -202,6 +203,7 @@ def test_dropout_takes_a_pass_without_it(tmp_path):
     torch.testing.assert_close(batch.mismatch_weights, (scored - batch.engine_logprobs).exp().clamp(max=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["exact", "lenient"])
 def test_drafts_are_reported_as_the_current_policy_sees_them(tmp_path, reuse):
     trainer = runs.trainer(tmp_path, speculative_reuse=reuse, correct_built_in_engine=True, max_steps=6)

@@ -224,6 +224,7 @@ def test_an_engine_that_drops_every_update_is_found_at_once(tmp_path, rate):
     assert dropping.state.global_step <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "until"), [(1e-6, 5), (1e-3, 8)])
 def test_an_engine_that_stops_taking_updates_is_found_soon(tmp_path, rate, until):
     dropping = trainer(tmp_path, learning_rate=rate, max_completion_length=12)
@@ -255,6 +256,7 @@ def test_a_warning_is_given_once(tmp_path):
     assert len([one for one in caught if "stale weights" in str(one.message)]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "bf16"), [(1e-6, False), (1e-3, True)])
 def test_a_healthy_engine_is_not_accused_and_nothing_changes(tmp_path, monkeypatch, rate, bf16):
     monkeypatch.setattr(staleness, "LOOKS", (1,))

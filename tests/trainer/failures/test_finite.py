@@ -57,6 +57,7 @@ def spoil_gradient(trainer, step, value=math.nan):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_third_such_gradient_in_a_row_ends_the_run(tmp_path, max_grad_norm, value):
@@ -80,6 +81,7 @@ def test_the_third_such_gradient_in_a_row_ends_the_run(tmp_path, max_grad_norm, 
     assert trainer.state.global_step == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
 def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, optim):
     """With momentum and weight decay a step with a gradient of 0 would still move the weights."""

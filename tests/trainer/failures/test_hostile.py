@@ -157,11 +157,13 @@ def test_a_hostile_rollout_function_costs_its_own_rollout(case, scene, without, 
     play(case, scene, without, hostile_functions.BENIGN, lambda place, rollout: place % 4 == hostile_functions.HOSTILE)
 
 
+@pytest.mark.slow
 @each(hostile_environments.ENVIRONMENTS)
 def test_a_hostile_environment_costs_its_own_rollout(case, scene, without, nothing_is_left):
     play(case, scene, without, hostile_environments.BENIGN, lambda place, rollout: place >= 4)  # of the odd prompt
 
 
+@pytest.mark.slow
 @each(hostile_rewards.REWARDS)
 def test_a_hostile_reward_costs_its_own_rewards(case, scene, without, nothing_is_left):
     if case.outcome == ENDS:

@@ -155,6 +155,7 @@ def test_early_stopping_stops(tmp_path):
     assert trainer.state.best_metric == 3.0 and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", [None, "named"])
 def test_the_best_model_is_kept_and_loaded(tmp_path, metric):
     named = metric == "named"

@@ -133,6 +133,7 @@ def test_a_run_that_saves_nothing_writes_no_page(tmp_path):
     assert not (tmp_path / "summary.html").exists()
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     for drawn in ("plot_curves", "plot_timeline"):
         monkeypatch.setattr(f"covey.trainer.integrations.report.{drawn}", lambda *given: None)

@@ -75,6 +75,7 @@ def test_batches_follow_from_what_a_trial_changes(tmp_path):
     assert {one["args"].algebra().prompts_per_generation for one in remembers.trials} == {4, 1}
 
 
+@pytest.mark.slow
 def test_a_pruned_trial_ends_at_the_evaluation_that_tells(tmp_path):
     class Second(optuna.pruners.BasePruner):
         def prune(self, study, trial):

@@ -46,6 +46,7 @@ def test_a_saved_adapter_gives_the_same_logprobs(tmp_path):
     torch.testing.assert_close(loaded(ids).logits, trained.model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resuming_an_adapter_is_exact(tmp_path):
     def make(output):
         return runs.trainer(
@@ -178,6 +179,7 @@ def test_the_reference_of_a_trained_adapter_is_that_adapter(tmp_path, method):
     assert torch.equal(trained.model(ids).logits, now)  # and the policy is itself again
 
 
+@pytest.mark.slow
 def test_resuming_an_adapter_is_exact_and_keeps_its_reference(tmp_path):
     def make():
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "beta": 0.1}

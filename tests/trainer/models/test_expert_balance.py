@@ -73,6 +73,7 @@ CUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CUTS.values(), ids=CUTS)
 def test_how_a_step_is_cut_changes_nothing(tmp_path, reference, changes):
     trainer, gradients = step(tmp_path, **changes)

@@ -9,6 +9,7 @@ from covey.engines.native.recurrent_engine import RecurrentEngine
 from tests.support import hybrids, runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Lfm2", "Qwen3Next", "Mamba"])
 def test_a_hybrid_trains_on_what_it_samples(tmp_path, name):
     model = hybrids.model(name)

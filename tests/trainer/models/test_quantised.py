@@ -147,6 +147,7 @@ def trainer_of(folder, output, method="grpo", **changes):
     return runs.trainer(output, method, parts=parts, **{"beta": 0.1, "max_steps": 3, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "checkpointing"), [("grpo", False), ("rloo", True)])
 def test_only_the_adapter_moves_and_reloads(tmp_path, folder, method, checkpointing):
     trained = trainer_of(folder, tmp_path, method, gradient_checkpointing=checkpointing)
@@ -164,6 +165,7 @@ def test_only_the_adapter_moves_and_reloads(tmp_path, folder, method, checkpoint
     torch.testing.assert_close(loaded(IDS).logits, trained.model.train()(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_model_init_kwargs_may_ask_for_it_and_resuming_is_exact(tmp_path, folder):
     asked = json.dumps({"quantization_config": NF4})
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "model_init_kwargs": asked}

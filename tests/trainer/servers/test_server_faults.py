@@ -126,6 +126,7 @@ def one_after_another():
 PASSING = one_after_another()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "others"), PASSING, ids=named)
 def test_what_passes_changes_nothing(scene, fault, others, undisturbed):
     trained = meet(fault, scene, others)
@@ -134,6 +135,7 @@ def test_what_passes_changes_nothing(scene, fault, others, undisturbed):
     assert not any(server.misbehaves() for server in scene.servers), "it went wrong as it should"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome == ENDS], ids=named)
 def test_a_lasting_fault_ends_the_run_which_can_be_resumed(scene, fault, undisturbed):
     with pytest.raises(fault.kind) as caught:

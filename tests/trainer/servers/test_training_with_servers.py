@@ -41,6 +41,7 @@ def train(*args, **settings):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_training_samples_from_the_weights_of_the_moment(tmp_path, servers, method):
     server = servers()
@@ -66,6 +67,7 @@ def test_after_training_the_server_holds_the_last_weights(tmp_path, servers):
         made.collector.engine.close()
 
 
+@pytest.mark.slow
 def test_two_servers_share_the_work_and_one_may_die(tmp_path, servers):
     one, other = servers(token_delay=0.01), servers(token_delay=0.01)
     made = trainer(tmp_path, one, other, max_steps=6, engine_parity="raise")
@@ -78,6 +80,7 @@ def test_two_servers_share_the_work_and_one_may_die(tmp_path, servers):
     assert other.served > 6
 
 
+@pytest.mark.slow
 def test_a_server_restarted_mid_run_is_sent_the_weights(tmp_path, servers):
     server = servers(token_delay=0.01)
     made = trainer(tmp_path, server, max_steps=6, engine_parity="raise")

@@ -45,6 +45,7 @@ def continuation(engine):
     return completion.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["tensor", "disk"])
 def test_the_server_samples_from_what_was_trained(server, train, way, tmp_path):
     trainer = train(
@@ -61,6 +62,7 @@ def test_the_server_samples_from_what_was_trained(server, train, way, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_and_sent_alone(server, train):
     running = server("--enable-lora")
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

@@ -244,6 +244,7 @@ def test_programs_send_images_in_each_api(tmp_path):
         torch.testing.assert_close(found[batch.sampled], sampled[batch.sampled], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_picture_larger_than_the_context_costs_its_row(tmp_path):
     """The text of a prompt says nothing of how many tokens its images take: row 20 shows a hundred."""
     row = {"prompt": [{"role": "user", "content": "What?"}]}

@@ -24,6 +24,7 @@ def trainer(tmp_path, family=GEMMA, parts=None, **settings):
     return runs.trainer(tmp_path, parts={**given, **(parts or {})}, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_are_scored_as_they_were_sampled(family):
     """Log-probs of decoding step by step from a cache are those of one pass over everything, images included.
@@ -124,6 +125,7 @@ def test_tokens_after_a_turn_are_those_of_the_conversation():
     assert answer.media[0].start == 9 and answer.media[0].length == len(answer.ids)
 
 
+@pytest.mark.slow
 def test_adapters_train_on_images_and_load_again(tmp_path):
     folder = tmp_path / GEMMA
     model, processor = tiny_vision.make(GEMMA)
@@ -146,6 +148,7 @@ def test_adapters_train_on_images_and_load_again(tmp_path):
         assert not torch.allclose(scores(model, batch), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_processor_and_resume_exactly(tmp_path):
     """Three updates of one generation, stopped after the first: its images wait in the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "beta": 0.1}

@@ -80,6 +80,7 @@ def check_run(trainer):
     assert max(runs.history(trainer, "sampling/sampling_logp_difference/max")) < 1e-3
 
 
+@pytest.mark.slow
 def test_vllm_servers_are_shown_the_images(vllm, train):
     server = vllm()
     trainer = train(**vllm_settings(server))
@@ -92,6 +93,7 @@ def test_vllm_servers_are_shown_the_images(vllm, train):
     assert all(body["token_ids"].count(boi) == len(body["content_parts"]) in (1, 2) for body in pictured)
 
 
+@pytest.mark.slow
 def test_sglang_servers_are_shown_the_images(sglang, train):
     server = sglang()
     trainer = train(use_sglang=True, sglang_base_url=server.url, sglang_weight_transfer="tensor")

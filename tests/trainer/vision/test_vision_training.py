@@ -147,6 +147,7 @@ def weights(model):
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*TWO, *OTHERS])
 def test_five_steps_on_mixed_rows_train_the_vision_tower(family, tmp_path):
     model, processor = tiny_vision.make(family)
@@ -159,6 +160,7 @@ def test_five_steps_on_mixed_rows_train_the_vision_tower(family, tmp_path):
     assert changed_parts(trainer.model, before) == {"vit", "aligner", "llm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "frozen"), FROZEN)
 def test_frozen_parts_keep_their_weights(family, frozen, tmp_path):
     model, processor = tiny_vision.make(family)
