@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2PreTrainedModel, GenerationConfig
 
 from covey.policy.loading import disable_dropout, has_dropout, load_policy
 from tests.support import tiny
@@ -67,3 +67,35 @@ def test_a_damaged_weight_file_names_the_folder(tmp_path):
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"model' cannot be loaded as a causal language model"):
         load_policy(str(tmp_path / "model"))
+
+
+def generation_config(**settings):
+    model = tiny.model()
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_generation_config_that_could_not_be_saved_is_corrected(tmp_path, adapter):
+    """As of checkpoints that name a temperature and do not sample."""
+    peft = pytest.importorskip("peft")
+    model = generation_config(do_sample=False, temperature=0.6, top_p=0.9)
+    peft_config = peft.LoraConfig(r=2, target_modules=["q_proj"]) if adapter else None
+    with pytest.warns(UserWarning, match="do_sample=False"):
+        loaded = load_policy(model, peft_config=peft_config)
+    model.save_pretrained(tmp_path)
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.6, 0.9)
+    assert loaded.generation_config.do_sample
+
+
+def test_a_valid_generation_config_stays_as_it_is(recwarn):
+    load_policy(generation_config(do_sample=True, temperature=0.6))
+    greedy = load_policy(generation_config(do_sample=False))
+    assert greedy.generation_config.do_sample is False and not list(recwarn)
+
+
+def test_a_generation_config_that_sampling_does_not_correct_is_refused():
+    with pytest.raises(ValueError, match=r"max_new_tokens.* is -1"):
+        load_policy(generation_config(max_new_tokens=-1))

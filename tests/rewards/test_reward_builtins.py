@@ -105,6 +105,11 @@ def test_factories_refuse_bad_arguments(factory, arguments, message):
         ("4", "4", 0.0),  # neither boxed nor LaTeX
         ("", "4", 0.0),
         (r"\boxed{5}", "4", 0.0),
+        (r"\boxed{4}, or rather \boxed{5", "4", 0.0),  # cut off within the answer
+        (r"\boxed{4}, or rather \boxed", "4", 0.0),
+        (r"\boxed{5}, or rather \boxed{\left\{4\right.}", "4", 0.0),
+        (r"In \boxed{\frac{8}{2}}", "4", 1.0),
+        (r"\boxed{4}, for { is no end", "4", 1.0),
         (r"\boxed{5}", "no mathematics here", None),
     ],
 )

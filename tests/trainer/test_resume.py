@@ -434,11 +434,11 @@ def began_with(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("began", "goes_on", "says", "rates"),  # rates of steps 2 to 4, the first of which was set before the checkpoint
+    ("began", "goes_on", "says", "rates"),  # rates of steps 2 to 4
     [
-        ({"max_steps": 2}, {}, r"Takes effect: max_steps=4 \(was 2\)\.", [0.005, 0.005, 0.0025]),
-        ({}, {"lr_scheduler_type": "constant"}, r"Takes effect: lr_scheduler_type='const", [0.0075, 0.01, 0.01]),
-        ({}, {"warmup_steps": 3}, r"Takes effect: warmup_steps=3 \(was 0\)\.", [0.0075, 0.02 / 3, 0.01]),
+        ({"max_steps": 2}, {}, r"Takes effect: max_steps=4 \(was 2\)\.", [0.0075, 0.005, 0.0025]),
+        ({}, {"lr_scheduler_type": "constant"}, r"Takes effect: lr_scheduler_type='const", [0.01, 0.01, 0.01]),
+        ({}, {"warmup_steps": 3}, r"Takes effect: warmup_steps=3 \(was 0\)\.", [0.01 / 3, 0.02 / 3, 0.01]),
         ({}, {"num_train_epochs": 9}, None, [0.0075, 0.005, 0.0025]),
         (
             {**PLATEAU, "lr_scheduler_kwargs": {"patience": 9}},
@@ -460,6 +460,14 @@ def test_a_changed_schedule_does_as_is_said(tmp_path, began_with, began, goes_on
     assert runs.history(resumed, "learning_rate")[1:] == pytest.approx(rates)
     heard = [str(one.message) for one in caught if "this run has changed" in str(one.message)]
     assert (says is None) == (not heard) and (says is None or re.search(says, heard[0])), heard
+
+
+def test_more_steps_after_the_end_of_a_schedule_are_all_trained(tmp_path):
+    usual = {"lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 2}
+    runs.trainer(tmp_path, max_steps=2, **usual).train()
+    resumed = runs.trainer(tmp_path, max_steps=4, **usual)
+    resumed.train(resume_from_checkpoint=True)
+    assert runs.history(resumed, "learning_rate")[2:] == pytest.approx([0.005, 0.0025])  # 0.01 * (4 - step) / 4
 
 
 def test_a_schedule_whose_state_is_another_is_refused(tmp_path):

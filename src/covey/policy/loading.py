@@ -1,5 +1,6 @@
 """Loading of the policy (in float32 by default) and its tokenizer: a hub id, a folder, an object or a GGUF file."""
 
+import copy
 import os
 import tempfile
 import warnings
@@ -81,6 +82,7 @@ def load_policy(
     if peft_config is not None:
         model = with_adapter(model, peft_config, frozen)
     _check_trains(model)
+    make_generation_config_valid(base_model(model))
     if peft_config is None:
         check_adapters(model)
     keep_gradients(model)
@@ -242,6 +244,38 @@ def _check_generates(model: Any) -> None:
             f"{type(model).__name__} is an encoder-decoder model; only decoder-only (causal) language models can be"
             " trained. Load one with AutoModelForCausalLM."
         )
+
+
+def make_generation_config_valid(model: Any) -> None:
+    """Correct a generation config that could not be saved with the model; ValueError where sampling does not do it.
+
+    Some checkpoints name a temperature without `do_sample`: they load, and the first save is an error.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None or _invalid(config) is None:
+        return
+    sampling = copy.deepcopy(config)
+    sampling.do_sample = True
+    if (why := _invalid(sampling)) is not None:
+        raise ValueError(
+            f"the generation config of the model is invalid, so that the model could not be saved: {why} Correct"
+            " `model.generation_config`, or generation_config.json in the model's folder."
+        )
+    config.do_sample = True
+    warnings.warn(
+        "the generation config of the model sets how to sample, and do_sample=False, with which the model could not be"
+        " saved: it is saved with do_sample=True. Set `model.generation_config` for something else; training samples by"
+        " the fields of the config.",
+        stacklevel=2,
+    )
+
+
+def _invalid(config: Any) -> str | None:
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def _check_trains(model: Any) -> None:

@@ -5,6 +5,7 @@ Algebra can take unlimited time or memory (`9^{9^{9^9}}`), so the process has a 
 
 import functools
 import logging
+import re
 
 try:
     from latex2sympy2_extended import NormalizationConfig
@@ -14,6 +15,10 @@ except ImportError as error:
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+BOX = re.compile(r"\\boxed\s*(?:\{|\Z)")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one after a backslash is a character
+
+
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> list:
     """Parse a reference, LaTeX or a plain expression; cached, since a group shares it."""
@@ -21,11 +26,29 @@ def parse_gold(text: str) -> list:
 
 
 def parse_answer(text: str) -> list:
-    """Parse the boxed answer, else LaTeX announced as the final answer; formulas of the reasoning do not count."""
+    """Parse the boxed answer, else LaTeX announced as the final answer; formulas of the reasoning do not count.
+
+    A text that ends within a box, as one that was cut off, has no answer: an earlier box is not the final one.
+    """
+    if ends_within_a_box(text):
+        return []
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     return parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=0)
+
+
+def ends_within_a_box(text: str) -> bool:
+    """True if the braces of the last `\\boxed{` are not closed."""
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return False
+    depth = 1
+    for brace in BRACE.findall(text, boxes[-1].end()):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth == 0:
+            return False
+    return True
 
 
 def check(gold: str, answer: str) -> dict:

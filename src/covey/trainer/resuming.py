@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from covey.core.model import unwrapped
 from covey.policy.adapters import adapter_config, base_model, has_adapter
@@ -187,6 +188,17 @@ def check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[s
                 f"{checkpoint!r} holds the state of {key}={was}, which {key}={now} cannot go on from. Resume with"
                 f" {key}={was}, or begin a new run from its weights with model={checkpoint!r}."
             )
+
+
+def follow_schedule(scheduler: Any) -> None:
+    """Set the learning rates of this run's schedule, which may be longer than the checkpoint's: its last one is 0."""
+    if not isinstance(scheduler, LambdaLR):
+        return
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    rates: list[Any] = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 def check_same_trained(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str], changed: Changed) -> None:

@@ -60,7 +60,7 @@ from covey.trainer.integrations.attributes import ABSENT, warn_of_unused_methods
 from covey.trainer.integrations.loss_inputs import LossInputs
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.resuming import describe_run
+from covey.trainer.resuming import describe_run, follow_schedule
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.update_phase import UpdatePhase
 
@@ -554,3 +554,5 @@ class OnlineTrainer(Trainer):
         if checkpoint is not None:
             self.checkpoints.load(checkpoint)  # refuses another optimizer's
         super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            follow_schedule(self.lr_scheduler)

@@ -33,6 +33,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave model_init_kwargs or quantization_config with a loaded model": "",
         "Quantised the model without an adapter": "",
         "Gave a quantised model without an adapter": "",
+        "Gave a model whose generation config names a temperature and does not sample": "",
+        "Gave a model whose generation config is invalid": "",
         "Quantised a mixture of experts": "",
         "Gave quantization_config twice": "",
         "Quantised the model without bitsandbytes installed": "",

@@ -104,6 +104,12 @@ def with_weight(value):
     return model
 
 
+def with_generation_config(**settings):
+    model = tiny.model()
+    vars(model.generation_config).update(settings)  # its own `update` validates
+    return model
+
+
 def diverging(bench):
     """A trainer whose model becomes NaN after the first samples."""
     trainer = bench.build({"max_steps": 1})
@@ -331,6 +337,17 @@ MODELS = [
         "Gave a quantised model without an adapter",
         lambda b: b.build(model=marked_quantised()),
         ("weights of this LlamaForCausalLM are quantised and cannot be trained", "Pass a `peft_config`"),
+    ),
+    Mistake(
+        "Gave a model whose generation config names a temperature and does not sample",
+        lambda b: b.build(model=with_generation_config(do_sample=False, temperature=0.6)),
+        ("sets how to sample, and do_sample=False", "saved with do_sample=True", "Set `model.generation_config`"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Gave a model whose generation config is invalid",
+        lambda b: b.build(model=with_generation_config(max_new_tokens=-1)),
+        ("the model could not be saved: `max_new_tokens` must be", "is -1", r"Correct `model\.generation_config`"),
     ),
     Mistake(
         "Quantised a mixture of experts",
