@@ -1,5 +1,7 @@
 """Special tokens around and in texts: once in front, shown where they are marks, thinking found where it is opened."""
 
+import warnings
+
 import pytest
 
 from covey.core.special_tokens import CompletionDecoder, opened_thinking
@@ -36,3 +38,14 @@ def test_without_marks_decoding_is_the_tokenizers():
 def test_thinking_is_open_where_the_tokens_before_a_turn_end_with_its_mark(text, opening, marked):
     assert opened_thinking(marked, ids_of(marked, text)) == opening
     assert opened_thinking(tiny.tokenizer(), []) == ""
+
+
+def test_a_token_that_the_tokenizer_lacks_is_named_once():
+    text_of = CompletionDecoder(tiny.tokenizer())
+    size = len(text_of.tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert text_of([size - 1]) and text_of([]) == ""
+    with pytest.warns(UserWarning, match=rf"sampled token {size + 3}\b") as caught:
+        assert text_of([5, size + 3, 6]) == text_of([5, 6]) == text_of([5, size + 4, 6])
+    assert len(caught) == 1

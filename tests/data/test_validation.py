@@ -39,12 +39,23 @@ def test_a_row_that_cannot_be_used_is_named(row, said):
     assert "row 2" in str(error.value)
 
 
-@pytest.mark.parametrize("role", ["User", "user ", "SYSTEM", "Assistant"])
-def test_a_role_that_is_nearly_known_is_pointed_out_once(role, recwarn):
+@pytest.mark.parametrize(
+    ("role", "known"),
+    [
+        ("User", "user"),
+        ("user ", "user"),
+        ("SYSTEM", "system"),
+        ("Assistant", "assistant"),
+        ("human", "user"),
+        ("Human", "user"),
+        ("gpt", "assistant"),
+    ],
+)
+def test_a_role_that_is_nearly_known_is_pointed_out_once(role, known, recwarn):
     check_dataset([{"prompt": [{"role": role, "content": "a"}, *messages("b")]}] * 3, "train_dataset")
     check_dataset([{"prompt": [{"role": "ipython", "content": "a"}, *messages("b")]}], "train_dataset")
     (warning,) = recwarn
-    assert f"role {role!r}, which chat templates seldom know: write {role.strip().lower()!r}" in str(warning.message)
+    assert f"role {role!r}, which chat templates seldom know: write {known!r}" in str(warning.message)
 
 
 class Rows:

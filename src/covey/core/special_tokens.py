@@ -1,6 +1,7 @@
 """Special tokens around and inside of texts: those that a tokenizer adds, and those that are part of a completion."""
 
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class CompletionDecoder:
         texts = set(special.values())
         self.shown = frozenset(n for n, text in special.items() if n not in never and self._is_mark(text, texts))
         self.hidden = frozenset(special) - self.shown
+        self._size, self._warned = len(self.tokenizer), False
 
     def _is_mark(self, text: str, texts: Collection[str]) -> bool:
         tag = _TAG.fullmatch(text)
@@ -77,6 +79,21 @@ class CompletionDecoder:
         return paired or text in self.named or _REASONING.search(text) is not None
 
     def __call__(self, token_ids: Sequence[int]) -> str:
+        if not self._warned and max(token_ids, default=0) >= self._size:
+            self._warn_of_unknown(token_ids)
         if not self.shown:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return str(self.tokenizer.decode([one for one in token_ids if one not in self.hidden]))
+
+    def _warn_of_unknown(self, token_ids: Sequence[int]) -> None:
+        """Say once that the policy samples places of its head for which the tokenizer has no token."""
+        beyond = [one for one in token_ids if one >= self._size]
+        names = self.tokenizer.convert_ids_to_tokens(beyond)  # ids may have gaps
+        if unknown := [one for one, name in zip(beyond, names, strict=True) if name is None]:
+            self._warned = True
+            warnings.warn(
+                f"the policy sampled token {unknown[0]}, and the tokenizer's {self._size} tokens have none of that"
+                " number: the model's head is padded. Such tokens have no text, so rewards do not see them, and servers"
+                " may refuse them. Before training, `model.resize_token_embeddings(len(tokenizer))` takes them away.",
+                stacklevel=2,
+            )

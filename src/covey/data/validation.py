@@ -31,6 +31,8 @@ MESSAGES = re.compile(  # messages in JSON or Python, or an object that holds th
 FOR_PROMPTS = ("prompt", "tools", "chat_template_kwargs")  # columns that the chat template reads
 PLAIN = (str, list, dict, NoneType)
 ROLES = {"system", "developer", "user", "assistant", "tool"}
+USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bot": "assistant"}
+"""Roles of other formats, such as ShareGPT's."""
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
@@ -48,7 +50,7 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
         first_of.setdefault(_kind(prompt, number, role), number)
         roles |= {message["role"] for message in prompt if isinstance(message, dict)}
     for given in roles - ROLES:  # templates may have more, such as ipython
-        if (known := given.strip().lower()) in ROLES:
+        if (known := USUAL_ROLES.get(name := given.strip().lower(), name)) in ROLES:
             text = f"messages of `{role}` have the role {given!r}, which chat templates seldom know: write {known!r}."
             warnings.warn(text, stacklevel=2)
     if len(first_of) > 1:

@@ -258,10 +258,12 @@ class FunctionReward:
                 f" `dataset.rename_column({self._receiver!r}, ...)`."
             )
         if missing := self._required.difference(available):
+            replaced = sorted(missing & NOT_FORWARDED)
+            why = f" A column {replaced[0]!r} is not passed: `{replaced[0]}s` holds the run's own." if replaced else ""
             raise MissingArgument(
                 f"reward function {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which is neither"
-                f" given by the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the"
-                " column, or give the argument a default."
+                f" given by the trainer nor a dataset column.{why} Available: {', '.join(sorted(available))}. Rename"
+                " the column, or give the argument a default."
             )
 
 
