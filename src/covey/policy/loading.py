@@ -18,6 +18,7 @@ from covey.policy.adapters import base_model, check_adapters, freeze_parts, with
 from covey.policy.quantization import check_installed, keep_gradients, quantization_method, warn_about_unquantized
 from covey.policy.sharded_tensors import full_shape
 from covey.runtime.hub import look_up
+from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
 
 OWN_VOCABULARY = 0.5
@@ -418,6 +419,7 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
                 yield module, name
 
 
+@without_bars()
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
     """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused."""
     path, folder = Path(path), Path(folder)
