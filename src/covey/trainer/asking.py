@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from covey.config.messages import closest
 from covey.core.engine import SamplingParams
 from covey.core.records import PromptSample
 from covey.core.transcript import as_text, as_user_messages
@@ -16,7 +17,8 @@ from covey.trainer.distributed.sharding import ready_to_evaluate
 def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None, changes: dict[str, Any]) -> Any:
     known = [one.name for one in fields(SamplingParams)]
     if unknown := [name for name in changes if name not in known]:
-        raise ValueError(f"`generate` has no setting {unknown[0]!r}; it takes {', '.join(known)}.")
+        proposal = closest(unknown[0], known)
+        raise ValueError(f"`generate` has no setting {unknown[0]!r}; it takes {', '.join(known)}.{proposal}")
     if num_generations < 1:
         raise ValueError(f"num_generations={num_generations} must be 1 or more.")
     ready_to_evaluate(trainer)

@@ -395,6 +395,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave an evaluation set in a run file a setting that does not exist": (
             "Take one of those that the message names."
         ),
+        "Gave an evaluation set of a study settings of its own": "",
+        "Asked a trainer for completions with a setting that does not exist": "",
         "Searched for settings with a loaded model": "",
         "Searched for settings without an evaluation dataset": "",
         "Searched with an objective of one's own and no direction": "",
@@ -468,6 +470,9 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Resuming": {
         "Started a run in the output_dir of one that is running": (
             "A lock that is left by a run that was killed does not count: the system frees it with the process."
+        ),
+        "Trained in the output_dir of an earlier run": (
+            "Give each run a folder of its own, or delete the old one; to continue the earlier run, resume it."
         ),
         "Saved a checkpoint on a full disk": (
             'Make room, or give `save_total_limit`; `resume_from_checkpoint="auto"` goes on from the last checkpoint.'

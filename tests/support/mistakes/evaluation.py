@@ -4,7 +4,9 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from covey import EvalSuite
+from covey.cli.config_file import load_run
 from covey.cli.data import load_evaluations
+from covey.cli.study import rows_to_compare
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
 
@@ -17,6 +19,10 @@ def suite(what, settings, *says, reward_funcs=(runs.longer, runs.digits), when=N
         says,
         **({"when": when} if when else {}),
     )
+
+
+def sums(bench):
+    return bench.write('{"prompt": "1+1="}', "rows.jsonl")
 
 
 def search(what, says, parts=None, **options):
@@ -138,6 +144,19 @@ EVALUATION = [
         lambda b: load_evaluations({"dataset": b.write('{"prompt": "1"}', "rows.jsonl"), "passat": 1}),
         ("an evaluation suite has no setting 'passat'", "Did you mean 'pass_at'"),
         CONFIG,
+    ),
+    Mistake(
+        "Gave an evaluation set of a study settings of its own",
+        lambda b: rows_to_compare(load_run({"eval_dataset": {"dataset": sums(b), "pass_at": 2}})),
+        ("a study compares its variants by their mean rewards", "pass_at of eval_dataset", "covey eval --model"),
+        CONFIG,
+        UserWarning,
+    ),
+    Mistake(
+        "Asked a trainer for completions with a setting that does not exist",
+        lambda b: b.build().generate("1+1=", max_token=8),
+        ("`generate` has no setting 'max_token'", "it takes max_tokens, temperature, .*Did you mean 'max_tokens'"),
+        TRAINING,
     ),
     search(
         "Searched for settings with a loaded model",

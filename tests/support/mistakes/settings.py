@@ -327,6 +327,13 @@ RESUMING = [
         OSError,
     ),
     Mistake(
+        "Trained in the output_dir of an earlier run",
+        lambda b: (b.checkpoint(), b.train({"save_strategy": "steps", "save_steps": 1})),
+        (r"output_dir='\S+' holds files of an earlier run: checkpoint-1", "Choose another output_dir"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
         "Resumed from a folder that is no checkpoint",
         lambda b: b.resume("./no/such/checkpoint"),
         (r"'\./no/such/checkpoint' is not a checkpoint", "output_dir holds none either", "or True for the last one"),
