@@ -22,7 +22,8 @@ def test_a_number_moves_by_half_the_distance_to_the_next():
 
 def test_a_sample_counts_what_changed():
     weight = torch.arange(3 * LOOKED_AT, dtype=torch.float32)
-    before = sample([weight])
+    other = torch.zeros(2)
+    before = sample([weight, other])
     weight[0] += 1
-    ((moved, total),) = changed(before, [weight])
-    assert (moved, total) == (1, LOOKED_AT)
+    other += 1
+    assert changed(before, [weight, other]) == (1 + 2, LOOKED_AT + 2)

@@ -1,6 +1,6 @@
 """Weights held in half precision: which of them an update of a given size can move, and which it has moved."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ def held_in_half(policy: torch.nn.Module) -> list[Tensor]:
     return [weight for weight in policy.parameters() if weight.requires_grad and weight.dtype in DIGITS]
 
 
-def changed(before: list[Tensor], weights: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Of each tensor, how many of the numbers of a `sample` are others now, and how many there are."""
+def changed(before: list[Tensor], weights: Iterable[Tensor]) -> tuple[int, int]:
+    """How many numbers of a `sample` are others now, and how many there are; each device is read once."""
+    counts: dict[torch.device, Tensor] = {}
     for earlier, weight in zip(before, weights, strict=True):
-        yield int((_spread(weight.detach()) != earlier).sum()), earlier.numel()
+        moved = (_spread(weight.detach()) != earlier).sum()
+        counts[moved.device] = counts[moved.device] + moved if moved.device in counts else moved
+    return sum(int(count) for count in counts.values()), sum(earlier.numel() for earlier in before)

@@ -193,8 +193,7 @@ class MovedWeights(TrainerCallback):
         weights = held_in_half(self._context.loop.policy)
         if len(weights) != len(self._before):
             return
-        counts = list(changed(self._before, weights))
-        moved, total = sum(one for one, _ in counts), sum(all_ for _, all_ in counts)
+        moved, total = changed(self._before, weights)
         self._before = []
         if not total or not kwargs["lr_scheduler"].get_last_lr()[0]:
             return

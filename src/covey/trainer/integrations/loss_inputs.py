@@ -19,7 +19,8 @@ class LossInputs(dict[str, Any]):
 
     def __init__(self, batch: TrainBatch):
         self.batch = batch
-        prompts = [batch.prompts()[group] for group in batch.groups.tolist()]
+        of_groups = batch.prompts()
+        prompts = [of_groups[group] for group in batch.groups.tolist()]
         backwards = [prompt.flip(0) for prompt in prompts]
         super().__init__(
             prompt_ids=padded(backwards).flip(1),
