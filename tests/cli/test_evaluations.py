@@ -92,6 +92,6 @@ def test_the_report_of_a_run_has_estimates_and_intervals():
     assert figures["pass@8 hard"] == "75.0% (50.0 to 87.5)" and figures["Reward in evaluation hard"] == 0.5
 
 
-def test_eval_needs_something_to_evaluate(capsys):
-    assert main(["eval", "--model", "m"]) == 2
+def test_eval_needs_something_to_evaluate(tmp_path, capsys):
+    assert main(["eval", "--model", str(tmp_path)]) == 2
     assert "the run names no `eval_dataset`" in capsys.readouterr().err

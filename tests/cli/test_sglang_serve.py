@@ -84,7 +84,7 @@ def test_the_raw_logprobs_variable_is_dropped_with_a_note():
 
 
 @pytest.mark.parametrize(
-    ("found", "says"), [(None, r"pip install 'covey\[sglang\]'"), ("0.4.9.post2", "SGLang 0.4.9.post2 is too old")]
+    ("found", "says"), [(None, r"pip install sglang"), ("0.4.9.post2", "SGLang 0.4.9.post2 is too old")]
 )
 def test_a_missing_or_old_sglang_is_said(release, found, says):
     release(found)

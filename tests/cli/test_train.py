@@ -103,7 +103,7 @@ def test_a_run_leaves_model_curves_report_and_completions(run_file, capsys):
     printed, noise = capsys.readouterr()
     assert "step 1/2  reward" in printed and "out/summary.html" in printed
     assert printed.splitlines()[0] == f"covey {__version__}: grpo by {run_file}"
-    assert "to step 2, output: out" in printed.splitlines()[1]
+    assert "loading" in printed.splitlines()[1] and "to step 2, output: out" in printed.splitlines()[2]
     assert "%|" not in noise and "Generating" not in noise  # no bars of libraries
 
 

@@ -20,7 +20,7 @@ def absent(name):
 
 def test_missing_vllm_names_the_install_command(monkeypatch):
     monkeypatch.setattr(process.importlib.metadata, "version", absent)
-    with pytest.raises(ImportError, match=r"use_vllm=True needs vLLM.*pip install 'covey\[vllm\]'"):
+    with pytest.raises(ImportError, match=r"use_vllm=True needs vLLM.*pip install vllm"):
         start_vllm({"model": "any"})
 
 

@@ -64,7 +64,7 @@ def test_every_prompt_comes_as_often_as_it_is_to_be_completed():
 
     engine = ScriptedEngine(letters)
     rollouts = collector(function, engine).collect(draws(), PARAMS, ("train", 0))
-    assert seen == [(["0+0=", "0+0=", "1+1=", "1+1="], False)]
+    assert seen == [(["0+0=", "0+0=", "1+1=", "1+1="], True)]
     assert [one.request.n for one in engine.served] == [2, 2]
     assert [one.group for one in rollouts] == [0, 0, 1, 1]
     assert [one.extras for one in rollouts] == [{"place": i} for i in range(4)]

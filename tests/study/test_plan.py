@@ -100,7 +100,7 @@ def test_an_error_names_the_variant_that_has_it(tmp_path, changes, message):
 )
 def test_a_bad_file_is_one_sentence(tmp_path, capsys, changes, message):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1="}))
-    run = {"model": "none", "dataset": str(tmp_path / "rows.jsonl"), "reward_funcs": ["numeric_match_reward"]}
+    run = {"model": str(tmp_path), "dataset": str(tmp_path / "rows.jsonl"), "reward_funcs": ["numeric_match_reward"]}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump({**run, "study": {"variants": {"a": {}}}, **changes}))
     assert main(["study", str(tmp_path / "study.yaml")]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]

@@ -43,7 +43,7 @@ def run_out_of_memory(trainer):
     compute, several = trainer.compute_loss, [False]
 
     def compute_loss(model, inputs, *args, **kwargs):
-        several[0] = len(inputs) > 1
+        several[0] = len(inputs.lengths) > 1
         return compute(model, inputs, *args, **kwargs)
 
     def fail(parameter):

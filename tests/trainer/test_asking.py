@@ -46,9 +46,9 @@ def test_prompts_of_text_become_messages_as_in_training(tmp_path):
 
 
 def test_a_seed_gives_the_same_completions_and_training_is_as_it_was(trained):
-    state, weights = torch.get_rng_state(), runs.weights(trained)
+    state, weights, mode = torch.get_rng_state(), runs.weights(trained), trained.model.training
     again = [trained.generate(["a", "b"], seed=3) for _ in range(2)]
-    assert again[0] == again[1] and trained.model.training
+    assert again[0] == again[1] and trained.model.training is mode
     assert torch.equal(torch.get_rng_state(), state) and all(map(torch.equal, runs.weights(trained), weights))
 
 

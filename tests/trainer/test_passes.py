@@ -102,7 +102,7 @@ def test_out_of_memory_in_a_forward_pass_changes_no_gradient(tmp_path, expected,
 
 
 def test_every_pass_of_more_than_one_rollout_may_fail(tmp_path, expected):
-    _, ours = gradients_of_one_step(tmp_path, lambda t: failing(t, lambda n, batch: len(batch) > 1))
+    _, ours = gradients_of_one_step(tmp_path, lambda t: failing(t, lambda n, batch: len(batch.lengths) > 1))
     assert_equal(ours, expected)
 
 
@@ -264,7 +264,7 @@ def test_the_passes_of_a_step_are_counted_over_its_generations(tmp_path):
 
 def test_it_is_said_once_with_the_setting_to_use(tmp_path):
     trainer = runs.trainer(tmp_path)
-    failing(trainer, lambda n, batch: n in (1, 3) and len(batch) > 1)
+    failing(trainer, lambda n, batch: n in (1, 3) and len(batch.lengths) > 1)
     with pytest.warns(UserWarning, match=r"start with max_tokens_per_micro_batch=\d+") as caught:
         trainer.train()
     assert sum("max_tokens_per_micro_batch" in str(w.message) for w in caught) == 1

@@ -32,10 +32,15 @@ MODELS = {
 }
 
 
+def squares(completions, **kwargs):
+    """Rewards of which none is the mean of its group, so that every rollout has a gradient: 0, 1, 4, 9."""
+    return [float((number % 4) ** 2) for number in range(len(completions))]
+
+
 def trained(tmp_path, name, room, **changes):
     """A trainer after two steps, and the layers that each of its passes recomputed."""
     changes = {"gradient_checkpointing": True, "attn_layout": "shared_prefix", **changes}
-    trainer = runs.trainer(tmp_path, parts=MODELS[name](), **changes)
+    trainer = runs.trainer(tmp_path, parts={"reward_funcs": squares, **MODELS[name]()}, **changes)
     runner = trainer.updates.runner
     runner.activations = room
     recomputed, backward = [], trainer.updates.backward

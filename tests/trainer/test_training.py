@@ -108,7 +108,7 @@ def test_skipping_rollouts_without_signal_changes_no_update(tmp_path, monkeypatc
             trained,
             "compute_loss",
             lambda model, inputs, compute=compute, rollouts=rollouts, **kw: (
-                rollouts.append(len(inputs)) or compute(model, inputs, **kw)
+                rollouts.append(len(inputs.lengths)) or compute(model, inputs, **kw)
             ),
         )
         trained.train()

@@ -6,8 +6,8 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
 from covey import __version__
@@ -117,13 +117,25 @@ def _run(name: str, arguments: list[str]) -> int:
         return status
     module, function, _ = COMMANDS[name]
     launched = "LOCAL_RANK" in os.environ
-    if not launched:
-        os.environ["COVEY_COMMAND"] = shlex.join(["covey", name, *arguments])  # for the processes of a launcher, too
     if name in ("grpo", "rloo", "eval") and arguments and not (launched or {"-h", "--help"} & set(arguments)):
         file = next((word for word in arguments if word.endswith((".yaml", ".yml", ".json"))), "the flags")
         with suppress(BrokenPipeError):  # nobody reads it: the run goes on
             print(f"covey {__version__}: {name} by {file}", flush=True)  # libraries take seconds to load
-    return getattr(import_module(module), function)(arguments)
+    with nullcontext() if launched else _command(shlex.join(["covey", name, *arguments])):
+        return getattr(import_module(module), function)(arguments)
+
+
+@contextmanager
+def _command(words: str) -> Iterator[None]:
+    """Name the command for the trainers of this process and of a launcher's, until it ends."""
+    before = os.environ.get("COVEY_COMMAND")
+    os.environ["COVEY_COMMAND"] = words
+    try:
+        yield
+    finally:
+        del os.environ["COVEY_COMMAND"]
+        if before is not None:
+            os.environ["COVEY_COMMAND"] = before
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:

@@ -89,5 +89,5 @@ def _dense(text: str) -> str:
 
 
 def _shares_words(content: str, shown: str) -> bool:
-    words = [word for word in re.findall(r"\w+", content.casefold()) if len(word) > 2]
-    return bool(words) and sum(word in shown.casefold() for word in words) * 2 >= len(words)
+    terms = [term for term in re.findall(r"\w+", content.casefold()) if len(term) > 2]
+    return bool(terms) and sum(term in shown.casefold() for term in terms) * 2 >= len(terms)

@@ -47,7 +47,7 @@ COLOCATION = [
     Mistake(
         "Trained with vLLM where it is not installed",
         lambda bench: _start(None),
-        (r"pip install 'covey\[vllm\]'", "built-in engine needs nothing"),
+        (r"pip install vllm", "built-in engine needs nothing"),
         CONFIG,
         ImportError,
     ),

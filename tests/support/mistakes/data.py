@@ -119,7 +119,7 @@ DATASETS = [
         "Named a column like an argument of reward functions",
         [{**row, "completions": ""} for row in tiny.rows()],
         "column 'completions' has the name of an argument",
-        "completions_ids, log_extra, log_metric, prompts, trainer_state",
+        "completions_ids, log_extra, log_metric, prompts, thinking_openings, trainer_state",
         "rename it",
     ),
     *(

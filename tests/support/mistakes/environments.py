@@ -107,7 +107,7 @@ ENVIRONMENTS = [
     Mistake(
         "Gave an adapter without its library",
         without_library,
-        ("openenv.core cannot be imported", r"pip install 'covey\[openenv\]'"),
+        ("openenv.core cannot be imported", r"pip install openenv"),
     ),
     Mistake("Gave an environment without reset", lambda b: acting(b, NoReset), ("made a NoReset", "no method `reset")),
     Mistake(

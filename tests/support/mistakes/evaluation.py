@@ -56,7 +56,7 @@ def offline(bench):
 EVALUATION = [
     suite(
         "Asked a suite for pass_at or maj_at of more completions than it samples",
-        {"num_generations": 2, "pass_at": 8},
+        {"num_generations": 2, "pass_at": 8, "success_reward": "longer"},
         r"EvalSuite\(pass_at=\(8,\)\) needs 8 completions of each prompt, and 2 are sampled",
         "Raise its num_generations",
     ),

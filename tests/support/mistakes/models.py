@@ -368,7 +368,7 @@ MODELS = [
     Mistake(
         "Quantised the model without bitsandbytes installed",
         without_bitsandbytes,
-        ("needs bitsandbytes", r"pip install 'covey\[quantization\]'"),
+        ("needs bitsandbytes", r"pip install bitsandbytes"),
         kind=ImportError,
     ),
     Mistake(

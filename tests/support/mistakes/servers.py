@@ -35,7 +35,7 @@ SERVERS = [
     Mistake(
         "Started a vLLM server without vLLM",
         lambda bench: _with_vllm(None),
-        (r"needs vLLM", r"pip install 'covey\[vllm\]'", r"tools/install_vllm_cpu\.py"),
+        (r"needs vLLM", r"pip install vllm", r"tools/install_vllm_cpu\.py"),
         CONFIG,
         ImportError,
     ),

@@ -174,7 +174,7 @@ def test_rewards_can_be_worked_out_ahead_too(tmp_path):
     assert lanes[:6] == ["MainThread"] * 6 and len(lanes) == 18 and "MainThread" not in lanes[6:]
 
 
-def test_gradients_are_off_for_engine_and_rewards(tmp_path):
+def test_gradients_are_off_for_the_engine_and_on_for_rewards(tmp_path):
     modes = {}
     for staleness in (0, 1):
         engine, seen = scripted(), set()
@@ -191,7 +191,7 @@ def test_gradients_are_off_for_engine_and_rewards(tmp_path):
         engine.generate, modes[staleness] = generate, seen
         parts = {"reward_funcs": reward}
         ahead(tmp_path / str(staleness), staleness, engine, parts=parts, stream_rewards=True, max_steps=3).train()
-    assert modes[0] == modes[1] == {("engine", False), ("reward", False)}
+    assert modes[0] == modes[1] == {("engine", False), ("reward", True)}
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------

@@ -179,7 +179,10 @@ def two(completions, **kwargs):
 
 
 WRONG = {
-    "more than are sampled": (lambda: EvalSuite(tiny.rows(2), pass_at=8), "needs 8 completions of each prompt, and 2"),
+    "more than are sampled": (
+        lambda: EvalSuite(tiny.rows(2), pass_at=8, success_reward="two"),
+        "needs 8 completions of each prompt, and 2",
+    ),
     "greedy siblings": (lambda: EvalSuite(tiny.rows(2), temperature=0, num_generations=4), "are all the same"),
     "no number": (lambda: EvalSuite(tiny.rows(2), pass_at="all"), "whole numbers, 1 or more"),
     "a negative temperature": (lambda: EvalSuite(tiny.rows(2), temperature=-1), "must be a number, 0"),

@@ -411,7 +411,7 @@ def _further(run: ExaminedRun) -> tuple[int, int]:
 
 
 def small(run: ExaminedRun) -> Iterator[Finding]:
-    """Rewards that differ by so little that the constant beside their deviation, or no scaling, leaves no advantage."""
+    """Rewards so close together that the constant added to their deviation, or no scaling, leaves no advantage."""
     base, scaled = run.base, str(run.args.scale_rewards)
     deviations = base.spread[base.spread > 0]
     if not len(deviations) or run.args.method != "grpo" or run.args.advantages is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.integrations import rewrite_logs
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
@@ -64,7 +64,7 @@ class EvaluationPhase:
         context, args, model = self.context, self.context.args, self.context.loop.model
         was_training = model.training
         model.eval()
-        on_batch = self._counting(prefix, len(dataloader), on_batch)
+        on_batch = self._counting(prefix, dataloader, on_batch)
         self.rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
         self.completions = log = CompletionLog(
             args.output_dir or ".",
@@ -91,9 +91,10 @@ class EvaluationPhase:
         metrics |= {f"{prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
 
-    def _counting(self, prefix: str, batches: int, on_batch: Callable[[], None]) -> Callable[[], None]:
-        """Have the activity tell how many batches of this evaluation are done."""
+    def _counting(self, prefix: str, dataloader: Any, on_batch: Callable[[], None]) -> Callable[[], None]:
+        """Have the activity tell how many batches of this evaluation are done; a stream has no number of batches."""
         name, done = prefix.removeprefix("eval").strip("_"), 0
+        batches = len(dataloader) if has_length(dataloader) else 0
 
         def tell() -> None:
             place = f" {min(done + 1, batches)} of {batches}" if batches > 1 else ""
