@@ -77,9 +77,11 @@ def test_a_function_of_a_script_is_loaded_without_running_it(script, end, form):
 
 
 @pytest.mark.filterwarnings("ignore:line .* runs something")
-def test_a_script_that_another_file_imports_is_not_run(script, tmp_path):
+@pytest.mark.parametrize("names", ["f", "*"])
+def test_a_script_that_another_file_imports_is_not_run(script, tmp_path, names):
     mark = script(ENDS["trainer"])
-    (tmp_path / "rewards_at_work.py").write_text("from script_at_work import f\n\ndef twice(c): return f(c) * 2\n")
+    code = f"from script_at_work import {names}\n\ndef twice(c): return f(c) * 2\n"
+    (tmp_path / "rewards_at_work.py").write_text(code)
     assert resolve("rewards_at_work.py:twice", "reward")(["7"]) == [3, 3] and not mark.exists()
 
 

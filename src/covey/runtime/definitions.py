@@ -66,7 +66,11 @@ class DefinitionsLoader(importlib.machinery.SourceFileLoader):
             return
         script = _Script(module, tree, self.path, flags)
         module.__dict__.update(
-            __getattr__=script.load, __dir__=script.names, __doc__=ast.get_docstring(tree), covey_script_line=first
+            __getattr__=script.load,
+            __dir__=script.names,
+            __all__=script.shared(),
+            __doc__=ast.get_docstring(tree),
+            covey_script_line=first,
         )
 
 
@@ -162,6 +166,11 @@ class _Script:
 
     def names(self) -> list[str]:
         return sorted({name for statement in self.left for name in statement.binds} | self.space.keys())
+
+    def shared(self) -> list[str]:
+        """Names that `from script import *` takes: the public ones of statements that run nothing."""
+        quiet = [one for one in self.left if _first_call(one.node, RUNS, self.functions) is None]
+        return sorted({name for one in quiet for name in one.binds if not name.startswith("_")})
 
     def load(self, name: str) -> Any:
         """Module `__getattr__`: execute what the name needs, in the order of the file."""
