@@ -1,5 +1,6 @@
 """A name is looked up once: here, among downloads, then by one request."""
 
+import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -111,3 +112,15 @@ def test_only_folders_of_models_are_proposed(tmp_path):
     (tmp_path / "tinier").mkdir()
     assert "./tiny?" in nearby("tinie")
     assert nearby("runs/zzz") == ""
+
+
+def test_the_base_of_an_adapter_is_looked_up_as_well(tmp_path, asked):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for base, found in (("me/model", True), (str(tmp_path / "tiny"), True), ("me/modle", False)):
+        (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        if found:
+            assert look_up("adapter")
+        else:
+            with pytest.raises(NotFound, match=r"me/modle.*adapter"):
+                look_up("adapter")

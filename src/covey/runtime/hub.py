@@ -2,7 +2,9 @@
 
 import difflib
 import functools
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +31,14 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
     Raises:
         NotFound: it is none of them, or the hub cannot be reached; one sentence, after one request at most.
     """
-    if os.path.isdir(os.path.expanduser(name)):
-        return True
+    if os.path.isdir(folder := os.path.expanduser(name)):
+        base = _base_of(Path(folder)) if kind == "model" else None
+        return base is None or look_up(base, called=f"the base model {base!r} of the adapter {name!r}", **location)
     called = called or (f"model={name!r}" if kind == "model" else f"dataset {name!r}")
     proposal = nearby(name, kind)
     if looks_like_a_path(name):
-        folder = "the folder of a model, which holds config.json" if kind == "model" else "a data file or folder"
-        raise NotFound(f"{called}: there is no such folder.{proposal} Give {folder}, or a hub id.")
+        wanted = "the folder of a model, which holds config.json" if kind == "model" else "a data file or folder"
+        raise NotFound(f"{called}: there is no such folder.{proposal} Give {wanted}, or a hub id.")
     cached = is_cached(name, kind, location.get("cache_dir"))
     if variable := next((one for one in OFFLINE if os.environ.get(one, "").upper() in ("1", "ON", "YES", "TRUE")), ""):
         because = f"with {variable} set the hub is not asked"
@@ -54,6 +57,17 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
         f"{called} is no folder here and was not downloaded before, and {because}.{proposal} Give a folder,"
         " or the id of a download."
     )
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that the adapter in a folder belongs to; None where the folder holds a model of its own."""
+    path = folder / "adapter_config.json"
+    if (folder / "config.json").exists() or not path.exists():
+        return None
+    with suppress(OSError, ValueError, AttributeError):  # loading says what is wrong with it
+        base = json.loads(path.read_text()).get("base_model_name_or_path")
+        return base if isinstance(base, str) and base else None
+    return None
 
 
 def looks_like_a_path(name: str) -> bool:
