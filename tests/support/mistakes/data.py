@@ -482,7 +482,7 @@ REWARDS = [
         "Wrote a reward function that raises on some samples",
         lambda b: b.train(reward_funcs=Fragile()),
         (
-            r"'fragile' failed on [1-7] of 8 samples \(RuntimeError: cannot parse\)",
+            r"'fragile' failed on [1-7] of 8 samples \(RuntimeError: cannot parse",
             "counted in rewards/fragile/failures",
             "The first of them:\n  prompt: ",
         ),

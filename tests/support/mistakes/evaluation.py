@@ -15,7 +15,11 @@ def suite(what, settings, *says, reward_funcs=(runs.longer, runs.digits), when=N
     parts = {"reward_funcs": list(reward_funcs)}
     return Mistake(
         what,
-        lambda b: b.build(config, eval_dataset={"one": EvalSuite(tiny.rows(2), **settings)}, **parts),
+        lambda b: b.build(
+            {"eval_strategy": "steps", "eval_steps": 1, **config},
+            eval_dataset={"one": EvalSuite(tiny.rows(2), **settings)},
+            **parts,
+        ),
         says,
         **({"when": when} if when else {}),
     )

@@ -37,7 +37,7 @@ def short_of_memory(bench, fits, recomputing=False):
     compute, layers = trainer.compute_loss, decoder_of(trainer.model).layers
 
     def compute_loss(model, inputs, *args, **kwargs):
-        if len(inputs) > fits or (recomputing and not all(layer.gradient_checkpointing for layer in layers)):
+        if len(inputs.lengths) > fits or (recomputing and not all(layer.gradient_checkpointing for layer in layers)):
             raise torch.OutOfMemoryError("injected")
         return compute(model, inputs, *args, **kwargs)
 

@@ -16,7 +16,7 @@ def test_every_setting_is_on_the_page():
 
 
 def test_the_first_example_evaluates(tmp_path):
-    first, own, *_ = (
+    first, _, own, *_ = (
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if ">>>" not in block
     )
     settings = {**runs.DEFAULTS, "output_dir": str(tmp_path), "per_device_eval_batch_size": 4}

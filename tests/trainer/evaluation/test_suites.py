@@ -196,11 +196,17 @@ WRONG = {
 }
 
 
+DURING = {"eval_strategy": "steps", "eval_steps": 1}
+"""An evaluation that is not asked for is not checked."""
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_work_is_refused_before_training(tmp_path, name):
     make, says = WRONG[name]
     with pytest.raises(ValueError, match=says.replace("(", r"\(")):
-        runs.trainer(tmp_path, parts={"eval_dataset": {"one": make()}, "reward_funcs": [even, two]}, **SETTINGS)
+        runs.trainer(
+            tmp_path, parts={"eval_dataset": {"one": make()}, "reward_funcs": [even, two]}, **SETTINGS, **DURING
+        )
 
 
 def test_a_column_that_nobody_logs_is_an_error(tmp_path):
