@@ -23,6 +23,7 @@ CODES = {
     "completions-cut": "max_completion_length is too small",
     "temperature-low": "the samples of a group are alike",
     "reward-order": "a reward depends on the order of the batch or of calls",
+    "reward-sign": "wrong answers get more than right ones",
     "reward-constant": "a reward is the same whatever the completion",
     "reward-saturated": "completions get the full reward already",
     "reward-unreachable": "no completion gets the reward",

@@ -30,6 +30,8 @@ def columns(run: ExaminedRun) -> Iterator[Finding]:
     for name in read:
         yield from _constant(run, name)
     for name in read:
+        yield from _instead(run, name)
+    for name in read:
         yield from _of_other_rows(run, name)
 
 
@@ -120,6 +122,40 @@ def _constant(run: ExaminedRun, name: str) -> Iterator[Finding]:
         f" {len(prompts)} prompts differ.",
         f"Fill {name!r} with the value of each row.",
         f"With the last word of a completion in its place, {changed} of {len(samples)} rewards change.",
+    )
+
+
+def _instead(run: ExaminedRun, name: str) -> Iterator[Finding]:
+    """Another column, which completions match, in place of one that gives no reward."""
+    base, kept = run.base, run.failure
+    low = base.known.min().item()
+    if base.signal(run.group) > 0.2 or base.mean > low + 1e-9 or base.prompts < 2:
+        return
+    rows = [sample.row for sample in base.samples]
+    means: dict[str, float] = {}
+    for other in (other for other in rows[0] if other != name and other not in NOT_FORWARDED):
+        if not run.has_time("data-columns"):
+            return
+
+        def gain(shift: int, other: str = other) -> float:
+            cells = [rows[(n + shift * base.size) % len(rows)][other] for n in range(len(rows))]
+            given = [{**row, name: cell} for row, cell in zip(rows, cells, strict=True)]
+            return run.totals(given, base.rollouts).nan_to_num(low).mean().item() - low
+
+        if gain(0) > max(1.5 * gain(1), 1.5 * gain(-1), 1e-9):
+            means[other] = low + gain(0)
+    run.failure = kept  # a function need not take what another column holds
+    if not means:
+        return
+    best = max(means, key=lambda other: means[other])
+    yield Finding(
+        "data-columns",
+        "error",
+        f"a reward reads the column {name!r}, with which all of {len(base.known)} completions get {low:g}; the rows"
+        f" have {', '.join(rows[0])}.",
+        f"Let the function read {best!r}, or write `columns: {{{best}: {name}}}` and leave the other out.",
+        f"With {best!r} in the place of {name!r} the same completions get {means[best]:.3g} on average, and less with"
+        f" {best!r} of other rows.",
     )
 
 

@@ -33,7 +33,14 @@ from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
 
 Check = Callable[[ExaminedRun], Iterator[Finding]]
-OF_OTHER_TEXTS = ("reward-order", "reward-constant", "reward-saturated", "reward-unreachable", "reward-length")
+OF_OTHER_TEXTS = (
+    "reward-order",
+    "reward-sign",
+    "reward-constant",
+    "reward-saturated",
+    "reward-unreachable",
+    "reward-length",
+)
 STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
     {
         rewards.failing: ("reward-failing",),
@@ -49,6 +56,7 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
     },
     {columns.columns: ("data-columns",)},
     {
+        rewards.sign: ("reward-sign",),
         rewards.flat: ("reward-constant", "reward-saturated", "reward-unreachable"),
         rewards.scale: ("reward-scale",),
         rewards.small: ("reward-scale",),

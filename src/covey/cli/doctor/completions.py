@@ -104,7 +104,7 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
     if paid := [one for one in longer if isinstance(one, Finding)]:  # for length: there is never enough of it
         yield from paid
         longer = []
-    found = [*_ends(run), *_templates(run), *(one for one in longer if isinstance(one, Experiment))]
+    found = [*_ends(run), *_stopped(run), *_templates(run), *(one for one in longer if isinstance(one, Experiment))]
     proven = [(one.strength, finding) for one in found if (finding := one.finding(run)) is not None]
     if proven:
         yield min(proven, key=lambda pair: (LEVELS.index(pair[1].level), -pair[0]))[1]
@@ -176,8 +176,6 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     foreign = next((mark for mark in ANY_MARK.findall(shown) if mark not in own), None)  # text to this tokenizer
     of_template = foreign is not None and chat and foreign not in str(rows[0]["prompt"])
     is_control = foreign is not None and not foreign.startswith("#")  # some models are trained on "### Instruction:"
-    if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
-        return
     if not chat and run.tokenizer.chat_template is not None and run.has_time("template"):
         yield Experiment(
             "template",
@@ -189,6 +187,8 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
             base,
             run.again(encode=_as_conversation(run.codec)),
         )
+    if not (opening or foreign or base.signal(run.group) < 0.5 or base.cut >= 0.5):
+        return
     for name, (begin, _, _) in FAMILIES.items():
         tokenizer = copy.copy(run.tokenizer)
         if not with_template(tokenizer, name):
@@ -292,6 +292,28 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
             base,
             run.again(extra={}),
         )
+
+
+def _stopped(run: ExaminedRun) -> Iterator[Experiment]:
+    """Completions that stop texts or tokens of the settings end, rather than the model."""
+    base, extra = run.base, dict(run.trainer.rollouts.params.extra)
+    stops = {name: extra.pop(name) for name in ("stop", "stop_token_ids") if extra.get(name)}
+    if not stops or not run.single:
+        return
+    ends = end_token_ids(run.trainer.model, run.tokenizer)
+    ended = [one for one in base.rollouts if one.finish is FinishReason.STOP and one.completion_ids]
+    early = sum(one.completion_ids[-1] not in ends for one in ended)
+    if early < 0.3 * len(base.rollouts) or not run.has_time("completions-cut"):
+        return
+    shown = ", ".join(f"{name}={value!r}" for name, value in stops.items())
+    yield Experiment(
+        "completions-cut",
+        f"Without {shown}",
+        f"{early} of {len(base.rollouts)} completions are ended by generation_kwargs ({shown}), not by the model.",
+        f"Remove {' and '.join(stops)} from generation_kwargs, or choose what comes after a whole answer.",
+        base,
+        run.again(extra=extra),
+    )
 
 
 def _begins_again(base: SampleBatch) -> tuple[str, int] | None:

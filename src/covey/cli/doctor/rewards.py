@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
 from covey.core.advantages import EPSILON, centred, nanstd
+from covey.core.likeness import REFERENCES
 from covey.core.records import FinishReason
 from covey.observability.findings import Effect, Finding
 from covey.rewards.contract import MissingArgument
@@ -72,11 +73,35 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
         else:
             continue
         explained = True
+    if not explained and (silent := _silent_about_wrong(run)) is not None:
+        yield silent
+        explained = True
     unscored = int(base.totals.isnan().sum())
     if unscored > len(base.rollouts) / 2 and not explained:
         evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
         _, proof = _other_form(run)
         yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.", proof)
+
+
+def _silent_about_wrong(run: ExaminedRun) -> Finding | None:
+    """Groups in which some completions get one and the same reward, and the others None."""
+    base = run.base
+    errors = torch.tensor([one.finish is FinishReason.ERROR for one in base.rollouts]).view_as(base.totals)
+    silent = base.totals.isnan() & ~errors
+    mixed = int((silent.any(1) & ~base.totals.isnan().all(1)).sum())
+    if base.spread.nan_to_num().any() or mixed < max(2, base.prompts / 4):
+        return None
+    names = " and ".join(run.suite.names)
+    return Finding(
+        "reward-failing",
+        "error",
+        f"{names} returns None for {int(silent.sum())} of {base.totals.numel()} completions, and one and the same"
+        " reward for the others of a prompt: None is no reward, and a completion without one is compared with none.",
+        "Return a lower number than that of a right answer (0, say) instead of None, which is for rows that are not the"
+        " function's own.",
+        f"With a lower reward in place of None {mixed} of {base.prompts} groups have a signal, instead of none.",
+        Effect(0.0, mixed / base.prompts),
+    )
 
 
 def _other_form(run: ExaminedRun) -> tuple[str, str]:
@@ -188,6 +213,9 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     if not len(base.known):
         return
     if len(run.suite.names) > 1:
+        if (cancelled := _cancelling(base, run.suite.names)) is not None:
+            yield cancelled
+            return
         yield from _flat_functions(run)
     value = base.known.max().item()
     share = (base.known == value).double().mean().item()
@@ -223,6 +251,25 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
         )
     elif share == 1.0 and best[1] > value:
         yield from _unreachable(run, value, best)
+
+
+def _cancelling(base: SampleBatch, names: Sequence[str]) -> Finding | None:
+    """Functions that differ within groups, and whose weighted sum does not."""
+    weighted = base.rewards.double().view(base.prompts, base.size, -1) * base.weights.double()  # [P, G, F]
+    deviations = nanstd(weighted, dim=1)[:, 0].nanmean(0)  # [F]
+    loudest = deviations.argsort(descending=True)[:2].tolist()
+    if len(loudest) < 2 or deviations[loudest[1]] < 1e-9 or base.spread.nanmean() > 1e-6 * deviations[loudest[0]]:
+        return None
+    one, other = (names[index] for index in loudest)
+    against = _follows(weighted[..., loudest[0]], weighted[..., loudest[1]])
+    return Finding(
+        "reward-constant",
+        "error",
+        f"{one} and {other} cancel each other: each differs within groups, by {deviations[loudest[0]]:.3g}"
+        f" (standard deviation, weighted), and the sum of all functions is {base.mean:.3g} for every completion.",
+        f"Remove {one} or {other}, or give them other reward_weights: what the one pays the other takes.",
+        f"Within groups the correlation of the two is {against:.2f}.",
+    )
 
 
 def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
@@ -416,6 +463,8 @@ def small(run: ExaminedRun) -> Iterator[Finding]:
     deviations = base.spread[base.spread > 0]
     if not len(deviations) or run.args.method != "grpo" or run.args.advantages is not None:
         return
+    if _cancelling(base, run.suite.names) is not None:  # what is left is rounding
+        return
     one = deviations.median().item()
     left = one if scaled == "none" else one / (one + EPSILON)
     if left > (1e-3 if scaled == "none" else 0.5):
@@ -451,8 +500,9 @@ def scale(run: ExaminedRun) -> Iterator[Finding]:
             continue
         even = (grouped / deviations.nanmean(0).clamp(min=1e-9)).nansum(-1)
         now = _follows(even[both], grouped[both][..., faint])
-        given = [round(1 / max(float(d), 1e-9), 3) for d in (deviations / base.weights).nanmean(0)]
         weights = base.weights.tolist()
+        means = (deviations / base.weights).nanmean(0).tolist()  # a function without differences keeps its weight
+        given = [float(f"{1 / d:.3g}") if d > 1e-30 else weight for d, weight in zip(means, weights, strict=True)]
         chosen = weights[faint] < 1 and weights[loud] <= 1  # on purpose
         yield Finding(
             "reward-scale",
@@ -471,6 +521,54 @@ def _follows(totals: Tensor, values: Tensor) -> float:
     """Correlation within groups of two [P, G]."""
     one, two = centred(totals).nan_to_num().flatten(), centred(values).nan_to_num().flatten()
     return (one @ two / (one.norm() * two.norm()).clamp(min=1e-12)).item()
+
+
+def sign(run: ExaminedRun) -> Iterator[Finding]:
+    """Right answers that get less than other rows' answers, in the same words."""
+    if not run.rescores or not len(run.base.known):
+        return
+    worse, better, shown = 0, 0, ""
+    rows = [sample.row for sample in run.base.samples[:: run.base.size]]
+    answers = [right_answer(row) for row in rows]
+    for row, own in zip(rows[:4], answers, strict=False):
+        wrong = next((one for one in answers if one is not None and one != own), None)
+        if own is None or wrong is None:
+            continue
+        texts = [*_written(own), *_written(wrong)]
+        kept = run.failure
+        totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts]).view(2, -1)
+        run.failure = kept
+        differs = ((totals[0] - totals[1]).abs() > 1e-12).nonzero().flatten().tolist()
+        lower = [place for place in differs if totals[0, place] < totals[1, place]]
+        worse, better = worse + bool(lower), better + (len(differs) > len(lower))
+        if lower and not shown:
+            first = lower[0]
+            shown = (
+                f"{texts[first][:60]!r} gets {totals[0, first]:.3g} and {texts[first + len(FORMS)][:60]!r}"
+                f" {totals[1, first]:.3g}, where {own[:40]!r} is right"
+            )
+    if worse < 2 or better:
+        return
+    weights = run.weights.tolist()
+    negative = [name for name, weight in zip(run.suite.names, weights, strict=True) if weight < 0]
+    fix = (
+        f"Set reward_weights={[abs(weight) for weight in weights]}: that of {' and '.join(negative)} is negative."
+        if negative
+        else "Turn the reward's sign: a higher reward is a better one."
+    )
+    yield Finding(
+        "reward-sign",
+        "warning",
+        f"wrong answers get more than right ones: {shown}.",
+        fix,
+        f"So it is for {worse} of {min(len(rows), 4)} prompts, and the reverse for none.",
+    )
+
+
+def right_answer(row: dict[str, Any]) -> str | None:
+    """What a row's column of right answers holds, as it is written there."""
+    name = next((name for name in REFERENCES if isinstance(row.get(name), str | int | float)), None)
+    return None if name is None else str(row[name])
 
 
 def length(run: ExaminedRun) -> Iterator[Finding]:
