@@ -28,7 +28,7 @@ class CopyEngine(NativeEngine):
     def __init__(self, model):
         self.model = copy.deepcopy(model).eval()
         super().__init__(lambda: self.model, eos_token_ids=[1], pad_token_id=0, max_context=256)
-        self.traits = EngineTraits()
+        self.traits = EngineTraits(batch_invariant=True)
         self.version = None
 
     def load_weights(self, update):

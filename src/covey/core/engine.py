@@ -169,6 +169,8 @@ class EngineTraits:
             merged.
         expands_images: each image is sent as a single token, which the engine expands.
         returns_masks: it obeys `SamplingParams.keep_mask`.
+        batch_invariant: on a CPU the same request and weights give the same bits of log-probs too, whatever else is
+            sampled. Otherwise they agree up to rounding, and so do repeated and resumed runs.
     """
 
     shares_policy: bool = False
@@ -178,6 +180,7 @@ class EngineTraits:
     takes_adapters: bool = False
     expands_images: bool = False
     returns_masks: bool = False
+    batch_invariant: bool = False
 
 
 def traits_of(engine: Any) -> EngineTraits:

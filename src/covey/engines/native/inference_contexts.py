@@ -91,7 +91,7 @@ class PolicyEngine:
     device: torch.device | None = None  # of the model's inputs; None: that of its weights
     tokenizer: Any = None  # reads texts among the settings of requests, such as `stop`
 
-    traits: ClassVar[EngineTraits] = EngineTraits(shares_policy=True, returns_masks=True)
+    traits: ClassVar[EngineTraits] = EngineTraits(shares_policy=True, returns_masks=True, batch_invariant=True)
 
     def __post_init__(self, model: Callable[[], Any]) -> None:
         self._model = model

@@ -21,6 +21,7 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
+from covey.core.engine import traits_of
 from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
 from covey.observability.metric_docs import all_sets, evaluation_sets, metrics_of, with_interval
@@ -43,6 +44,19 @@ SHARE = 0.05  # of a run's time that pages may take
 Row = dict[str, Any]
 
 
+def exactness(trainer: Any) -> str:
+    """The line that says how exactly a repeated or resumed run equals this one; "" for a replay."""
+    engine = trainer.collector.engine
+    if trainer.args.replay_from is not None:
+        return ""
+    device = next(trainer.model.parameters()).device.type
+    by_batch = any(type(module).__name__ == "Linear8bitLt" for module in trainer.model.modules())  # outliers
+    if traits_of(engine).batch_invariant and device == "cpu" and not by_batch:
+        return "exactness: bit by bit, also if resumed: no completion depends on what else is sampled"
+    reason = "LLM.int8 rounds by the whole batch" if by_batch else f"{type(engine).__name__} on {device.upper()}"
+    return f"exactness: up to rounding, if repeated or resumed: kernels depend on what else is sampled ({reason})"
+
+
 class RunReport(TrainerCallback):
     """Writes `summary.html`, `curves.png` and `timeline.png` into the output folder, on the main process."""
 
@@ -57,6 +71,10 @@ class RunReport(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step:
             self.earlier = {}  # resumed: earlier completions are the run's own
+        if state.is_world_process_zero and (promise := exactness(self.trainer)):
+            for display in self.trainer.callback_handler.callbacks:
+                if isinstance(display, ProgressDisplay):
+                    display.tell(promise)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saves = True
