@@ -40,7 +40,7 @@ def held_in_half(policy: torch.nn.Module) -> list[Tensor]:
 
 
 def changed(before: list[Tensor], weights: Iterable[Tensor]) -> tuple[int, int]:
-    """How many numbers of a `sample` are others now, and how many there are; each device is read once."""
+    """Count the numbers of a `sample` that are others now, and all; each device is read once."""
     counts: dict[torch.device, Tensor] = {}
     for earlier, weight in zip(before, weights, strict=True):
         moved = (_spread(weight.detach()) != earlier).sum()
