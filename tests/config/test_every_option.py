@@ -88,7 +88,7 @@ ELSEWHERE = {
     "entropy_coef_min": "a weight that has fallen: tests/trainer/test_loss_terms.py",
     "use_vllm": "vLLM, or a server: tests/trainer/servers",
     "use_sglang": "a server: tests/trainer/servers",
-    "ignore_data_skip": "a checkpoint: tests/trainer/test_unread.py",
+    "ignore_data_skip": "a resumed run: transformers begins the epoch again",
     "stream_rewards": "the order of calls: tests/trainer/test_streamed_rewards.py",
     "reward_isolation": "a process of its own: tests/runtime/test_isolation.py",
     "logging_nan_inf_filter": "a loss that is NaN, in the loop of transformers",
