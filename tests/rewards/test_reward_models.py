@@ -11,6 +11,8 @@ from transformers import (
 )
 
 from covey.rewards import RewardError, RewardSuite
+from covey.rewards.functions import FailedReward
+from covey.rewards.models import ModelReward
 
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
 
@@ -126,3 +128,22 @@ def test_a_causal_model_is_not_a_reward_model(score, tokenizer, tmp_path):
     causal.save_pretrained(tmp_path / "causal")
     with pytest.warns(UserWarning, match=r"no trained weights for score\.weight"):
         RewardSuite(str(tmp_path / "causal"), processing_classes=tokenizer)
+
+
+def test_a_text_gets_the_tokens_that_the_tokenizer_adds_once(tokenizer):
+    from tokenizers import processors
+
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 1)]
+    )
+    reward = ModelReward(make_model(), tokenizer, "decoder")
+    assert reward.encode("ab") == reward.encode("<eos>ab") == [1, *reward.encode("ab", rendered=True)]
+
+
+def test_a_sample_beyond_the_context_fails_alone(score, tokenizer):
+    reward = ModelReward(make_model(), tokenizer, "decoder")  # 128 positions
+    short, long = reward.score(["a" * 128, "a" * 129])
+    assert short == pytest.approx(by_hand(reward.model, tokenizer, "a" * 128), abs=1e-5)
+    assert isinstance(long, FailedReward) and "129" in long.text and "128" in long.text
+    tokenizer.model_max_length = 100  # where the tokenizer says less than the config
+    assert isinstance(ModelReward(make_model(), tokenizer, "decoder").score(["a" * 101])[0], FailedReward)

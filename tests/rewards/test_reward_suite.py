@@ -526,3 +526,29 @@ def test_rewards_of_steps_keep_the_precision_that_the_function_gave(context, rol
     result = suite([{"prompt": "p"}], [rollout("a")], context)
     assert result.steps == [{0: [(0, SMALL[1]), (1, SMALL[2])]}]
     assert result.rewards.tolist() == [[SMALL[1] + SMALL[2]]]
+
+
+def test_a_column_with_the_name_of_a_methods_object_is_refused(context, rollout):
+    class Reward:
+        def __call__(self, completions, **columns):
+            return [0.0] * len(completions)
+
+        def method(this, completions, **columns):
+            return [0.0] * len(completions)
+
+    for function, column in ((Reward(), "self"), (Reward().method, "this")):
+        with pytest.raises(RewardError, match=column):
+            RewardSuite(function).check_columns({"prompt", column})
+    RewardSuite(lambda **columns: [0.0]).check_columns({"prompt", "self"})
+
+
+def test_an_object_that_answers_for_every_attribute_runs_as_a_function(context, rollout):
+    class Stub:
+        def __getattr__(self, name):
+            return Stub()
+
+        def __call__(self, completions, **columns):
+            return [1.0] * len(completions)
+
+    suite = RewardSuite(Stub())
+    assert suite.names == ["Stub"] and suite([{"prompt": "p"}], [rollout("a")], context).rewards.tolist() == [[1.0]]
