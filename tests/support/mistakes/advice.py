@@ -199,6 +199,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Used the tokenizer of another, smaller model": "",
         "Gave prompts of text to a model with a chat template": "",
         "Gave conversations to a tokenizer without a chat template": "",
+        "Used a chat template without a generation prompt, or one that leaves out or rewrites messages": "",
         "Gave conversations that the chat template refuses, or a broken template": (
             "Some templates allow no system message or want user and assistant to take turns: change the "
             "messages or the template."
@@ -216,6 +217,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave all splits instead of one, or a dictionary of columns": "",
         "Gave a pandas data frame": "",
         "Gave a generator or another iterator": "",
+        "Gave a column `tools` that holds no schemas, or that no prompt shows": "",
+        "Gave rows that do not fill a rollout batch, in an order that is kept, for one epoch": "",
         "Gave a list of strings": '`[{"prompt": text} for text in texts]`.',
         "Named the prompt column otherwise": "",
         "Gave a dataset without anything like a prompt": "",
@@ -269,6 +272,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Rewards": {
         "Gave no reward function": "",
         "Gave an empty list of reward functions": "",
+        "Looked for the end-of-sequence token in completions": "",
+        "Named a column `self`, and gave an object or a method as reward function": "",
         "Gave a reward that cannot be called": "",
         "Isolated a reward function that no other process can import": "",
         "Wrote a reward function with positional-only arguments": "Remove the `/`; take `completions` and `**kwargs`.",

@@ -8,12 +8,24 @@ from datasets import Dataset, DatasetDict
 from transformers import LlamaForSequenceClassification
 
 from covey import isolated
-from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, per_completion, resolve_reward
+from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, get_regex_reward, per_completion, resolve_reward
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
 
+SEVEN = tiny.rows(7)
 CHAT = [{"role": "user", "content": "2+2="}]
 ROW = "must be a string or a non-empty list of messages with 'role' and 'content'"
+
+
+class Always:
+    def __call__(self, completions, **kwargs):
+        return [1.0] * len(completions)
+
+
+def ends_by(token):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"eos_token": token})
+    return tokenizer
 
 
 def prompts(*values):
@@ -121,6 +133,20 @@ DATASETS = [
         "column 'completions' has the name of an argument",
         "completions_ids, log_extra, log_metric, prompts, thinking_openings, trainer_state",
         "rename it",
+    ),
+    Mistake(
+        "Gave a column `tools` that holds no schemas, or that no prompt shows",
+        lambda b: b.build(train_dataset=[{**row, "tools": ["look"]} for row in tiny.rows()]),
+        ("row 0 of `train_dataset`", "the column `tools` holds no schemas", "or rename the column"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Gave rows that do not fill a rollout batch, in an order that is kept, for one epoch",
+        lambda b: b.build(
+            {"max_steps": -1, "num_train_epochs": 1, "shuffle_dataset": False}, train_dataset=tiny.rows(7)
+        ),
+        ("the last 1 of 7 rows never come", "a rollout batch has 2 prompts", "train for more epochs"),
+        kind=UserWarning,
     ),
     *(
         data(
@@ -347,6 +373,22 @@ REWARDS = [
         ("`reward_funcs` is missing", "give at least one reward function, reward model or list"),
     ),
     early("Gave an empty list of reward functions", [], "reward_funcs is empty", "at least one reward function"),
+    Mistake(
+        "Looked for the end-of-sequence token in completions",
+        lambda b: b.build(
+            reward_funcs=get_regex_reward(r"4<\|eos\|>"),
+            processing_class=ends_by("<|eos|>"),
+            model=tiny.model(vocab_size=105),
+        ),
+        (r"looks for '<\|eos\|>'", "completions are given without it", "Look at `completion_ids`"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Named a column `self`, and gave an object or a method as reward function",
+        lambda b: b.build(reward_funcs=Always(), train_dataset=[{**row, "self": 1} for row in tiny.rows()]),
+        ("the dataset has a column 'self'", "cannot get both", "Rename the column"),
+        kind=RewardError,
+    ),
     early("Gave a reward that cannot be called", [None], r"None \(NoneType\) cannot be a reward", "pass a callable"),
     early("Gave a reward that cannot be called", [0.5], r"0\.5 \(float\) cannot be a reward", "pass a callable"),
     early(

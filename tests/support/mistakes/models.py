@@ -37,6 +37,9 @@ QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
 T5 = {"vocab_size": 104, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 
 
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"  # without the opening of an answer
+
+
 def lora(**changes):
     return peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **changes})
 
@@ -758,5 +761,17 @@ TOKENIZERS = [
         "Gave conversations that the chat template refuses, or a broken template",
         lambda b: b.build(processing_class=tokenizer(chat_template="{% for m in messages %}"), train_dataset=CHATS),
         ("row 0 of `train_dataset`", "cannot render .*TemplateSyntaxError", r"`tokenizer\.chat_template`"),
+    ),
+    Mistake(
+        "Used a chat template without a generation prompt, or one that leaves out or rewrites messages",
+        lambda b: b.build(processing_class=tokenizer(chat_template=TURNS), train_dataset=CHATS),
+        ("row 0 of `train_dataset`", "has no generation prompt", r"Change `tokenizer\.chat_template`"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Used a chat template without a generation prompt, or one that leaves out or rewrites messages",
+        lambda b: b.build(processing_class=tokenizer(chat_template="{{ messages | length }}"), train_dataset=CHATS),
+        ("row 0 of `train_dataset`", "leaves out the message of the role 'user'", r"Change `tokenizer\.chat_template`"),
+        kind=UserWarning,
     ),
 ]
