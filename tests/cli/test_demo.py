@@ -48,6 +48,6 @@ def test_training_ends_when_the_time_is_up():
 
 def test_missing_packages_are_named_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "PACKAGES", ("reasoning_gym", "not_there"))
-    with pytest.raises(ImportError, match=r"needs reasoning_gym and not_there: pip install 'covey\[demo\]' && pip"):
+    with pytest.raises(ImportError, match=r"needs reasoning_gym and not_there: pip install gguf reasoning-gym && pip"):
         demo.run(tmp_path / "out", seed=0, max_steps=1, minutes=1.0)
     assert not (tmp_path / "out").exists()

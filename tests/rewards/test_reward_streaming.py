@@ -280,7 +280,7 @@ def test_the_first_failure_that_is_shown_is_the_first_in_order(streamed):
             raise ValueError(completions[0])
         return [1.0] * len(completions)
 
-    with pytest.warns(RewardWarning, match=r"failed on 6 of 12 samples \(ValueError: group 1 sample 0\)"):
+    with pytest.warns(RewardWarning, match=r"failed on 6 of 12 samples \(ValueError: group 1 sample 0 \("):
         streamed(RewardSuite(some))
 
 

@@ -142,7 +142,7 @@ def test_a_failing_function_costs_its_rollout():
 
     rollouts = collect(collector(sometimes))
     failed = [i for i, one in enumerate(rollouts) if one.finish is FinishReason.ERROR]
-    assert failed == [2, 6] and rollouts[2].error == "RuntimeError: no luck"
+    assert failed == [2, 6] and rollouts[2].error.startswith("RuntimeError: no luck")
     assert len(rollouts[2].completion_ids) == 4, "what there was until then"
 
 
@@ -250,7 +250,7 @@ def test_invalid_tokens_of_a_failed_episode_are_not_trained_on():
         return episode.done()
 
     rollouts = collect(collector(spoils, limits=True), draws(prompts=1))
-    assert [one.error for one in rollouts] == [None] + ["RuntimeError: enough"] * 3
+    assert rollouts[0].error is None and all(one.error.startswith("RuntimeError: enough") for one in rollouts[1:])
     assert [len(one.completion_ids) for one in rollouts] == [4, 0, 0, 4]
 
 
@@ -411,7 +411,8 @@ def test_what_a_group_function_raises_costs_its_group():
         return rollouts if row["answer"] == 2 else 1 / 0
 
     rollouts = collect(collector(plays, kind=GroupFunction))
-    assert [one.error for one in rollouts] == ["ZeroDivisionError: division by zero"] * 4 + [None] * 4
+    assert all(one.error.startswith("ZeroDivisionError: division by zero") for one in rollouts[:4])
+    assert [one.error for one in rollouts[4:]] == [None] * 4
     assert len({id(one) for one in rollouts}) == 8
 
 

@@ -201,7 +201,7 @@ def test_a_fork_bomb_is_ended():
 
 
 def test_a_file_that_is_too_large_cannot_be_written():
-    result = run_python("open('big', 'wb').write(b'x' * (100 << 20))")
+    result = run_python("open('big', 'wb').write(b'x' * (100 << 20))", timeout=120.0)
     assert not result.ok
     assert "OSError" in result.stderr or result.exit_code == -25  # SIGXFSZ
 

@@ -66,7 +66,10 @@ def _logged(run: Path) -> list[Row]:
 
     if recorded := files(run / FOLDER):
         rows = [row for path in recorded[-1:] for row in read_rows(path)]
-        given = [{**(row["data"] or {}), "prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+        given = [{"prompt": "", **(row["data"] or {}), "completion": row["completion"]} for row in rows]
+        for one, row in zip(given, rows, strict=True):
+            if row["prompt"] is not None:  # of an environment; elsewhere the row has it
+                one["prompt"] = row["prompt"]
         return [row for row in given if isinstance(row["completion"], str | list)]
     logs = sorted((run / "completions").glob("completions_*.parquet"), key=lambda log: (len(log.name), log.name))
     rows = [row for log in logs[-1:] for row in pq.read_table(log).to_pylist()]

@@ -185,3 +185,14 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
         return nn.functional.pad(part, [end for most in reversed(missing) for end in (0, most)])
 
     return torch.cat([filled(part) for part in parts])
+
+
+def head_size(model: Any) -> int | None:
+    """Numbers in an attention head, by the model's config; None where it does not say."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (heads and getattr(text, "hidden_size", 0) // heads)
+    return int(size) if isinstance(size, int) else None

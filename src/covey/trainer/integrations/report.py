@@ -22,6 +22,8 @@ import yaml
 from transformers import TrainerCallback
 
 from covey.core.engine import traits_of
+from covey.core.model import head_size
+from covey.engines.native.recurrent_engine import RecurrentEngine
 from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
 from covey.observability.metric_docs import all_sets, evaluation_sets, metrics_of, with_interval
@@ -50,11 +52,25 @@ def exactness(trainer: Any) -> str:
     if trainer.args.replay_from is not None:
         return ""
     device = next(trainer.model.parameters()).device.type
-    by_batch = any(type(module).__name__ == "Linear8bitLt" for module in trainer.model.modules())  # outliers
-    if traits_of(engine).batch_invariant and device == "cpu" and not by_batch:
+    reason = f"{type(engine).__name__} on {device.upper()}"
+    if (
+        traits_of(engine).batch_invariant
+        and device == "cpu"
+        and not (reason := _batch_dependence(trainer.model, engine))
+    ):
         return "exactness: bit by bit, also if resumed: no completion depends on what else is sampled"
-    reason = "LLM.int8 rounds by the whole batch" if by_batch else f"{type(engine).__name__} on {device.upper()}"
     return f"exactness: up to rounding, if repeated or resumed: kernels depend on what else is sampled ({reason})"
+
+
+def _batch_dependence(model: Any, engine: Any) -> str:
+    """The reason that bits of a batch-invariant engine depend on the batch with this model; "" if none is known."""
+    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):
+        return "LLM.int8 chooses outliers by the whole batch"
+    if isinstance(engine, RecurrentEngine) and torch.get_num_threads() > 1:
+        return "layers with a state share a batch among several threads; OMP_NUM_THREADS=1 makes them exact"
+    if (size := head_size(model)) and size % 4:
+        return f"heads of {size} numbers, which is no multiple of 4"
+    return ""
 
 
 class RunReport(TrainerCallback):
