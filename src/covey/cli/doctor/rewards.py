@@ -566,7 +566,7 @@ def sign(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def right_answer(row: dict[str, Any]) -> str | None:
-    """What a row's column of right answers holds, as it is written there."""
+    """The content of the column of right answers, as it is written in the row."""
     name = next((name for name in REFERENCES if isinstance(row.get(name), str | int | float)), None)
     return None if name is None else str(row[name])
 
