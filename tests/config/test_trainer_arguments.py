@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 
 import pytest
 from transformers import TrainerCallback
@@ -39,6 +40,21 @@ def test_old_names_of_rloo_are_taken_with_a_warning_each(tmp_path):
         )
     assert trainer.rewards.names == ["longer"]
     assert [w.filename for w in caught if w.category is FutureWarning] == [__file__] * 3
+
+
+def test_warnings_of_a_trainers_parts_stand_at_the_users_line(tmp_path):
+    """Of a model's context, of a vocabulary, of settings of agents and of the optimizer: some dozen calls deep."""
+    args = runs.config(tmp_path, max_completion_length=300, max_turn_length=2, optim="sgd", optim_args="beta=1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GRPOTrainer(
+            args=args,
+            model=tiny.model(vocab_size=9999),
+            reward_funcs=runs.longer,
+            train_dataset=tiny.rows(),
+            processing_class=tiny.tokenizer(),
+        )
+    assert len(caught) >= 4 and {warning.filename for warning in caught} == {__file__}
 
 
 def test_an_old_and_a_new_name_together_are_refused():

@@ -82,8 +82,9 @@ def test_sampling_settings_can_be_changed_unknown_ones_raise():
     engine = ScriptedEngine(letters)
 
     def function(prompts, complete):
-        with pytest.raises(RolloutError, match=r"no such sampling setting: heat. There are: .*temperature"):
-            complete(prompts, heat=2.0)
+        for wrong in ({"heat": 2.0}, {"temperature": -1.0}, {"max_tokens": 2.5}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                complete(prompts, **wrong)
         return sampled(prompts, complete, temperature=0.5, max_tokens=2)
 
     rollouts = collector(function, engine).collect(draws(), PARAMS, ("train", 0))

@@ -415,10 +415,10 @@ def test_generate_leaves_the_episode_unchanged():
     assert play(rollout()).completion_ids == []
 
 
-@pytest.mark.parametrize("wrong", [{"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}])
+@pytest.mark.parametrize("wrong", [{"n": 0}, {"n": 1.5}, {"max_tokens": 0}, {"temperature": -1.0}])
 def test_invalid_arguments_of_generate_are_no_engine_failure(wrong):
     playing = engine(Says("x"))
-    with pytest.raises(ValueError, match="must be at least"):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
         play(playing.generate("?", **wrong))
     assert playing.failure is None
 

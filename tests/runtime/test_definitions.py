@@ -1,13 +1,16 @@
 """Functions of training scripts are loaded without training again."""
 
 import pickle
+import subprocess
 import sys
 
 import pytest
 
-from covey.runtime.definitions import RunsWhenLoaded, refuse_while_loading
+from covey.runtime import isolation
+from covey.runtime.definitions import RunsWhenLoaded, main_script, refuse_while_loading, script_of_run
 from covey.runtime.import_path import resolve
 from covey.runtime.isolation import FunctionWorker
+from tests.support.launching import environment
 
 SETUP = """
 import re
@@ -129,6 +132,44 @@ def test_names_of_a_script_are_listed_where_one_is_missing(script):
     with pytest.raises(ValueError, match="Trainer, f, helper, train"):
         resolve("script_at_work.py:g", "reward")
     assert pickle.loads(pickle.dumps(resolve("script_at_work.py:f", "reward")))(["1"]) == [3]
+
+
+@pytest.mark.filterwarnings("ignore:.* trains, so the file was not run")
+def test_the_script_of_a_run_is_not_run_whatever_it_calls(script, tmp_path):
+    """`ignite` is no name that tells; the run has recorded which file was its script."""
+    mark = script("def ignite():\n    train()\n\nbegin = ignite\nbegin()\n")
+    with script_of_run(str(tmp_path / "script_at_work.py")):
+        assert resolve("script_at_work.py:f", "reward")(["1 2"]) == [4] and not mark.exists()
+
+
+def test_another_file_of_that_run_is_imported_as_it_was_then(script, tmp_path):
+    """What looks like training (`init`) has run in the training process, too."""
+    mark = script("def init():\n    ran.write_text('x')\n\ninit()\n", "library_at_work.py")
+    with script_of_run(str(tmp_path / "script_at_work.py")):
+        assert resolve("library_at_work.py:f", "reward")(["1 2"]) == [4] and mark.exists()
+
+
+def test_the_script_is_the_users_file_that_python_runs(script, tmp_path):
+    script("from covey.runtime.definitions import main_script\nran.write_text(str(main_script()))\n")
+    for command in (["script_at_work.py"], ["-m", "script_at_work"]):
+        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, env=environment())
+        assert (tmp_path / "ran").read_text() == str(tmp_path / "script_at_work.py")
+    assert main_script() is None  # pytest's is a library's
+
+
+def test_a_worker_knows_the_script_of_the_run(script, tmp_path, monkeypatch):
+    """The function stands in a module that imports the script for a helper, and the script ends in an odd call."""
+    mark = script("def ignite():\n    train()\n\nbegin = ignite\nif 'begin' in globals():\n    begin()\n")
+    (tmp_path / "rewards_at_work.py").write_text("from script_at_work import helper\ndef g(c): return [helper(c[0])]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = str(tmp_path / "script_at_work.py")
+    monkeypatch.setattr(isolation, "main_script", lambda: path)
+    with script_of_run(path):
+        worker = FunctionWorker(resolve("rewards_at_work.py:g", "reward"))
+    try:
+        assert worker.call({"c": ["1 2"]}, 60.0)["result"] == [4] and not mark.exists()
+    finally:
+        worker.close()
 
 
 def test_no_bytecode_is_written_beside_the_file(script, tmp_path):

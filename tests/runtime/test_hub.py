@@ -18,7 +18,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "prepared"))
     for name in hub.OFFLINE:
         monkeypatch.delenv(name, raising=False)
-    hub._ask.cache_clear()
+    hub._answers.clear()
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text("{}")
 
@@ -65,6 +65,25 @@ def download(tmp_path, name):
 
 def test_a_folder_asks_nobody(asked):
     assert look_up("tiny") and asked == []
+
+
+def test_a_folder_at_home_asks_nobody(asked, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert look_up("~/tiny") and asked == []
+
+
+def test_a_refusal_holds_for_a_while_and_an_answer_for_good(asked, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(hub.time, "monotonic", lambda: now[0])
+    for later, count in ((0.0, 1), (hub.HOLDS - 1, 1), (hub.HOLDS, 2)):
+        now[0] = later
+        with pytest.raises(NotFound):
+            look_up("me/later")
+        assert len(asked) == count
+    for later in (0.0, 10 * hub.HOLDS):
+        now[0] = later
+        assert look_up("me/model")
+    assert len(asked) == 3
 
 
 def test_the_hub_is_asked_once(asked):

@@ -1,5 +1,6 @@
 """A trainer at the prompt of Python: completions of its model, the line that shows it, and its warnings."""
 
+import math
 import sys
 import warnings
 
@@ -52,9 +53,24 @@ def test_a_seed_gives_the_same_completions_and_training_is_as_it_was(trained):
     assert torch.equal(torch.get_rng_state(), state) and all(map(torch.equal, runs.weights(trained), weights))
 
 
-def test_a_setting_that_does_not_exist_is_refused(trained):
-    with pytest.raises(ValueError, match="max_length"):
-        trained.generate("a", max_length=3)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"max_length": 3}, {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": "warm"}, {"top_p": 0.0}),
+        *({"top_k": -1}, {"top_k": 1.5}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"max_tokens": 0}),
+        *({"num_generations": 0}, {"num_generations": 1.5}, {"num_generations": True}),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_sampled_with_is_refused(trained, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        trained.generate("a", **wrong)
+
+
+@pytest.mark.parametrize("prompts", [None, [], "", 7, {"role": "user", "content": "hi"}], ids=str)
+def test_what_is_no_prompt_is_refused(trained, prompts):
+    with pytest.raises(ValueError, match="generate"):
+        trained.generate(prompts)
 
 
 def test_a_trainer_shows_its_model_rewards_and_progress(trained):

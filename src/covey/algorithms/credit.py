@@ -8,7 +8,6 @@ Letters: N completions in whole groups, P prompts, G completions of each, F rewa
 """
 
 import statistics
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from covey.core.advantages import Credited, nanstd, spread, weighted_total
 from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
+from covey.runtime.user_code import warn
 
 GENERATIONS_WITHOUT_STEPS = 3  # rollout batches without rewards of steps, after which a warning names their settings
 
@@ -115,10 +115,9 @@ class UnreadSettings:
         self.patience -= 1
         if self.settings and self.patience == 0:
             given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-            warnings.warn(
+            warn(
                 f"{given}: has had no effect in {GENERATIONS_WITHOUT_STEPS} generations, in which no reward function"
                 " rewarded steps. Return (end, reward) pairs for a completion, or leave it unset.",
-                stacklevel=2,
             )
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from covey.algorithms.algorithm import LOSS_TYPES, LossType
 from covey.core.losses import Surrogate, SurrogateInputs, Weighting, mean_over_update
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.registry import Registry
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, warn
 
 
 def register_loss(
@@ -101,10 +100,9 @@ def _checked(name: str, surrogate: Surrogate) -> Surrogate:
                 )
         broken = ~losses.isfinite() & x.sampled & (x.logprobs + x.log_ratio).isfinite()
         if broken.any():
-            warnings.warn(
+            warn(
                 f"loss_type={name!r} returned losses that are NaN or infinite for {int(broken.sum())} of"
                 f" {int(x.sampled.sum())} tokens, though their log-probs are finite.",
-                stacklevel=2,
             )
         return losses
 

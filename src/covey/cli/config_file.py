@@ -4,7 +4,6 @@ import argparse
 import ast
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from covey.config.aliases import ALIASES, Alias, check_estimator
 from covey.config.base import OnlineConfig
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
+from covey.runtime.user_code import warn
 
 
 @dataclasses.dataclass
@@ -185,7 +185,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
             flags[place] = f"--{word[5:]}=false"
     named = [word.split("=")[0] for word in flags if word.startswith("--")]
     if twice := next((name for name in named if name in known and named.count(name) > 1), None):
-        warnings.warn(f"`{twice}` is given {named.count(twice)} times; the last one is used.", stacklevel=2)
+        warn(f"`{twice}` is given {named.count(twice)} times; the last one is used.")
     namespace, unknown = parser.parse_known_args(flags)
     names = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("--")]
     if unknown and (not names or "--" in unknown):
@@ -246,7 +246,7 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
         value = values.pop(other)
         if other == "advantage_estimator":
             check_estimator(value)
-        warnings.warn(f"`{other}` is called `method` here.", FutureWarning, stacklevel=3)
+        warn(f"`{other}` is called `method` here.", FutureWarning)
         if named is not None and named != value:
             raise ValueError(f"method={named!r} and {other}={value!r} contradict each other.")
         named = value

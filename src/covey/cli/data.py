@@ -6,7 +6,6 @@ The trainer checks the rows. To read another kind of file, add its suffix to `BU
 import csv
 import difflib
 import glob
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from covey.core.transcript import with_system_message
 from covey.runtime.hub import look_up
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import format_error, place_of
+from covey.runtime.user_code import format_error, place_of, warn
 from covey.trainer.evaluation.suites import suite_of
 
 EVAL_SPLITS = ("validation", "test", "eval", "train")
@@ -46,7 +45,7 @@ def load_rows(
         if missing := [old for old, new in columns.items() if old not in there and new not in there]:
             raise ValueError(f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}.")
         if idle := [old for old in columns if old not in there]:
-            warnings.warn(f"columns={columns} renames no {idle[0]!r} in dataset {spec!r}: it has none.", stacklevel=2)
+            warn(f"columns={columns} renames no {idle[0]!r} in dataset {spec!r}: it has none.")
         columns = {old: new for old, new in columns.items() if old in there}
         if taken := [new for new in columns.values() if new in there and new not in columns]:
             raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")

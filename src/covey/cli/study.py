@@ -1,7 +1,6 @@
 """`covey study`: trains many configurations over one model, and stops, clones, changes and resumes them meanwhile."""
 
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from covey.cli.run_file import RUN_KEYS, FlagParser, read_mapping
 from covey.config.aliases import ALIASES, hint
 from covey.config.messages import closest
 from covey.runtime.quiet import without_bars
+from covey.runtime.user_code import warn
 from covey.study.commands import KINDS, Command, read_state, send
 
 USAGE = """usage: covey study study.yaml [--resume] [--field value ...]
@@ -125,10 +125,9 @@ def rows_to_compare(run: Any) -> Sequence[dict[str, Any]]:
     sets = list(loaded.values()) if isinstance(loaded, dict) else [] if loaded is None else [loaded]
     entries = [entry for entry in evaluation_sets(run.eval_dataset).values() if isinstance(entry, Mapping)]
     if ignored := sorted({name for entry in entries for name in entry} - {"dataset", "split"}):
-        warnings.warn(
+        warn(
             f"a study compares its variants by their mean rewards, sampled as in training: {', '.join(ignored)} of"
             " eval_dataset have no effect. Evaluate a variant with them by `covey eval --model DIR/NAME`.",
-            stacklevel=2,
         )
     return [dict(row) for one in sets for row in rows_of(one)]
 

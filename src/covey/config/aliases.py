@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.config.messages import warn
 from covey.runtime.overrides import passes_through
+from covey.runtime.user_code import warn
 
 Init = TypeVar("Init", bound=Callable[..., None])
 T = TypeVar("T")

@@ -26,10 +26,11 @@ from covey.config.hardware import (
     multiplies_bf16,
     require_deepspeed,
 )
-from covey.config.messages import default_of, is_set, warn
+from covey.config.messages import default_of, is_set
 from covey.runtime.files import unique
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import is_secret, without_secrets
+from covey.runtime.user_code import warn
 
 OLD = frozenset(field.name for field in dataclasses.fields(OldNames))
 
@@ -238,6 +239,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 read = as_dict(name, value, ", or name a file that is there" * takes_file) if value else None
                 setattr(self, name, read and value.strip())  # transformers reads numbers and words within, too
         set_fields_from_generation_kwargs(self)
+        for name in ("replay_from", "resume_from_checkpoint", "vllm_weight_folder", "checkpoint_path"):
+            if isinstance(folder := getattr(self, name), str):
+                setattr(self, name, os.path.expanduser(folder))
         if self.report_to is None:
             self.report_to = "none"
         scale = str(self.scale_rewards)  # True and "true" mean "group", their opposites "none"

@@ -6,7 +6,8 @@ from typing import Any
 
 from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import by_deepspeed, by_fsdp
-from covey.config.messages import ignored, is_set, warn
+from covey.config.messages import ignored, is_set
+from covey.runtime.user_code import warn
 
 SECONDS: dict[str, Any] = {"gt": 0, "le": 10**9, "advice": "It is in seconds."}
 REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}

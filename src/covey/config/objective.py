@@ -5,9 +5,10 @@ from numbers import Real
 
 from covey.algorithms import LOSS_TYPES
 from covey.config.fields import Args, Limits, describe_fields, limited
-from covey.config.messages import ignored, warn
+from covey.config.messages import ignored
 from covey.core.credit import COMPARED_WITH
 from covey.core.losses import KL_ESTIMATORS, RATIO_LEVELS
+from covey.runtime.user_code import warn
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from covey.config.fields import Args, Limits, describe_fields, limited
-from covey.config.messages import ignored, warn
+from covey.config.messages import ignored
+from covey.runtime.user_code import warn
 
 
 @dataclass

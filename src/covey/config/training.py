@@ -6,7 +6,8 @@ from typing import Any
 
 from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import by_fsdp, has_accelerator
-from covey.config.messages import ignored, warn
+from covey.config.messages import ignored
+from covey.runtime.user_code import warn
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
 

@@ -4,10 +4,12 @@ An engine turns a token prompt into completions. It knows no tools, rewards, dat
 class with the three methods of `RolloutEngine`.
 """
 
+import difflib
 import math
+import numbers
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,6 +106,42 @@ class SamplingParams:
     def truncates(self) -> bool:
         """True if the sampling distribution is not the softmax at `temperature`."""
         return self.top_k > 0 or self.top_p < 1.0 or bool(self.min_p) or self.repetition_penalty != 1.0
+
+    def changed(self, changes: dict[str, Any], function: str) -> "SamplingParams":
+        """These settings with a user's changes; ValueError, naming the function, for one that cannot be sampled with.
+
+        Example:
+            >>> SamplingParams(8).changed({"temperature": 0.5}, "generate").temperature
+            0.5
+        """
+        known = [one.name for one in fields(self)]
+        for name, value in changes.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                proposal = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"`{function}` has no setting {name!r}; it takes {', '.join(known)}.{proposal}")
+            if name in ALLOWED:
+                check_setting(name, value, f"{name}={value!r} of `{function}`")
+        return replace(self, **changes)
+
+
+ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_tokens": ("whole, 1 or more", lambda value: value >= 1 and value % 1 == 0),
+    "temperature": ("0 (greedy), or 1e-05 or more", lambda value: value == 0 or 1e-5 <= value < math.inf),
+    "top_k": ("whole, 0 (all) or more", lambda value: value >= 0 and value % 1 == 0),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
+}
+"""Values of sampling settings that a user may give, as text and as a predicate; of `min_p` also None."""
+
+
+def check_setting(name: str, value: Any, given: str) -> None:
+    """Raise ValueError for a value of a sampling setting that is not `ALLOWED`; `given` names it in the message."""
+    allowed, allows = ALLOWED[name]
+    usable = isinstance(value, numbers.Real) and not isinstance(value, bool) and allows(value)
+    if not usable and not (value is None and name == "min_p"):
+        raise ValueError(f"{given} must be a number, {allowed}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 The first micro-batch of a generation carries its prompt samples; later ones find completions in the rollout buffer.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, islice
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from covey.config.algebra import BatchAlgebra
 from covey.core.records import MicroStep, PromptSample
 from covey.data.validation import plain_row, read_row
+from covey.runtime.user_code import warn
 
 Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
@@ -182,10 +182,9 @@ def train_loader(
     """
     if not hasattr(dataset, "__len__"):
         if workers:
-            warnings.warn(
+            warn(
                 f"`dataloader_num_workers={workers}` has no effect: a dataset without a length is read forward by the"
                 " process that trains, because every worker would have to read all of it.",
-                stacklevel=2,
             )
         rows = None if choose_late else dataset
         stream = train_stream(rows, algebra, rank, shuffle=shuffle, seed=seed)

@@ -1,12 +1,12 @@
 """Warnings of chat templates that leave out or rewrite parts of a prompt, or do not begin the policy's turn."""
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from covey.core.transcript import content_text
 from covey.rollout.prompts import PromptCodec, is_conversational, row_tools
+from covey.runtime.user_code import warn
 
 _ANSWER = "coveySAID"
 _ADVICE = "Change `tokenizer.chat_template`"
@@ -19,7 +19,7 @@ def warn_of_template(rows: Mapping[int, Any], role: str, codec: PromptCodec) -> 
         for kind, text in _complaints(row, codec):
             if kind not in said:
                 said.add(kind)
-                warnings.warn(f"row {number} of `{role}`: {text}", stacklevel=4)
+                warn(f"row {number} of `{role}`: {text}")
 
 
 def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str]]:

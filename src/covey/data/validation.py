@@ -4,7 +4,6 @@ import difflib
 import heapq
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import NoneType
@@ -14,7 +13,7 @@ from covey.core.transcript import content_text
 from covey.data.templates import warn_of_template
 from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, are_messages
-from covey.runtime.user_code import format_error, place_of
+from covey.runtime.user_code import format_error, place_of, warn
 
 LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
 SHAPES = 64  # sequences of roles of which one prompt is encoded
@@ -52,7 +51,7 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
     for given in roles - ROLES:  # templates may have more, such as ipython
         if (known := USUAL_ROLES.get(name := given.strip().lower(), name)) in ROLES:
             text = f"messages of `{role}` have the role {given!r}, which chat templates seldom know: write {known!r}."
-            warnings.warn(text, stacklevel=2)
+            warn(text)
     if len(first_of) > 1:
         raise ValueError(
             f"`{role}` mixes conversational prompts (lists of messages, row {first_of['conversational']}) with plain "

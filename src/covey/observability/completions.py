@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +37,7 @@ from covey.core.transcript import (
 )
 from covey.runtime.files import written_whole
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, warn
 
 Row = dict[str, Any]
 
@@ -127,10 +126,9 @@ class CompletionLog:
         try:
             path = self.write(step)
         except (OSError, UnicodeError) as error:  # a full disk, say; the next checkpoint names it, too
-            warnings.warn(
+            warn(
                 f"the completions of step {step} could not be written into {str(self.folder)!r}:"
                 f" {format_error(error)}. The run goes on without them.",
-                stacklevel=3,
             )
         if self.show:
             with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full
@@ -205,10 +203,9 @@ class CompletionLog:
 
 def warn_of_tracker(name: str, error: Exception) -> None:
     """Say that a tracker failed; Python's filter shows the same failure once."""
-    warnings.warn(
+    warn(
         f"{name} could not log ({format_error(error)}). The run goes on without it; its metrics are in"
         " trainer_state.json of every checkpoint and its completions in the output folder.",
-        stacklevel=3,
     )
 
 

@@ -8,7 +8,6 @@ one value for each token of the completion. `covey.observability.updates` adds t
 import itertools
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from covey.observability.record_files import (
 from covey.observability.updates import UpdateLog, vocabulary_of
 from covey.runtime.files import written_whole
 from covey.runtime.packages import versions
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, warn
 
 LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sglang")
 AS_THEY_ARE = ("group", "prompt", "completion", "reused", "calls", "seconds", "tool_seconds")
@@ -118,16 +117,14 @@ class Recorder(TrainerCallback):
             if (path := write()) is not None:
                 self._bytes += path.stat().st_size
         except (OSError, ValueError, TypeError, OverflowError) as error:  # the last three: values that fit no column
-            warnings.warn(
+            warn(
                 f"the record of step {step} could not be written into {str(self.folder)!r}: {format_error(error)}. The"
                 " run goes on without it.",
-                stacklevel=3,
             )
         if self._bytes >= self.max_bytes:
-            warnings.warn(
+            warn(
                 f"the record in {str(self.folder)!r} has reached record_max_gb={self.max_bytes / GIGABYTE:g}: it ends"
                 f" with step {step}, and the run goes on without it. Raise record_max_gb to keep more.",
-                stacklevel=3,
             )
 
     def _begin(self, step: int, generation: int) -> None:

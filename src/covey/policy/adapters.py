@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import re
-import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from covey.core.model import unwrapped, without_adapter
 from covey.policy.quantization import quantization_method
+from covey.runtime.user_code import warn
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
 
@@ -77,10 +77,9 @@ def _check_kind(config: Any, name: str) -> None:
     if unfit is not None:
         raise ValueError(f"{name} is a {type(config).__name__}, which {unfit}. Use LoRA or one of its relatives.")
     if kind == "ADALORA":
-        warnings.warn(
+        warn(
             f"{name} is an AdaLoraConfig: nothing here calls its `update_and_allocate`, so every layer keeps its first"
             f" rank, init_r={config.init_r}. Call it in a callback's `on_optimizer_step`, or use LoRA.",
-            stacklevel=2,
         )
 
 

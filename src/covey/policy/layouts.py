@@ -4,7 +4,6 @@ To add one, write a function of the signature `Layout` and add it to `LAYOUTS`. 
 row need a decoder that goes through transformers' attention interface, which `choose_layout` tries.
 """
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +16,7 @@ from covey.core.batch import TrainBatch
 from covey.core.model import compute_dtype, decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION, TokenTree
 from covey.runtime.process_memory import is_out_of_memory
+from covey.runtime.user_code import warn
 
 WORTH_SHARING = 8
 """Fewest common tokens for which completions share a branch: each branch costs attention two more calls."""
@@ -184,13 +184,13 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
             message = f"attn_layout='{wanted}' is wrong for {name_of(model)}: {objection}."
             if compute_dtype(model).itemsize >= 4 or not objection.startswith("log-probs differ"):
                 raise ValueError(f"{message} Set attn_layout='auto' or 'padded'.")
-            _warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
+            warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
         return wanted
     chosen = model.config._attn_implementation
     is_default = not sdpa_suits(model) if chosen == "eager" else chosen in ("sdpa", PACKED_ATTENTION)
     if not is_default:  # the user chose it
         if chosen != "eager":
-            _warn(
+            warn(
                 f"{name_of(model)} runs with attn_implementation='{chosen}', as was asked for, so it is scored"
                 " with padded rows. Leave it out to let completions share their prompt, or set attn_layout='padded' to"
                 " silence this."
@@ -203,7 +203,7 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
             return layout
         reasons.append(reason)
     model.set_attn_implementation(chosen)
-    _warn(
+    warn(
         f"{name_of(model)} cannot use the packed layouts ({'; '.join(dict.fromkeys(reasons))}); scoring with"
         " padded rows instead. Set attn_layout='padded' to silence this."
     )
@@ -273,7 +273,3 @@ def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: f
 def tolerance(model: Any, noise: float) -> float:
     """Largest mean difference of log-probs between layouts, in nats; experts that nearly tie need room for rounding."""
     return 5 * noise + (1e-5 if compute_dtype(model).itemsize >= 4 else 0.05)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)

@@ -3,7 +3,6 @@
 import copy
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from covey.policy.sharded_tensors import full_shape
 from covey.runtime.hub import look_up
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
+from covey.runtime.user_code import warn
 
 OWN_VOCABULARY = 0.5
 """Smallest share of the model's vocabulary for which a tokenizer is not suspected to be another model's."""
@@ -58,7 +58,7 @@ def load_policy(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
                 " to train an adapter on top of them, or drop `quantization_config`."
             )
-        name, trust = os.fspath(model), trust_remote_code
+        name, trust = os.path.expanduser(model), trust_remote_code
         model = _from_pretrained(name, init_kwargs, trust, quantization_config, check_quantization)
     elif quantization_config is not None:
         raise ValueError(
@@ -66,10 +66,9 @@ def load_policy(
             f" ({type(model).__name__}). Pass the model's id or folder, or drop it."
         )
     elif init_kwargs:
-        warnings.warn(
+        warn(
             f"`model_init_kwargs={without_secrets(init_kwargs)!r}` has no effect: it says how to load a model, but a"
             f" loaded model was given ({type(model).__name__}). Pass the model's id or folder, or drop it.",
-            stacklevel=2,
         )
         init_kwargs = {}
     _check_generates(model)
@@ -263,11 +262,10 @@ def make_generation_config_valid(model: Any) -> None:
             " `model.generation_config`, or generation_config.json in the model's folder."
         )
     config.do_sample = True
-    warnings.warn(
+    warn(
         "the generation config of the model sets how to sample, and do_sample=False, with which the model could not be"
         " saved: it is saved with do_sample=True. Set `model.generation_config` for something else; training samples by"
         " the fields of the config.",
-        stacklevel=2,
     )
 
 
@@ -293,10 +291,9 @@ def _check_trains(model: Any) -> None:
             " train an adapter on top of them, or load the model without `quantization_config`."
         )
     if any(parameter.dtype == torch.float16 for parameter in trained):
-        warnings.warn(
+        warn(
             "the weights to train are float16, in which small updates vanish and large ones overflow. Load the model in"
             " float32 (the default here: leave `dtype` out); mixed precision is chosen with fp16=True or bf16=True.",
-            stacklevel=2,
         )
 
 
@@ -380,10 +377,9 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> None:
             code="tokenizer-drift",
         )
     if len(tokenizer) < OWN_VOCABULARY * vocabulary:
-        warnings.warn(
+        warn(
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: is it another model's? Most"
             " of what the model may sample has no text. Pass the model's own tokenizer.",
-            stacklevel=2,
         )
 
 

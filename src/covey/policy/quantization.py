@@ -1,13 +1,13 @@
 """Policies with a frozen base in 4 or 8 bits by bitsandbytes and an adapter (QLoRA, arXiv 2305.14314)."""
 
 import importlib.util
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from covey.policy.sharded_tensors import full_tensor
+from covey.runtime.user_code import warn
 
 
 def quantization_method(model: Any) -> str | None:
@@ -79,10 +79,9 @@ def warn_about_unquantized(model: nn.Module, largest: float = 0.5) -> None:
     others = sum(dequantized_specs(layer)["weight"].numel() for layer in model.modules() if is_quantized_layer(layer))
     if fused and count > largest * (count + others):
         name, share = next(iter(fused)).rpartition(".")[2], count / (count + others)
-        warnings.warn(
+        warn(
             f"the model is quantised by bitsandbytes, which leaves {share:.0%} of the weights unquantised:"
             f" those of fused experts ({name}, ...), which are no linear layers. They take their full memory.",
-            stacklevel=3,
         )
 
 

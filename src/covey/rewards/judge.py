@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from covey.rewards.contract import MissingArgument, RewardError, RewardWarning
 from covey.rewards.functions import FailedReward
 from covey.rewards.text import content_text
 from covey.runtime.files import read_text
+from covey.runtime.user_code import warn
 
 RETRIED = (0, 408, 429, 500, 502, 503, 504)  # HTTP status; 0 without a connection
 MAX_BYTES, MAX_CHARS = 1 << 20, 8_000  # of an answer; of the reply in it, whose end is read
@@ -274,7 +274,7 @@ class LLMJudge:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{self}: {text}.", RewardWarning, stacklevel=2)
+            warn(f"{self}: {text}.", RewardWarning)
 
 
 def _digest(value: Any) -> str:

@@ -2,14 +2,13 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
-from covey.runtime.user_code import unwrap_partial
+from covey.runtime.user_code import unwrap_partial, warn
 
 DEPTH = 3  # helper functions of the same module are read, and theirs
 SHORTEST = 3  # characters of a token that is looked for; shorter ones occur in any text
@@ -29,11 +28,10 @@ def warn_of_hidden_tokens(functions: Sequence[Any], tokenizer: Any) -> None:
     ends = {getattr(tokenizer, name, None) for name in ("eos_token", "pad_token", "bos_token")}
     escaped = {token for token in ends if token is not None and re.escape(token) != token}
     for token in sorted(one for one in escaped if any(re.escape(one) in text for text in texts)):
-        warnings.warn(
+        warn(
             f"a reward function looks for {token!r}, a special token that begins, ends or pads sequences: completions"
             " are given without it, so it never occurs. Look at `completion_ids` instead, which every reward function"
             " can ask for.",
-            stacklevel=2,
         )
 
 

@@ -1,7 +1,7 @@
 """Sequence classifiers as reward functions, with their own tokenizers: text in, one logit per sample out."""
 
 import math
-import warnings
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from covey.rewards.functions import FailedReward, Log, RewardBatch
 from covey.rewards.text import completion_text
 from covey.runtime.deadlines import LateCalls
 from covey.runtime.hub import NotFound, look_up
+from covey.runtime.user_code import warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
 
     import covey.rewards
 
+    model_id = os.path.expanduser(model_id)
     if model_id in covey.rewards.__all__:
         raise RewardError(f"{model_id!r} names no model: pass the function, `covey.rewards.{model_id}`.")
     asked = {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
@@ -55,10 +57,9 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
             f"by import path on the command line). transformers says: {error}"
         ) from error
     if info["missing_keys"]:
-        warnings.warn(
+        warn(
             f"reward model {model_id!r} has no trained weights for {', '.join(sorted(info['missing_keys']))}: they are "
             "random, and so are its rewards. Is it a reward model?",
-            stacklevel=3,
         )
     return model
 

@@ -7,7 +7,6 @@ in `_adapt`.
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,7 +27,7 @@ from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.isolation import DEFAULT_LIMITS, isolation_of
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import call_all
+from covey.runtime.user_code import call_all, warn
 
 FAILED_BATCHES = 3  # after this many batches in a row on which a function failed entirely, the run stops
 
@@ -273,7 +272,7 @@ class RewardSuite:
     def _warn_once(self, name: str, kind: str, message: str) -> None:
         if (name, kind) not in self._warned:
             self._warned.add((name, kind))
-            warnings.warn(message, RewardWarning, stacklevel=4)
+            warn(message, RewardWarning)
 
     def _stats(self, results: list[CallResult]) -> dict[str, Stat]:
         """Statistics with the same keys on every call and every process."""

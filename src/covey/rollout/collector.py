@@ -5,7 +5,6 @@ A rollout that fails is a result (`FinishReason.ERROR`); an exception of the eng
 
 import asyncio
 import sys
-import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from covey.rollout.user_batch_function import BatchFunction, BatchSampler
 from covey.runtime.calling_thread import CallingThread
 from covey.runtime.interrupts import run_alone
 from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import warn
 
 T = TypeVar("T")
 
@@ -203,10 +203,9 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                     " return masks."
                 )
             if rollout.sampling_mask is not None and not params.keep_mask:
-                warnings.warn(
+                warn(
                     "rollouts came with a `sampling_mask`, which is not used, as keep_sampling_mask is False. Set it to"
                     " train the distribution that was sampled from. (Evaluation suites need no masks.)",
-                    stacklevel=2,
                 )
                 rollout.sampling_mask = None
             if rollout.sampling_mask:

@@ -149,13 +149,12 @@ class EpisodeEngine:
         Raises:
             ValueError: the prompt cannot be encoded, or a number is out of its range.
         """
-        for name, value, least in (("n", n, 1), ("max_tokens", max_tokens, 1), ("temperature", temperature, 0)):
-            if value is not None and not value >= least:
-                raise ValueError(f"{name}={value} of `engine.generate` must be at least {least}.")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n={n!r} of `engine.generate` must be a whole number, 1 or more.")
+        given = {"max_tokens": max_tokens, "temperature": temperature}
+        changes = {name: value for name, value in given.items() if value is not None}
+        params = self.params.changed(changes, "engine.generate")
         encoded = self.templates.codec.read(prompt, self.row.get("chat_template_kwargs"), ())
-        params = self.params if max_tokens is None else replace(self.params, max_tokens=max_tokens)
-        if temperature is not None:
-            params = replace(params, temperature=temperature)
         seeds = [sample_seed(*self.seed_key, "aside", self._generate_calls, i) for i in range(n)]
         self._generate_calls += 1
         completions = await self.submit(SampleRequest(encoded.ids, n, params, seeds, media=encoded.media))

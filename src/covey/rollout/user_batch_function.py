@@ -4,7 +4,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -34,10 +34,7 @@ class BatchSampler:
     calls: int = 0
 
     def generate_completions(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[dict[str, Any]]:
-        known = {one.name for one in fields(SamplingParams)}
-        if wrong := sorted(set(changes) - known):
-            raise RolloutError(f"no such sampling setting: {', '.join(wrong)}. There are: {', '.join(sorted(known))}.")
-        params, call = replace(self.params, **changes), self.calls
+        params, call = self.params.changed(changes, "generate_completions"), self.calls
         self.calls += 1
         encoded = [self._encode(prompt) for prompt in prompts]
         requests = [

@@ -10,7 +10,6 @@ import contextvars
 import signal
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -36,7 +35,7 @@ from covey.runtime.deadlines import (
 )
 from covey.runtime.interrupts import Interrupted
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, settle, unwrap_partial
+from covey.runtime.user_code import UserCodeError, settle, unwrap_partial, warn
 
 T = TypeVar("T")
 Marked = TypeVar("Marked", bound=Callable[..., Any])
@@ -160,12 +159,11 @@ class CallingThread:
 
     def _give_up(self, seconds: float) -> None:
         self.blocked = True
-        warnings.warn(
+        warn(
             f"a tool or an environment has not returned {BLOCKED_SECONDS:g} s after its deadline of {seconds:g} s, and"
             " the main thread waits for it: it is in C code that neither returns nor can be interrupted. Until it"
             " returns, others are called on threads, and training does not continue. Mark it with `@covey.threaded`, so"
             " that such a call is left behind.",
-            stacklevel=2,
         )
         raise CallTimeout
 

@@ -16,7 +16,6 @@ import ctypes
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -27,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from covey.runtime.user_code import settle
+from covey.runtime.user_code import settle, warn
 
 T = TypeVar("T")
 
@@ -104,12 +103,11 @@ class LateCalls:
         calls = f"{len(running)} calls of it that were late still run" if len(running) > 1 else "a late call still runs"
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{self._name} is not called again until one of its late calls has returned: {calls} and cannot be"
                 " stopped, as in C code or while it waits. Give whatever it waits for (a connection, a lock, a program)"
                 " a timeout of its own; a reward function can be marked with covey.isolated, which kills its process.",
                 LateCallWarning,
-                stacklevel=2,
             )
         raise StillRunning(f"it was not called, because {calls} ({time.monotonic() - min(running.values()):.0f} s)")
 

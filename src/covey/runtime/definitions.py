@@ -2,8 +2,9 @@
 
 A *script* is a file whose top level trains, writes or starts something. Its module is lazy: asking it for a name
 executes the statements that bind the name, those that these need, and nothing else. Every other file is imported as
-usual. While `definitions_only` holds, the same is true of the user's modules that such a file imports. Standard library
-only: worker processes import it before anything else.
+usual. While `definitions_only` holds, the same is true of the user's modules that such a file imports. A run knows its
+script (`main_script`), and a record or a worker process is read with it (`script_of_run`); of other files the calls at
+their top level tell. Standard library only: worker processes import it before anything else.
 """
 
 import __future__
@@ -52,7 +53,10 @@ class RunsWhenLoaded(ImportError):
 
 
 class DefinitionsLoader(importlib.machinery.SourceFileLoader):
-    """Loader of a `.py` file: lazily if it is a script, by calls of these names; writes no bytecode."""
+    """Loader of a `.py` file: lazily if it is a script; writes no bytecode.
+
+    The script is the run's, where that is known, and else a file with calls of the names `runs` at its top level.
+    """
 
     runs = TRAINS
 
@@ -60,7 +64,10 @@ class DefinitionsLoader(importlib.machinery.SourceFileLoader):
         source = self.get_data(self.path)
         tree = ast.parse(source, self.path)
         flags = _future_flags(tree)
-        if (first := first_run(tree, self.runs)) is None:
+        known: str | None = getattr(_loading, "script", None)
+        is_script = known is not None and str(Path(self.path).resolve()) == known
+        first = first_run(tree, self.runs) if known is None or is_script else None
+        if first is None and not is_script:
             with definitions_only():
                 exec(compile(source, self.path, "exec", flags, dont_inherit=True), vars(module))
             return
@@ -70,7 +77,7 @@ class DefinitionsLoader(importlib.machinery.SourceFileLoader):
             __dir__=script.names,
             __all__=script.shared(),
             __doc__=ast.get_docstring(tree),
-            covey_script_line=first,
+            covey_script_line=first or 0,
         )
 
 
@@ -99,7 +106,7 @@ def names_of_functions(module: ModuleType) -> list[str]:
 
 
 def script_line(module: ModuleType) -> int | None:
-    """Line of a script's first statement that runs something; None for any other module."""
+    """Line of a script's first statement that runs something, 0 if none shows; None for any other module."""
     return vars(module).get("covey_script_line")
 
 
@@ -114,6 +121,27 @@ def definitions_only(named: str = "") -> Iterator[None]:
         yield
     finally:
         _loading.depth, _loading.named = depth, before
+
+
+@contextmanager
+def script_of_run(path: str | None) -> Iterator[None]:
+    """In this thread, know the `main_script` of the run whose functions are loaded; None: it is not known."""
+    before: str | None = getattr(_loading, "script", None)
+    _loading.script = path
+    try:
+        yield
+    finally:
+        _loading.script = before
+
+
+def main_script() -> str | None:
+    """The user's file that this process runs as `__main__`; None for a command, a notebook or a library's program."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None or not file.endswith(".py"):
+        return None
+    path = Path(file).resolve()
+    is_own = path.is_relative_to(Path(__file__).resolve().parents[1])
+    return None if is_own or str(path).startswith(_LIBRARIES) else str(path)
 
 
 def refuse_while_loading(what: str) -> None:

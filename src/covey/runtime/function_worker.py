@@ -1,18 +1,23 @@
 """Worker process that runs a function of a user. Run by path; nothing imports it, and it imports no torch by itself.
 
-It reads pickles of a mark and a pickle: `(function, {module: file})`, then `(arguments, recorded names)` for each call.
+It reads pickles of a mark and a pickle: `(function, {module: file})`, with the script of the run as `__main__` where it
+has one, then `(arguments, recorded names)` for each call.
 Each is answered by a line, the mark and the base64 of a pickle: `{}` when ready; `{"result": value, "calls": [(name,
 args, kwargs), ...]}` with the calls of functions that were passed under the recorded names, all of it plain data; or
 `{"raised": (type, message, traceback)}`.
 """
 
 import base64
+import contextlib
 import importlib.util
 import inspect
 import numbers
 import os
 import pickle
 import traceback
+
+held = contextlib.ExitStack()
+"""Contexts for as long as the process lives: a generator that nothing refers to would end its own."""
 
 
 def main() -> None:
@@ -50,9 +55,10 @@ def load(function: bytes, files: dict):
 
     The training script, among them or imported by them, is not run again.
     """
-    from covey.runtime.definitions import definitions_only, load_file
+    from covey.runtime.definitions import definitions_only, load_file, script_of_run
 
-    definitions_only().__enter__()  # for good
+    held.enter_context(definitions_only())
+    held.enter_context(script_of_run(files.pop("__main__", None)))
     for name, path in files.items():
         try:
             spec = importlib.util.find_spec(name)

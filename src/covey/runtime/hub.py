@@ -1,14 +1,16 @@
 """Names of models and data sets on the Hugging Face hub: looked up once, without the libraries' retries of minutes."""
 
 import difflib
-import functools
 import json
+import math
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 SECONDS = 10.0  # for the one request
+HOLDS = 60.0  # seconds for which a refusal is remembered: a network comes back, and one logs in
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 MARKS = {"model": ("config.json", "adapter_config.json"), "dataset": ()}
 """Files that make a folder a model."""
@@ -24,7 +26,7 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
     """Make sure that a name can be loaded: a folder, a download, or a repository of the hub; False if only offline.
 
     Args:
-        name: a hub id or the path of a folder.
+        name: a hub id or the path of a folder, which may begin with `~`.
         called: the name with its setting, for the message; by default `model=...` or `dataset ...`.
         location: `revision`, `token`, `cache_dir` and `local_files_only`, as `from_pretrained` takes them.
 
@@ -45,7 +47,7 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
     elif location.get("local_files_only"):
         because = "with local_files_only the hub is not asked"
     else:
-        reason = _ask(name, kind, location.get("revision"), location.get("token"))
+        reason = _answer(name, kind, location.get("revision"), location.get("token"))
         if reason is None:
             return True
         because, known_missing = reason
@@ -103,7 +105,18 @@ def is_cached(name: str, kind: Kind, cache_dir: Any = None) -> bool:
     return kind == "dataset" and Path(prepared, repository.replace("/", "___").lower()).is_dir()
 
 
-@functools.cache
+_answers: dict[tuple[Any, ...], tuple[float, tuple[str, bool] | None]] = {}  # when, and the answer
+
+
+def _answer(*asked: Any) -> tuple[str, bool] | None:
+    """Answer to `_ask`, asked once; a refusal is asked for again after a while."""
+    since, reason = _answers.get(asked, (-math.inf, ("not asked yet", False)))
+    if reason is not None and time.monotonic() >= since + HOLDS:
+        reason = _ask(*asked)
+        _answers[asked] = time.monotonic(), reason
+    return reason
+
+
 def _ask(name: str, kind: Kind, revision: str | None, token: Any) -> tuple[str, bool] | None:
     """None where the hub has the repository or leaves it open; else the reason, and True if the hub denies it."""
     from huggingface_hub import HfApi

@@ -5,7 +5,6 @@ import functools
 import importlib
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from covey.runtime.definitions import (
     names_of_functions,
     script_line,
 )
-from covey.runtime.user_code import format_error, place_of
+from covey.runtime.user_code import format_error, place_of, warn
 
 FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
 
@@ -58,7 +57,7 @@ def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -
 
 def check_file(source: str, kind: str) -> Path:
     """The whole path of a Python file; ValueError where there is none, with the closest name in its folder."""
-    path = Path(source).resolve()
+    path = Path(source).expanduser().resolve()
     if not path.is_file():
         there = [entry.name for entry in path.parent.glob("*.py")]
         close = difflib.get_close_matches(path.name, there, n=1)
@@ -98,11 +97,11 @@ def _load_file(path: Path) -> Any:
     except BaseException as error:
         raise _not_run(str(path), error) from error
     if (line := script_line(module)) is not None:
-        warnings.warn(
-            f"line {line} of {path} runs something whenever the file is imported, so the file was not run: the"
-            f" functions that are asked for were taken from it, and what they need. {ADVICE}",
+        shown = f"line {line} of {path} runs something whenever the file is imported" if line else f"{path} trains"
+        warn(
+            f"{shown}, so the file was not run: the functions that are asked for were taken from it, and what they"
+            f" need. {ADVICE}",
             UserWarning,
-            stacklevel=4,
         )
     return module
 

@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any
 
 from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
+from covey.runtime.definitions import main_script
 
 WORKER = Path(__file__).with_name("function_worker.py")
 WATCH_SECONDS = 0.05
@@ -237,6 +238,7 @@ def _by_pickle(function: Callable[..., Any]) -> bytes:
     except Exception as error:  # of the user's own `__reduce__` too
         raise ValueError(f"{error}".rstrip(".")) from error
     files = {name: getattr(sys.modules[name], "__file__", None) for name in pickler.modules}
+    files["__main__"] = main_script()
     return pickle.dumps((stream.getvalue(), {name: os.path.abspath(file) for name, file in files.items() if file}))
 
 

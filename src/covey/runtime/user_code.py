@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import signal
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -92,6 +93,21 @@ def _is_of_the_user(file: str) -> bool:
     if file.startswith("<") or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return False
     return not file.startswith(INSTALLED)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line that led here, however deep the caller is; without one, at the first outside of Covey."""
+    frame, level, outside = sys._getframe(1), 2, 0
+    while not _is_of_the_user(frame.f_code.co_filename):
+        # The `__init__` that dataclasses generate for a class of the user's stands in the user's module.
+        generated = frame.f_code.co_name == "__init__" and frame.f_code.co_filename == "<string>"
+        if not (outside or generated or frame.f_globals.get("__name__", "").partition(".")[0] == "covey"):
+            outside = level
+        if frame.f_back is None:
+            level = outside or 2
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def format_value(value: Any) -> str:

@@ -1,12 +1,12 @@
 """Commands to a study, carried out between steps: stop, clone, resume, change."""
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.runtime.files import seal
+from covey.runtime.user_code import warn
 from covey.study.commands import ENDED, Command, check_known, check_name
 from covey.study.turns import kept_accelerator
 from covey.study.variants import Variant, field_of, settings_of
@@ -46,7 +46,7 @@ def carry_out(study: "Study", command: Command) -> None:
             variant.history.append(f"step {variant.step}: {said} failed: {error}")
             if command.kind == "change" and variant.must_stop and variant.status == "stopped":
                 study.begin(variant)  # it was stopped for this alone
-        warnings.warn(f"{said} {command.name}: {error}", stacklevel=2)
+        warn(f"{said} {command.name}: {error}")
 
 
 def _clone(study: "Study", parent: Variant, command: Command) -> Variant:

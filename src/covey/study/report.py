@@ -4,7 +4,6 @@ import html
 import json
 import math
 import statistics
-import warnings
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from covey.core.transcript import shorten
 from covey.observability.plots import Panel, as_svg, draw_panel
 from covey.observability.report import figures, write_page
 from covey.runtime.files import written_whole
+from covey.runtime.user_code import warn
 from covey.study.commands import CURVES_FILE
 from covey.study.variants import Variant
 
@@ -161,7 +161,7 @@ def write_report(folder: Path, number: int, variants: Mapping[str, Variant], pag
     try:
         write_page(folder / "study.html", *title_and_sections(text, drawn(curves)))
     except Exception as error:  # a picture ends no study
-        warnings.warn(f"the page of the study could not be written: {error!r}", stacklevel=2)
+        warn(f"the page of the study could not be written: {error!r}")
 
 
 def drawn(curves: Sequence[tuple[list[dict[str, float]], Panel]]) -> str:

@@ -34,6 +34,7 @@ from covey.rollout.vision import is_processor
 from covey.runtime.files import locked
 from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.runtime.safe_text import without_secrets
+from covey.runtime.user_code import warn
 from covey.study import commands
 from covey.study.commands import Command, check_known, check_name
 from covey.study.interventions import carry_out, check_changes
@@ -449,9 +450,7 @@ class Study:
         for variant in self.variants.values():
             asked = given.get(variant.name, variant).changes
             if not variant.history and as_json(asked) != variant.changes:
-                warnings.warn(
-                    f"{variant.name} goes on with {variant.changes}; {asked} has no effect. Use `change`.", stacklevel=3
-                )
+                warn(f"{variant.name} goes on with {variant.changes}; {asked} has no effect. Use `change`.")
             kept = int(variant.checkpoint.rpartition("-")[2]) if variant.checkpoint else -1
             for later in numbered_checkpoints(str(self.folder / variant.name)):
                 if int(later.name.rpartition("-")[2]) > kept:
@@ -483,9 +482,7 @@ class Study:
                 " settings to go on with it (--resume, `train(resume=True)`, adds variants)."
             )
         if not resume:
-            warnings.warn(
-                f"{str(self.folder)!r} holds this study: it goes on after round {state['round']}", stacklevel=4
-            )
+            warn(f"{str(self.folder)!r} holds this study: it goes on after round {state['round']}")
 
 
 def as_json(value: Any) -> Any:

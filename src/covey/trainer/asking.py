@@ -2,11 +2,8 @@
 
 import html
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from typing import Any
 
-from covey.config.messages import closest
-from covey.core.engine import SamplingParams
 from covey.core.records import PromptSample
 from covey.core.transcript import as_text, as_user_messages
 from covey.observability.metric_docs import meaning
@@ -15,12 +12,11 @@ from covey.trainer.distributed.sharding import ready_to_evaluate
 
 
 def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None, changes: dict[str, Any]) -> Any:
-    known = [one.name for one in fields(SamplingParams)]
-    if unknown := [name for name in changes if name not in known]:
-        proposal = closest(unknown[0], known)
-        raise ValueError(f"`generate` has no setting {unknown[0]!r}; it takes {', '.join(known)}.{proposal}")
-    if num_generations < 1:
-        raise ValueError(f"num_generations={num_generations} must be 1 or more.")
+    params = trainer.rollouts.params.changed(changes, "generate")
+    if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
+        raise ValueError(f"num_generations={num_generations!r} of `generate` must be a whole number, 1 or more.")
+    if not isinstance(prompts, str | list | tuple) or not prompts:
+        raise ValueError(f"`generate` was given {prompts!r:.80}: give a text, a list of messages, or a list of these.")
     ready_to_evaluate(trainer)
     alone = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], dict))
     rows = [{"prompt": prompt} for prompt in ([prompts] if alone else prompts)]
@@ -36,7 +32,7 @@ def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None,
     trainer.model.eval()
     try:
         trainer.rollouts.send_weights()
-        rollouts = collector.collect(samples, replace(trainer.rollouts.params, **changes), ("generate", seed))
+        rollouts = collector.collect(samples, params, ("generate", seed))
     finally:
         trainer.model.train(was_training)
     texts = [_text(rollout.completion) for rollout in rollouts]

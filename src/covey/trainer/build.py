@@ -1,7 +1,6 @@
 """Parts of a trainer, built from its config: the only module that knows which field decides what."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +41,7 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
+from covey.runtime.user_code import warn
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.context import RunContext
@@ -125,10 +125,9 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
     if args.disable_dropout:
         disable_dropout(policy)
     if args.gradient_checkpointing and not getattr(policy, "supports_gradient_checkpointing", True):
-        warnings.warn(
+        warn(
             f"gradient_checkpointing=True has no effect: transformers cannot recompute the layers of"
             f" {type(policy).__name__}. Their activations are kept; set gradient_checkpointing=False to silence this.",
-            stacklevel=2,
         )
         args.gradient_checkpointing = args.activation_checkpointing = False
     return policy
@@ -218,11 +217,10 @@ def build_collector(
     """
     args, context = run.args, max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
-        warnings.warn(
+        warn(
             f"max_completion_length={args.max_completion_length} is more than the model's context of {context} tokens"
             " leaves room for: completions end where the context does. Lower it, or take a model with a longer"
             " context.",
-            stacklevel=2,
         )
     if context is None and args.max_completion_length is None:
         raise ValueError(
@@ -239,10 +237,9 @@ def build_collector(
         shown_tokens=named,
     )
     if shown := sorted(token for token in named if tokenizer.convert_tokens_to_ids(token) in codec.text_of.shown):
-        warnings.warn(
+        warn(
             f"reward functions look for {', '.join(map(repr, shown))}, which are special tokens of the tokenizer: they"
             " are part of the text of completions, which other special tokens are left out of.",
-            stacklevel=2,
         )
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
@@ -262,11 +259,10 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
     if args.speculative_reuse is None:
         return None
     if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "shuffle") and args.shuffle_dataset:
-        warnings.warn(
+        warn(
             f"`speculative_reuse={args.speculative_reuse!r}` has little effect: in a stream a prompt is known by its"
             " place, and shuffle_dataset=True gives it another one in every pass. Set shuffle_dataset=False, or give a"
             " dataset that has a length.",
-            stacklevel=2,
         )
     lenience = args.speculative_lenience if args.speculative_reuse == "lenient" else None
     return Speculation(args.speculative_max_tokens, lenience=lenience)
@@ -314,10 +310,9 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
     unused = ["stream_rewards=True"] * args.stream_rewards
     unused += ["reward_isolation='process'"] * (args.reward_isolation == "process")
     if unused and not any(isinstance(function, FunctionReward) for function in suite.functions):
-        warnings.warn(
+        warn(
             f"`{'`, `'.join(unused)}` has no effect: every reward is a model, and models score a generation as a whole"
             " once it is sampled, in this process.",
-            stacklevel=2,
         )
     return suite
 

@@ -1,7 +1,6 @@
 """Rollout specs from a trainer's arguments: tools, rollout functions and environments."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -25,6 +24,7 @@ from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from covey.runtime.calling_thread import CallingThread
+from covey.runtime.user_code import warn
 from covey.trainer.context import RunContext
 from covey.trainer.integrations.attributes import listed
 
@@ -87,15 +87,14 @@ def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, envi
     if not plays or (rollout_func is not None and form_of(rollout_func) == "batch"):
         for name, default in (("max_turn_length", None), ("trained_turns", "all")):
             if (value := getattr(args, name)) != default:
-                warnings.warn(f"`{name}={value!r}` has no effect on rollouts that are one completion.", stacklevel=4)
+                warn(f"`{name}={value!r}` has no effect on rollouts that are one completion.")
     if not plays:
         names = ["tool_timeout", "rollout_timeout", "tool_parser", "unstable_chat_template"]
         ignored(args, names, "there are no tools, no environments and no rollout function")
     if args.max_tool_calling_iterations is not None and not tools and environment_factory is None:
-        warnings.warn(
+        warn(
             f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"
             " `environment_factory`.",
-            stacklevel=4,
         )
 
 
@@ -105,10 +104,9 @@ def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str
     turns = templates.of(schemas, None)
     name = args.tool_parser or parser_for(templates.codec.tokenizer.chat_template)
     if not turns.shows_tools and args.tool_parser is None:
-        warnings.warn(
+        warn(
             "the chat template does not tell the model about tools, so the prompts have to: name them, and show how a"
             f" call is written. Calls are read as {name!r}; set `tool_parser` if your prompts teach another notation.",
-            stacklevel=5,
         )
     return TOOL_PARSERS[name]
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from covey.policy.replicas import Reference, Sample, frozen_sample
 from covey.policy.weights import checkpoint_name, load_renamed, save_sharded, saves_other_names
 from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
+from covey.runtime.user_code import warn
 from covey.trainer import resuming
 from covey.trainer.context import RunContext
 
@@ -107,7 +107,7 @@ class Checkpointer:
                 f"{damaged}. Resume from {good!r}, the last one that is whole; resume_from_checkpoint={AUTO!r} takes it"
                 " by itself."
             )
-        warnings.warn(f"{damaged}, so the run goes on from {good!r}, the last one that is whole.", stacklevel=3)
+        warn(f"{damaged}, so the run goes on from {good!r}, the last one that is whole.")
         return good
 
     def _damage(self, folder: str) -> str | None:
@@ -175,10 +175,9 @@ class Checkpointer:
         """Continue from a checkpoint's method state; warns if it holds weights alone."""
         state, policy = self._state(checkpoint), self.context.loop.policy
         if state is None:
-            warnings.warn(
+            warn(
                 f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
                 " another program): the run goes on from the weights, with a fresh generation and fresh counters.",
-                stacklevel=3,
             )
             return
         resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))
@@ -190,7 +189,7 @@ class Checkpointer:
             described = {**state.get("run", {}), "settings": settings}
         changes = resuming.changes_since(state.get("run", {}), described, changed)
         if changes and self.context.args.should_log:
-            warnings.warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}", stacklevel=3)
+            warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}")
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
         ignored = getattr(model, "_keys_to_ignore_on_save", None)
@@ -309,11 +308,10 @@ def _warn_of_earlier_run(folder: Path, args: Any, checkpoints: list[str], begins
     if begins and args.record != "off" and any(folder.glob(f"{RECORD}/generation_*.parquet")):
         found = [*found, "its record, which is kept next to the new one"]
     if found:
-        warnings.warn(
+        warn(
             f"output_dir={str(folder)!r} holds files of an earlier run: {', '.join(found)}. This run replaces those of"
             " its own steps and keeps the others, which it does not count; but resuming from the latest checkpoint"
             " would take an earlier one. Choose another output_dir to keep runs apart.",
-            stacklevel=2,
         )
 
 
@@ -359,7 +357,7 @@ def find_checkpoint(wanted: str | bool, own: list[str], output_dir: str) -> str:
             f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no checkpoint. Give the folder of one,"
             " or leave it out to start from the beginning; 'auto' does either."
         )
-    folder = str(wanted)
+    folder = os.path.expanduser(str(wanted))
     if not is_checkpoint(Path(folder)):
         known = f"output_dir holds {', '.join(own)}" if own else "output_dir holds none either"
         raise ValueError(

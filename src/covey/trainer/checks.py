@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
-from covey.config.messages import closest, default_of, ignored, is_set, warn
+from covey.config.messages import closest, default_of, ignored, is_set
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
@@ -23,6 +22,7 @@ from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.isolation import isolation_of
+from covey.runtime.user_code import warn
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
@@ -71,16 +71,15 @@ def check_datasets(
                 FunctionReward(function, function_name(function)).require_columns(columns)
 
 
-def check_batch(given: Any, wanted: type | None, method: str) -> None:
-    """Raise TypeError for what an overridden `get_train_dataloader` or `get_eval_dataloader` made itself."""
-    if wanted is None or not isinstance(given, wanted):
-        raise TypeError(
-            f"`{method}` was overridden and returned a dataloader of its own (of {type(given).__name__}), which cannot"
-            " be sampled from: batches here are numbered samples of prompts. Return what"
-            f" `super().{method}()` returns. To choose rows or their order, give such a dataset with"
-            " shuffle_dataset=False; to change them, use `dataset.map` or `dataset.set_transform`; see also"
-            " `prompt_sampler`."
-        )
+def foreign_loader(given: Any, method: str) -> TypeError:
+    """Error for what an overridden `get_train_dataloader` or `get_eval_dataloader` made itself."""
+    return TypeError(
+        f"`{method}` was overridden and returned a dataloader of its own (of {type(given).__name__}), which cannot"
+        " be sampled from: batches here are numbered samples of prompts. Return what"
+        f" `super().{method}()` returns. To choose rows or their order, give such a dataset with"
+        " shuffle_dataset=False; to change them, use `dataset.map` or `dataset.set_transform`; see also"
+        " `prompt_sampler`."
+    )
 
 
 def evaluation_sets(eval_dataset: Any) -> list[Any]:
@@ -130,11 +129,10 @@ def _warn_of_rows_left_out(args: OnlineConfig, rows: int, together: int) -> None
     """Rows that do not fill a rollout batch come first in the next epoch, if there is one and nothing is shuffled."""
     left = rows % together
     if left and not args.shuffle_dataset and args.max_steps <= 0 and args.num_train_epochs <= 1:
-        warnings.warn(
+        warn(
             f"the last {left} of {rows} rows never come: a rollout batch has {together} prompts, rows are not shuffled"
             " (shuffle_dataset=False), and the run ends after one epoch. Give a number of rows that rollout batches"
             " divide, change generation_batch_size, or train for more epochs, which begin with them.",
-            stacklevel=4,
         )
 
 
@@ -201,11 +199,10 @@ class MovedWeights(TrainerCallback):
         self._steps, self._moved, self._total = self._steps + 1, self._moved + moved, self._total + total
         if self._steps == MOST_STILL and self._moved < FEW * self._total and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"in {MOST_STILL} optimizer steps {self._moved / self._total:.1%} of the weights changed at a time:"
                 f" they are held in {weights[0].dtype}, and the other updates were rounded away."
                 f" {IN_FLOAT32}",
-                stacklevel=2,
             )
 
 
@@ -371,10 +368,9 @@ def determine_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -
     """A method of the trainer: an evaluation in which no reward function gave a reward is not the best one."""
     name = "eval_" + (trainer.args.metric_for_best_model or "").removeprefix("eval_")
     if name not in metrics and any(name in entry for entry in trainer.state.log_history):
-        warnings.warn(
+        warn(
             f"step {trainer.state.global_step}: this evaluation has no {name}, which chooses the best model, although"
             " earlier ones had it (every reward is None, say), so it is not the best.",
-            stacklevel=2,
         )
         return False
     return Trainer._determine_best_metric(trainer, metrics, trial)
@@ -439,11 +435,10 @@ class FiniteCheck:
             self._context.metrics.add({"updates/skipped_nonfinite": Sum(1.0)}, "train")
         passes = f"; passes that are not: {', '.join(self._passes)}" if self._passes else ""
         self._passes.clear()
-        warnings.warn(
+        warn(
             f"step {self._context.step + 1}: {what}, so the step is not taken and all weights stay as they are."
             f" Gradients that are not finite: {listed(gradients)}{passes}. Rewards of the step: {self._rewards()}."
             f" The run ends after {MOST_IN_A_ROW} such steps in a row. {CAUSES}",
-            stacklevel=2,
         )
 
     def check_weights(self, together: bool = True) -> None:

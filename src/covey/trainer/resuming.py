@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from covey.policy.adapters import adapter_config, base_model, has_adapter
 from covey.policy.quantization import quantization_method
 from covey.policy.replicas import QUANTISED, Sample
 from covey.rewards import RewardSuite
-from covey.runtime.user_code import unwrap_partial
+from covey.runtime.user_code import unwrap_partial, warn
 
 # Settings that a checkpoint's optimizer holds: loading it puts the old ones back.
 OF_THE_OPTIMIZER = frozenset(
@@ -247,8 +246,7 @@ def _same(was: tuple[str, Tensor] | None, now: tuple[str, Tensor] | None) -> boo
 def warn_of_uncompared(checkpoint: str, policy: Any) -> None:
     method = quantization_method(base_model(policy))
     if has_adapter(policy) and method not in (None, "bitsandbytes"):
-        warnings.warn(
+        warn(
             f"the weights of the base model, which {method} has quantised, cannot be compared with those that the"
             f" adapter in {checkpoint!r} was trained on: make sure that it is the same model.",
-            stacklevel=4,
         )

@@ -40,11 +40,11 @@ from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
 from covey.trainer.checks import (
     FiniteCheck,
-    check_batch,
     check_datasets,
     check_fit,
     check_unread,
     determine_best_metric,
+    foreign_loader,
     log_save_evaluate,
 )
 from covey.trainer.context import RunContext
@@ -236,7 +236,8 @@ class OnlineTrainer(Trainer):
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
         """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
         start = time.perf_counter()
-        check_batch(inputs, MicroStep, "get_train_dataloader")
+        if not isinstance(inputs, MicroStep):
+            raise foreign_loader(inputs, "get_train_dataloader")
         model.train()
         with self.context.phases("train"):
             if self.updates.micro_steps == 0:
@@ -473,7 +474,7 @@ class OnlineTrainer(Trainer):
         """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
         ready_to_evaluate(self)
         if not hasattr(dataloader, "suite"):
-            check_batch(dataloader, None, "get_eval_dataloader")
+            raise foreign_loader(dataloader, "get_eval_dataloader")
         self.callback_handler.eval_dataloader = dataloader  # callbacks are given it
         return self.evaluation.run(dataloader, metric_key_prefix, self._on_prediction_step)
 

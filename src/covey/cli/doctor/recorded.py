@@ -39,6 +39,7 @@ from covey.observability.record_files import (
     read_rows,
     read_run,
 )
+from covey.runtime.definitions import script_of_run
 
 ELSEWHERE = (
     *("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record", "eval_"),
@@ -109,7 +110,7 @@ def examined_again(read: "PastRun", trainer: Any, seconds: float, summary: dict[
 def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     """The run's trainer, as it was before its first step; None where a part has no name, or is gone."""
     parts = parts_of_record(described)
-    tokenizer, unnamed = parts.pop("tokenizer", None), parts.pop("unnamed", [])
+    tokenizer, unnamed, script = parts.pop("tokenizer", None), parts.pop("unnamed", []), parts.pop("script", None)
     if None in parts.get("reward_funcs", ()) or None in parts.get("tools", ()):
         unnamed = [*unnamed, "reward_funcs" if None in parts.get("reward_funcs", ()) else "tools"]
     if unnamed:
@@ -124,7 +125,7 @@ def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
         kept["per_device_train_batch_size"] = described["processes"] * kept.get("per_device_train_batch_size", 8)
     further: dict[str, Any] = {}
     try:
-        with quiet(), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
+        with quiet(), script_of_run(script), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
             if tokenizer:
                 further["processing_class"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
             if "dataset" not in parts:

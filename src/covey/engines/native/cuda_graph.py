@@ -6,7 +6,6 @@ taken again when there are fewer or more, when the capacity changes, or when pro
 is checked against an ordinary run of the same step, the first one against a run with torch's attention.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
+from covey.runtime.user_code import warn
 
 LEAST_SEQUENCES = 8  # fewer sequences are computed as this many
 FEWEST_LEFT = 4  # a capture is kept until fewer than one in so many of its sequences are left
@@ -113,9 +113,7 @@ class GraphStep:
 
     def _do_without_fusing(self, reason: str) -> None:
         self._fuses = False
-        warnings.warn(
-            f"decoding runs without fused kernels ({reason}). Samples are the same; decoding is slower.", stacklevel=2
-        )
+        warn(f"decoding runs without fused kernels ({reason}). Samples are the same; decoding is slower.")
 
     def _run(self, cache: SharedPrefixCache) -> Tensor:
         masks = cache.masks(self._positions, self.config)

@@ -7,7 +7,6 @@ imports triton. `SharedPrefixCache.attend` is the reference.
 """
 
 import functools
-import warnings
 
 import torch
 import triton
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from covey.engines.native.shared_prefix_cache import SlotMap
+from covey.runtime.user_code import warn
 
 BLOCK = 64  # keys that a program reads at once
 LEAST_KEYS = 256  # fewest keys for which the keys are split once more
@@ -113,7 +113,7 @@ def decode_kernel_works(kv_heads: int, queries: int, dim: int, dtype: torch.dtyp
         raise  # not the kernel's fault
     except Exception as error:  # compilers, drivers and GPUs fail in many ways
         reason = f"{type(error).__name__}: {error}"
-    warnings.warn(f"The kernel of decoding's attention is not used ({reason}); torch's operations are.", stacklevel=2)
+    warn(f"The kernel of decoding's attention is not used ({reason}); torch's operations are.")
     return False
 
 

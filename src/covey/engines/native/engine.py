@@ -6,7 +6,6 @@ no weights to load. See also `recurrent_engine`, for models with a running state
 """
 
 import asyncio
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +36,7 @@ from covey.engines.native.prefill import (
 from covey.engines.native.sampling import Batch, SequenceState, compaction_moves, sequences_of
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
+from covey.runtime.user_code import warn
 
 CAPTURED_TOKENS = 256  # most tokens of a completion for which there is room before any is sampled, with CUDA graphs
 PREFILL_TOKENS = 4096  # most (padded) tokens in one forward pass over prompts or drafts
@@ -269,10 +269,9 @@ class NativeEngine(PolicyEngine):
             objection = self._objection_to_sharing(dtype, softcap)
             self._shares_prefixes = objection is None
             if objection is not None:
-                warnings.warn(
+                warn(
                     f"{name_of(model)} decodes with a copy of the prompt for every completion, because"
                     f" {objection}. Samples are the same; long prompts take more memory and time.",
-                    stacklevel=2,
                 )
         if not self._shares_prefixes:
             return PerSequenceCache(dtype)
@@ -363,10 +362,9 @@ class NativeEngine(PolicyEngine):
         self._graph_step.begin(None)
         if not error.out_of_memory:
             self._use_graphs = False
-        warnings.warn(
+        warn(
             f"decoding runs without a CUDA graph{' in this rollout batch' if error.out_of_memory else ''}: capturing a"
             f" step of {self._model().config.model_type} failed ({error}). Samples are the same; decoding is slower.",
-            stacklevel=2,
         )
 
     def _run(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:

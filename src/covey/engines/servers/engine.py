@@ -7,7 +7,6 @@ thread, also while completions are being sampled.
 import asyncio
 import contextlib
 import time
-import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -26,6 +25,7 @@ from covey.engines.servers.server_pool import FIRST_PAUSE, PROBE_SECONDS, QUICK_
 from covey.engines.servers.weights.sender import WeightSender
 from covey.engines.servers.weights.versions import ServerWeights
 from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import warn
 
 EMPTY_ABORTS = 10  # times in a row that a server may abort a completion without having sampled a token
 
@@ -63,10 +63,9 @@ class RemoteEngine:
         limits = [self.max_context, *(fact.max_context for fact in facts)]
         limit = self._max_context = min((limit for limit in limits if limit is not None), default=None)
         if self.max_context is not None and limit is not None and limit < self.max_context:
-            warnings.warn(
+            warn(
                 f"the servers attend to {limit} tokens and the model to {self.max_context}: prompt and completion end"
                 f" at {limit}. If that is too short, start them with a longer context ({self.api.settings.context}).",
-                stacklevel=3,
             )
         self.traits = EngineTraits(
             expands_images=True,
@@ -231,11 +230,10 @@ async def connect(
         assert not isinstance(facts, ServerError), "raised above"
         path = facts.path or facts.model
         if model_name and Path(path).name.lower() != Path(model_name).name.lower():
-            warnings.warn(
+            warn(
                 f"{server.url} was started with {path!r} and {model_name!r} is trained. Fine if they are one"
                 " architecture, since the server is sent the weights; otherwise start it with the model that is"
                 " trained.",
-                stacklevel=2,
             )
         await api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
         members.append(PoolMember(server, facts))

@@ -1,7 +1,6 @@
 """Arithmetic of a tile of logits in Triton kernels; `fastest_tiles` returns torch's where these do worse."""
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from covey.policy.lm_head.torch_tiles import IMPOSSIBLE, Curve, RowGradients, RowSums, TargetColumns, TorchTiles
+from covey.runtime.user_code import warn
 
 BLOCK = 4096  # entries of a row that a program loads at once
 MOST_TIME = 1.1
@@ -158,9 +158,7 @@ def fastest_tiles(case: Case) -> type[TorchTiles]:
         raise  # not the kernels' fault; micro-batches are split
     except Exception as error:  # compilers, drivers and GPUs fail in many ways
         reason = f"{type(error).__name__}: {error}"
-    warnings.warn(
-        f"The LM head's Triton kernels are not used ({reason}); torch's operations are used instead.", stacklevel=2
-    )
+    warn(f"The LM head's Triton kernels are not used ({reason}); torch's operations are used instead.")
     return TorchTiles
 
 

@@ -5,13 +5,13 @@ import os
 import socket
 import struct
 import sys
-import warnings
 from typing import Any, Self
 
 from covey.rollout.environments.interface import EnvironmentFailed
 from covey.rollout.environments.pool import EnvironmentWarning
 from covey.runtime.child_process import ChildProcess
 from covey.runtime.safe_text import printable
+from covey.runtime.user_code import warn
 
 MAX_OUTPUT = 16 << 20  # bytes that a program may write to its standard error
 SHOWN = 500  # characters of it in the message of a failure
@@ -69,11 +69,10 @@ class RewardSocket:
         if self._text is None:
             return None
         if self._refused:
-            warnings.warn(
+            warn(
                 "a process that an agent started after the policy's first reply wrote a reward to COVEY_REWARD_FD,"
                 " which is ignored: the agent's own counts. Close the descriptor in the tools of the agent.",
                 EnvironmentWarning,
-                stacklevel=2,
             )
         try:
             return float(self._text)

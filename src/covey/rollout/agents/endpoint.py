@@ -7,7 +7,6 @@ import asyncio
 import json
 import secrets
 import threading
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack
@@ -18,7 +17,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from covey.rollout.agents.session import FULL, AgentSession, RequestError, Seat
 from covey.rollout.agents.wire import APIS, Api, read_request
 from covey.rollout.environments.pool import EnvironmentWarning
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import format_error, warn
 
 MAX_BODY = 16 << 20  # bytes of a request
 MAX_AT_ONCE = 64  # requests of a session that are being answered
@@ -200,7 +199,7 @@ class Service:
                 await self._stop.wait()
         except Exception as error:
             if self.ready.done():
-                warnings.warn(f"servers for agents failed at their end: {error}", EnvironmentWarning, stacklevel=2)
+                warn(f"servers for agents failed at their end: {error}", EnvironmentWarning)
             else:
                 self.ready.set_exception(error)
         finally:

@@ -1,6 +1,5 @@
 """Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -16,7 +15,7 @@ from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Rendered, Toolbox, ToolResult
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.runtime.deadlines import CallTimeout
-from covey.runtime.user_code import call_all
+from covey.runtime.user_code import call_all, warn
 
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
@@ -188,7 +187,7 @@ class PlayedEnvironment(RolloutFunction):
 
 def _close(environment: Any) -> None:
     if (error := close_environment(environment)) is not None:
-        warnings.warn(f"an environment could not be closed: {error}.", EnvironmentWarning, stacklevel=3)
+        warn(f"an environment could not be closed: {error}.", EnvironmentWarning)
 
 
 class NamedEnvironments:

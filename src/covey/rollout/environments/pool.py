@@ -6,7 +6,6 @@ One that hung or failed is discarded. Each is closed exactly once, at the latest
 import asyncio
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +25,7 @@ from covey.runtime.deadlines import (
     can_interrupt_here,
 )
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async, place_of
+from covey.runtime.user_code import UserCodeError, call_and_wait, format_error, is_async, place_of, warn
 
 T = TypeVar("T")
 
@@ -284,7 +283,7 @@ class _Environments:
             count = "an environment" if len(self.errors) == 1 else f"{len(self.errors)} environments"
             message = f"{count} could not be closed: {self.errors[0]}."
             self.errors.clear()
-            warnings.warn(message, EnvironmentWarning, stacklevel=3)
+            warn(message, EnvironmentWarning)
 
     def close_here(self, leases: Sequence[Lease]) -> None:
         """Close on this thread, all of them by one deadline."""

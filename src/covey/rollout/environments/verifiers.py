@@ -5,7 +5,6 @@ is an endpoint in this process (`covey.rollout.agents`), where every rollout is 
 """
 
 import asyncio
-import warnings
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -17,6 +16,7 @@ from covey.rollout.environments.agent import REWARD, SCORES
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library
 from covey.rollout.environments.pool import EnvironmentWarning
 from covey.rollout.episode import EpisodeEngine
+from covey.runtime.user_code import warn
 
 
 class VerifiersEnvironment:
@@ -94,7 +94,7 @@ class VerifiersEnvironment:
     def close(self) -> None:
         service, self._service = self._service, None
         if service is not None and not service.end():
-            warnings.warn("a verifiers environment did not end in time.", EnvironmentWarning, stacklevel=2)
+            warn("a verifiers environment did not end in time.", EnvironmentWarning)
 
     def _first(self, size: int) -> list[Any]:
         """The first tasks, each made once and in order: a taskset may take long to make them, or be endless."""

@@ -5,7 +5,6 @@ import copy
 import difflib
 import inspect
 import sys
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from covey.runtime.user_code import (
     format_error,
     is_async,
     unsaveable_part,
+    warn,
 )
 
 Content = str | list[dict[str, Any]]
@@ -183,12 +183,11 @@ class Toolbox:
         for name, outcomes in self._outcomes.items():
             if outcomes.failed and not outcomes.worked and not outcomes.warned:
                 outcomes.warned = True
-                warnings.warn(
+                warn(
                     f"all {outcomes.failed} calls of the tool {name!r} have failed. The first one: {outcomes.first}."
                     " The policy reads such errors and is trained on them: make the tool work, or let it return a text"
                     " that says what the policy did wrong.",
                     ToolWarning,
-                    stacklevel=2,
                 )
 
     def rendered(self, result: Any) -> "Rendered":

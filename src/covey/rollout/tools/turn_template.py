@@ -6,7 +6,6 @@ render only if it is *prefix-stable*: a longer conversation begins with the toke
 
 import json
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from covey.core.records import Message
 from covey.rollout.images import as_parts, with_images
 from covey.rollout.prompts import ControlTokens, PromptCodec
 from covey.rollout.vision import Encoded, Vision
+from covey.runtime.user_code import warn
 
 _TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"  # marks in placeholders
 _USER: Message = {"role": "user", "content": "coveyASK"}
@@ -241,12 +241,11 @@ class TurnTemplate:
         """Warn of a template that keeps earlier turns when tools answer, and changes them when a user does."""
         reasons = self._instabilities(*([{"role": "user", "content": _RESULT + number}] for number in "12"))
         if reasons:
-            warnings.warn(
+            warn(
                 f"the chat template is not prefix-stable where a user goes on: {'; '.join(reasons)}. Earlier turns stay"
                 f" as they were sampled, which is not how the template renders the conversation. {self._advice}"
                 " `tokenizer.chat_template`; or set unstable_chat_template='keep' and keep them wherever the model is"
                 " used.",
-                stacklevel=2,
             )
 
     def _instabilities(self, *answers: list[Message]) -> list[str]:
@@ -325,11 +324,10 @@ class TurnTemplates:
         except ValueError:
             _set_template(self.codec, old)
             raise unstable from None
-        warnings.warn(
+        warn(
             "the chat template opens a turn without thinking by an empty block of thinking, and drops the block from"
             " earlier turns. It was rewritten to keep it, as training does, and is saved with the model in that form."
             " Set unstable_chat_template='rewrite' to silence this, or 'keep' to save it as it was.",
-            stacklevel=6,
         )
         return template
 

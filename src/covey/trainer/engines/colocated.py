@@ -6,7 +6,6 @@ While it samples, the policy and its optimizer may be offloaded to host memory.
 import copy
 import os
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from covey.policy.loading import end_token_ids
 from covey.policy.sharded_tensors import original_class
 from covey.rollout.vision import Vision
 from covey.runtime.process_memory import available_memory
+from covey.runtime.user_code import warn
 from covey.sizing import memory, vllm_memory
 from covey.trainer.engine_check.parity import AUTOCAST
 
@@ -134,7 +134,7 @@ def sleeps(args: OnlineConfig, device: torch.device) -> bool:
         for name in ("vllm_enable_sleep_mode", "offload_model", "offload_optimizer"):
             if getattr(args, name):
                 message = f"`{name}=True` has no effect on a CPU: there is no other memory to move to."
-                warnings.warn(message, stacklevel=2)
+                warn(message)
         return False
     return bool(args.vllm_enable_sleep_mode)
 

@@ -18,7 +18,7 @@ import torch
 
 from covey.config.algebra import BatchAlgebra
 from covey.config.messages import closest
-from covey.core.engine import SamplingParams
+from covey.core.engine import SamplingParams, check_setting
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
 from covey.core.transcript import as_user_messages
 from covey.rewards.contract import extract_of
@@ -27,14 +27,6 @@ from covey.rewards.suite import RewardSuite
 from covey.runtime.user_code import format_error, format_value, place_of
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # passed to the sampler unchanged
-LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "temperature": ("0 (greedy), or 1e-05 or more", lambda value: value == 0 or 1e-5 <= value < math.inf),
-    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
-    "top_k": ("whole, 0 (all) or more", lambda value: value >= 0 and value % 1 == 0),
-    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
-    "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
-    "success_threshold": ("and finite", math.isfinite),
-}  # allowed values, as text and as a predicate
 
 
 @dataclass(frozen=True)
@@ -90,11 +82,12 @@ class EvalSuite:
                 raise ValueError(f"EvalSuite({name}={given!r}): whole numbers, 1 or more, are allowed.")
             if several:
                 object.__setattr__(self, name, tuple(sorted(set(values))))
-        for name, (allowed, allows) in LIMITS.items():
-            value = getattr(self, name)
-            usable = isinstance(value, numbers.Real) and not isinstance(value, bool) and allows(value)
-            if value is not None and not usable:
-                raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
+        for name in SAMPLING:
+            if (value := getattr(self, name)) is not None:
+                check_setting(name, value, f"EvalSuite({name}={value!r})")
+        threshold = self.success_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not math.isfinite(threshold):
+            raise ValueError(f"EvalSuite(success_threshold={threshold!r}) must be a finite number.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
                 f"EvalSuite(temperature=0, num_generations={self.num_generations}): greedy completions of a prompt are"

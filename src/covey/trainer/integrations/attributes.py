@@ -15,12 +15,12 @@ from transformers import GenerationConfig, Trainer, TrainingArguments
 
 from covey.config.aliases import HOOKS, NOT_NEEDED
 from covey.config.base import OLD
-from covey.config.messages import warn
 from covey.config.rloo import RLOOConfig
 from covey.config.rules import check_fields
 from covey.observability.metrics import MetricLog
 from covey.rewards.suite import as_weights
 from covey.runtime.overrides import passes_through
+from covey.runtime.user_code import warn
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "epsilon_low": lambda trainer: current(trainer, "epsilon"),

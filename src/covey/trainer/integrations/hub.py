@@ -2,12 +2,12 @@
 
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
+from covey.runtime.user_code import warn
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import hub_id, model_card
 
@@ -46,7 +46,7 @@ def create_model_card(
     if not isinstance(model_name, str | None):
         raise TypeError(f"model_name={model_name!r:.80} must be text: the name of the model. Give others by keyword.")
     if idle := [name for name, given in (("tasks", tasks), ("dataset_args", dataset_args)) if given is not None]:
-        warnings.warn(f"`{'`, `'.join(idle)}` has no effect: the task is text generation.", stacklevel=2)
+        warn(f"`{'`, `'.join(idle)}` has no effect: the task is text generation.")
     config, folder = self.policy.config, Path(self.args.output_dir or ".")
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
     trained_on = listed(getattr(getattr(self.train_dataset, "info", None), "dataset_name", None))
@@ -129,9 +129,8 @@ class PushCompletions(TrainerCallback):
         if error is None:
             self._pushed.update(self._sending)
         else:
-            warnings.warn(
+            warn(
                 f"completions were not pushed to {self._repo!r}: {error} They are in {os.fspath(self._folder)!r}.",
-                stacklevel=2,
             )
 
     def _stamps(self) -> dict[Path, int]:

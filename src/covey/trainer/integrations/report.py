@@ -8,7 +8,6 @@ import platform
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -33,9 +32,10 @@ from covey.observability.record_files import ends_of
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
 from covey.rewards import RewardSuite
+from covey.runtime.definitions import main_script
 from covey.runtime.packages import versions
 from covey.runtime.safe_text import is_secret, without_secrets
-from covey.runtime.user_code import call_all, unwrap_partial
+from covey.runtime.user_code import call_all, unwrap_partial, warn
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE
@@ -147,7 +147,7 @@ class RunReport(TrainerCallback):
             try:
                 self._write(Path(self.trainer.args.output_dir), own)
             except Exception as error:  # a picture ends no run
-                warnings.warn(f"the page of the run could not be written: {error!r}", stacklevel=2)
+                warn(f"the page of the run could not be written: {error!r}")
             self._due = time.monotonic() + (time.monotonic() - began) / SHARE
 
     def _write(self, folder: Path, own: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ PLAYED = ("rollout_func", "environment_factory", "agent")
 
 
 def named_parts(trainer: Any) -> dict[str, Any]:
-    """Keys of a run file: model, rewards, tools and adapter; None for what has no name."""
+    """Keys of a run file: model, rewards, tools and adapter, and the script; None for what has no name."""
     method = type(trainer.args).method
     if trainer.report.named:
         return {"method": method, **trainer.report.named}
@@ -265,6 +265,7 @@ def named_parts(trainer: Any) -> dict[str, Any]:
         "rollout_func": name_of(made.get("rollout_func")),
         "environment_factory": name_of(made.get("environment_factory")),
         "unnamed": [one for one in PLAYED if made.get(one) is not None and name_of(made[one]) is None],
+        "script": main_script(),
     }
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import time
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from covey.engines.servers.errors import (
 from covey.engines.servers.protocols import ServerApi
 from covey.engines.servers.server_pool import PROBE_SECONDS, QUICK_SECONDS, PoolMember, ServerPool
 from covey.engines.servers.weights.sender import WeightSender
+from covey.runtime.user_code import warn
 
 GRACE_SECONDS = 5.0  # after a pause, for requests in flight to come back
 SEND_ATTEMPTS = 3  # attempts to send weights to a server that answers and fails at taking them
@@ -106,9 +106,8 @@ class ServerWeights:
         """Send a server no more weights until it stops answering, as it does during a restart."""
         self.pool.leave_out(member, error)
         self._excluded[member] = error
-        warnings.warn(
+        warn(
             f"{error} It answers and takes no weights, so the run goes on without it; restart it to have it back.",
-            stacklevel=2,
         )
 
     async def _update(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> bool:
