@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from covey.core.transcript import as_text, shorten
+from covey.core.transcript import as_text
 from covey.observability.completions import CompletionLog
+from covey.runtime.safe_text import shorten
 
 
 def filled(tmp_path, **options) -> CompletionLog:

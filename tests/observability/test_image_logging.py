@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 from rich.console import Console
 
-from covey.core.transcript import thumbnails
 from covey.observability import completions
 from covey.observability.completions import CompletionLog
+from covey.observability.excerpts import thumbnails
 from covey.observability.report import Sample, write_report
 from tests.support import tiny_vision
 

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from covey.core import model as core_model
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.scoring import TokenScorer, find_fused_layers, fused_layers
+from covey.policy import products
+from covey.policy.fused import find_fused_layers, fused_layers
+from covey.policy.scoring import TokenScorer
 
 TINY = {
     "vocab_size": 100,
@@ -63,10 +64,10 @@ def test_gradients_are_those_of_the_modules(config, layout, checkpointing):
 def test_gradients_are_the_same_with_products_by_onednn(monkeypatch):
     model = model_of(PLAIN[0], torch.float32)
     layers = find_fused_layers(model)
-    monkeypatch.setattr(core_model, "LARGE_PRODUCT", 0)
+    monkeypatch.setattr(products, "LARGE_PRODUCT", 0)
     found = {}
     for faster in (False, True):
-        monkeypatch.setattr(core_model, "onednn_is_faster", lambda faster=faster: faster)
+        monkeypatch.setattr(products, "onednn_is_faster", lambda faster=faster: faster)
         with torch.profiler.profile() as profile:
             found[faster] = gradients(model, "shared_prefix", False, layers)
         assert any("_linear_pointwise" in event.key for event in profile.key_averages()) == faster

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.scoring import TokenScorer, find_fused_layers, fused_layers
+from covey.policy.fused import find_fused_layers, fused_layers
+from covey.policy.scoring import TokenScorer
 from covey.sizing.memory import Precision, ShardCounts, estimate, estimate_of, layer_bytes, optimizer_states, readable
 from covey.sizing.model_spec import SavedActivations, count_parameters
 

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 
 from covey.cli.run_file import BUILDERS, check_data_file, evaluation_sets, is_function, is_local
-from covey.core.transcript import with_system_message
+from covey.data.conversations import with_system_message
 from covey.runtime.hub import look_up
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable

@@ -1,19 +1,14 @@
-"""Models of transformers or PEFT under their wrappers: class, decoder, attention, products, mode, image inputs."""
+"""Models of transformers or PEFT under their wrappers: class, decoder, attention, mode, image inputs."""
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from covey.core.media import Media
-
-LARGE_PRODUCT = 1 << 26  # multiplications of a product from which oneDNN's longer calls are worth it
 
 
 def unwrapped(model: Any) -> Any:
@@ -74,35 +69,6 @@ def rms_norm_epsilon(module: Any) -> float | None:
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(getattr(module, "weight", None), Tensor):
         return None
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-def product(x: Tensor, weight: Tensor, *, onto: Tensor | None = None) -> Tensor:
-    """x @ weight.T of [n, in] and [out, in], added to `onto` if given; on a CPU by the faster library. No gradients."""
-    suits = x.device.type == "cpu" and x.is_contiguous() and x.dtype == weight.dtype == torch.float32
-    if suits and len(x) * weight.numel() >= LARGE_PRODUCT and onednn_is_faster():
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return result if onto is None else onto.add_(result)
-    return x @ weight.T if onto is None else torch.addmm(onto, x, weight.T, out=onto)
-
-
-@cache
-def onednn_is_faster() -> bool:
-    """True where oneDNN takes clearly less time than MKL for few rows: on AMD's processors with AVX-512.
-
-    MKL has no kernels with AVX-512 for them; with AVX2 the two are equal for 16 rows or more. It is a rule and not
-    measured, because the libraries round differently: a run that is repeated or resumed must take the same.
-    """
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and "AuthenticAMD" in _processor()
-
-
-def _processor() -> str:
-    """The processor's description by the operating system."""
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
 
 
 @contextmanager

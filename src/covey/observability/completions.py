@@ -22,21 +22,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from covey.core.transcript import (
-    Counts,
-    Entry,
-    Kind,
-    as_text,
-    count,
-    entries,
-    excerpt,
-    is_conversation,
-    is_messages,
-    shorten,
-    to_json,
-)
+from covey.core.transcript import Counts, Entry, Kind, as_text, count, entries, is_conversation, is_messages, to_json
+from covey.observability.excerpts import excerpt
 from covey.runtime.files import written_whole
-from covey.runtime.safe_text import printable
+from covey.runtime.safe_text import printable, shorten
 from covey.runtime.user_code import format_error, warn
 
 Row = dict[str, Any]

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
-from covey.core.transcript import thumbnails
+from covey.observability.excerpts import thumbnails
 from covey.observability.record_files import (
     AS_JSON,
     FOLDER,

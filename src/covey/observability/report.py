@@ -9,12 +9,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from covey.core.transcript import as_text, entries, excerpt, is_conversation, shorten
+from covey.core.transcript import as_text, entries, is_conversation
+from covey.observability.excerpts import excerpt
 from covey.observability.metric_docs import all_sets, meaning, place, prefix
 from covey.observability.metrics import Timeline
 from covey.observability.plots import as_svg, draw_panel, drawn_panels, series
 from covey.observability.timeline import draw_timeline
 from covey.runtime.files import written_whole
+from covey.runtime.safe_text import shorten
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
 NOT_NUMBERS = ("step", "error", "turns", "calls")  # columns of a group that its table leaves out

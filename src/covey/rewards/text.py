@@ -3,7 +3,8 @@
 from typing import Any
 
 from covey.core.special_tokens import THINKING
-from covey.core.transcript import as_text, entries, is_messages, shorten
+from covey.core.transcript import as_text, entries, is_messages
+from covey.runtime.safe_text import shorten
 
 
 def completion_text(completion: Any) -> str:

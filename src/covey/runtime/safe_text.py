@@ -79,3 +79,12 @@ def _public_item(before: Any, item: Any) -> Any:
 
 def is_secret(name: str) -> bool:
     return SECRET.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).strip().lower()) is not None
+
+
+def shorten(text: str, width: int) -> str:
+    """At most `width` characters: the beginning and the end, with an ellipsis in between."""
+    if len(text) <= width:
+        return text
+    head = width // 2
+    tail = width - head - 1
+    return text[:head] + "…" + (text[-tail:] if tail > 0 else "")

@@ -379,7 +379,7 @@ class Precision(NamedTuple):
     updated: int  # bytes of a weight that is trained
     sharded: bool  # weights are gathered in the type of products
     saved: SavedActivations
-    fused: bool = False  # norms and MLPs run as `fused_layers` in `covey.policy.scoring`
+    fused: bool = False  # norms and MLPs run as `fused_layers` in `covey.policy.fused`
 
     @property
     def casts(self) -> bool:

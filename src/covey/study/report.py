@@ -15,10 +15,10 @@ from typing import Any
 from rich.text import Text
 
 from covey.core.estimates import interval_of_mean
-from covey.core.transcript import shorten
 from covey.observability.plots import Panel, as_svg, draw_panel
 from covey.observability.report import figures, write_page
 from covey.runtime.files import written_whole
+from covey.runtime.safe_text import shorten
 from covey.runtime.user_code import warn
 from covey.study.commands import CURVES_FILE
 from covey.study.variants import Variant

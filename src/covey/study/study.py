@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.training import LoggingFields
-from covey.core.transcript import as_user_messages, with_system_message
+from covey.data.conversations import as_user_messages, with_system_message
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.engines.servers.errors import RETRIED, NoServerLeft

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.core.records import PromptSample
-from covey.core.transcript import as_text, as_user_messages
+from covey.core.transcript import as_text
+from covey.data.conversations import as_user_messages
 from covey.observability.metric_docs import meaning
 from covey.rollout.collector import Collector
 from covey.trainer.distributed.sharding import ready_to_evaluate

@@ -19,10 +19,11 @@ from covey.core.records import RankShard, Rollout, Scores
 from covey.core.stats import Mean, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
+from covey.policy.fused import fused_layers
 from covey.policy.layouts import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
-from covey.policy.scoring import TokenScorer, fused_layers
+from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck

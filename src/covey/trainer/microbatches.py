@@ -21,7 +21,8 @@ from covey.core.batch import TrainBatch, token_index
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
-from covey.policy.scoring import FusedLayer, TokenScorer, find_fused_layers, fused_layers
+from covey.policy.fused import FusedLayer, find_fused_layers, fused_layers
+from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
 from covey.trainer.context import RunContext

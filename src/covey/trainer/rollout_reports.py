@@ -15,7 +15,8 @@ from covey.core.batch import TrainBatch
 from covey.core.likeness import Keys
 from covey.core.records import FinishReason, RankShard, Rollout, ScoredRollouts, Scores
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
-from covey.core.transcript import Counts, RolloutSummary, count, thumbnails
+from covey.core.transcript import Counts, RolloutSummary, count
+from covey.observability.excerpts import thumbnails
 from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import ROLLOUTS, Timeline, covered
 from covey.rewards.call import RewardStream

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.core.model import onednn_is_faster
 from covey.engines.native.invariance import row_counts
+from covey.runtime.processor import onednn_is_faster
 
 PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
 FEWEST_ROWS = 4  # of oneDNN's products: of one to three rows they take longer than of four

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.core.model import product
 from covey.policy.lm_head.support import SampledSupport
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
+from covey.policy.products import product
 
 TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Bytes of a tile's logits in float32: on CPUs, tiles that fit into the cache are fastest; GPUs need large products."""

@@ -20,7 +20,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.config.messages import closest
 from covey.core.engine import SamplingParams, check_setting
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
-from covey.core.transcript import as_user_messages
+from covey.data.conversations import as_user_messages
 from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite

@@ -1,0 +1,30 @@
+"""Prompts of a dataset as conversations, with a system message where one is given."""
+
+from typing import Any
+
+
+def as_user_messages(rows: Any) -> Any:
+    """A dataset or rows, whose prompts of text become a message of the user each."""
+
+    def changed(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row.get("prompt")
+        return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
+
+    return rows.map(changed) if hasattr(rows, "map") else [{**row, **changed(row)} for row in rows]
+
+
+def with_system_message(text: str | None, rows: Any) -> Any:
+    """A dataset or rows, whose prompts become messages that begin with a system message, unless they have one."""
+
+    def changed(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not messages or messages[0]["role"] == "system":
+            return {"prompt": messages}
+        parts = isinstance(messages[0]["content"], list)  # text and images; one column holds one kind of content
+        content = [{"type": "text", "text": text}] if parts else text
+        return {"prompt": [{"role": "system", "content": content}, *messages]}
+
+    if not text or rows is None:
+        return rows
+    return rows.map(changed) if hasattr(rows, "map") else [{**row, **changed(row)} for row in rows]
