@@ -244,6 +244,7 @@ def _time_covey(trainer: Any, watch: Stopwatch) -> None:
 
 def _time_trl(trainer: Any, watch: Stopwatch) -> None:
     _time_common(trainer, watch)
+    watch.wrap(trainer, "_prepare_inputs", "other")
     watch.wrap(trainer, "_generate_single_turn", "generate")
     watch.wrap(trainer, "_calculate_rewards", "score")
     watch.wrap(trainer, "_get_per_token_logps_and_entropies", "train", inside={"other": "score"})
@@ -251,7 +252,6 @@ def _time_trl(trainer: Any, watch: Stopwatch) -> None:
 
 def _time_common(trainer: Any, watch: Stopwatch) -> None:
     watch.wrap(trainer, "training_step", "train")
-    watch.wrap(trainer, "_prepare_inputs", "other")
     watch.wrap(trainer.accelerator, "clip_grad_norm_", "optimizer")
 
 

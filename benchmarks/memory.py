@@ -112,6 +112,7 @@ def measure(model: str, fields: dict[str, Any], threads: int = 1) -> dict[str, A
     """
     spec = json.dumps({"model": model, "fields": fields, "threads": threads})
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    environment["MALLOC_ARENA_MAX"] = "1"  # a thread that meets a busy heap takes another, and each keeps what it frees
     command = [sys.executable, "-m", "benchmarks.memory", "--child", spec]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)

@@ -105,7 +105,8 @@ def test_padded_rows_recompute_all_layers(tmp_path):
 @pytest.mark.parametrize("failures", [1, 4])
 def test_out_of_memory_keeps_fewer_before_it_halves_the_pass(tmp_path, failures):
     plain, _ = trained(tmp_path / "plain", "LoRA", None)
-    trainer = runs.trainer(tmp_path, parts=MODELS["LoRA"](), gradient_checkpointing=True, attn_layout="shared_prefix")
+    parts = {"reward_funcs": squares, **MODELS["LoRA"]()}
+    trainer = runs.trainer(tmp_path, parts=parts, gradient_checkpointing=True, attn_layout="shared_prefix")
     runner, compute, kept = trainer.updates.runner, trainer.compute_loss, []
     runner.activations = room_for(LAYERS)
 

@@ -77,7 +77,7 @@ def test_a_compiled_policy_trains_alike(tmp_path, folder, usual):
     torch._dynamo.utils.counters.clear()
     trainer = trained(tmp_path, folder, torch_compile=True, torch_compile_backend="eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert_same_run(trainer, usual, rtol=0, atol=1e-5)
+    assert_same_run(trainer, usual, rtol=1e-4, atol=5e-5)  # Adam makes much of a rounding where a gradient is small
 
 
 def test_the_number_format_is_the_one_that_is_asked_for(tmp_path, folder):
