@@ -268,7 +268,10 @@ def stand_in() -> int:
     sys.path[0] = str(Path(__file__).parents[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest ends its workers in order
     os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", f"of-{os.getppid()}")
-    return Forked([sys.executable, *sys.argv[1:]]).wait()
+    status = Forked([sys.executable, *sys.argv[1:]]).wait()
+    if status < 0:
+        print(f"A test process was ended by signal {-status}.", file=sys.stderr, flush=True)
+    return status
 
 
 if __name__ == "__main__":
