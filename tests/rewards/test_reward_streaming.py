@@ -161,10 +161,7 @@ def test_a_group_is_scored_before_the_next_is_there(context, rollout):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_hanging_group_costs_that_group_alone(streamed, kind, monkeypatch):
-    monkeypatch.setattr(deadlines, "RETURN_SECONDS", 0.1)
-    monkeypatch.setattr(deadlines, "STOP_INTERVAL", 0.05)
-
+def test_a_hanging_group_costs_that_group_alone(streamed, kind):
     def hangs(completions, **kwargs):
         while number_of(completions) == 1:
             time.sleep(0.01)
@@ -182,7 +179,7 @@ def test_a_hanging_group_costs_that_group_alone(streamed, kind, monkeypatch):
     assert stats[f"rewards/{suite.names[0]}/timeouts"] == 3
 
 
-def test_a_function_that_is_always_late_is_given_up(streamed, monkeypatch):
+def test_a_function_that_is_always_late_is_given_up(streamed):
     called = []
 
     def hangs(completions, **kwargs):
@@ -190,8 +187,6 @@ def test_a_function_that_is_always_late_is_given_up(streamed, monkeypatch):
         while True:
             time.sleep(0.01)
 
-    monkeypatch.setattr(deadlines, "RETURN_SECONDS", 0.1)
-    monkeypatch.setattr(deadlines, "STOP_INTERVAL", 0.05)
     suite = RewardSuite(hangs, timeout=0.1)
     with pytest.warns(RewardWarning, match="did not score 12 of 12 samples"):
         rewards, _ = streamed(suite)
@@ -211,9 +206,11 @@ def test_calls_never_overlap_and_a_hang_costs_one_thread(context, rollout, group
         calls.append(completions)
         inside += 1
         most = max(most, inside)
-        if "bad" in completions:
-            release.wait()
-        inside -= 1
+        try:
+            if "bad" in completions:
+                release.wait()
+        finally:
+            inside -= 1
         return [1.0] * len(completions)
 
     suite = RewardSuite(hangs_on_bad if groups else per_completion(hangs_on_bad), timeout=0.05)
@@ -232,7 +229,7 @@ def test_calls_never_overlap_and_a_hang_costs_one_thread(context, rollout, group
         assert all(isinstance(one.error, deadlines.StillRunning) for one in step().failures.values())
     batch = [{"prompt": ""}], [rollout("ok")]
     assert suite(*batch, context).rewards.isnan().all()  # nor by a call on the main thread
-    wait_for(lambda: threading.active_count() <= before + 2)  # the call, and the thread that tries to stop it
+    wait_for(lambda: threading.active_count() <= before + 1)  # the call
     release.set()
     wait_for(lambda: not suite.functions[0].late.running())
     assert suite(*batch, context).rewards.tolist() == [[1.0]]

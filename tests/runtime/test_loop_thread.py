@@ -103,7 +103,7 @@ def test_waiting_for_a_coroutine_of_a_closed_loop_raises(thread, monkeypatch):
         thread.wait(work)
 
 
-def test_a_loop_that_is_blocked_beyond_a_deadline_is_replaced(thread, monkeypatch):
+def test_a_loop_that_is_blocked_beyond_a_deadline_is_left_behind(thread, monkeypatch):
     monkeypatch.setattr("covey.runtime.loop_thread.RESPONSE_SECONDS", 0.1)
     release = threading.Event()
 
@@ -214,7 +214,7 @@ def threads():
     return {one for one in threading.enumerate() if one.name == "covey-async-tools"}
 
 
-def test_a_replaced_loop_ends_when_it_is_no_longer_blocked():
+def test_an_abandoned_loop_ends_when_it_is_no_longer_blocked():
     before, release = threads(), threading.Event()
     loop = LoopThread("covey-async-tools")
 

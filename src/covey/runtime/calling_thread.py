@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from covey.runtime import deadlines
 from covey.runtime.deadlines import (
     CallTimeout,
     Interrupt,
@@ -35,13 +36,12 @@ from covey.runtime.deadlines import (
 )
 from covey.runtime.interrupts import Interrupted
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import UserCodeError, settle, unwrap_partial, warn
+from covey.runtime.user_code import UserCodeError, settle, unwrap_partial
 
 T = TypeVar("T")
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 MARK = "__covey_threaded__"
-BLOCKED_SECONDS = 10.0  # beyond its deadline, after which a call counts as one that cannot be interrupted
 
 
 def threaded(tool: Marked) -> Marked:
@@ -91,7 +91,7 @@ class CallingThread:
         self._lock = threading.Lock()  # of `_current`
         self._current: _Job | None = None
         self._stopped = False  # by Ctrl-C; a function may raise KeyboardInterrupt itself, which costs its own call
-        self.blocked = False  # by a call that could not be interrupted
+        self.blocked = False  # by a call that interrupts do not end
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Result of a coroutine. Where calls cannot be interrupted, as off the main thread, they get threads."""
@@ -146,9 +146,11 @@ class CallingThread:
                 await asyncio.wrap_future(job.begun)
             on_begin()
             result = asyncio.wrap_future(job.result)
-            if not (await asyncio.wait({result}, timeout=seconds + BLOCKED_SECONDS))[0]:
+            if not (await asyncio.wait({result}, timeout=seconds + deadlines.BLOCKED_SECONDS))[0]:
                 late.add(job.result)
-                self._give_up(seconds)
+                late.warn_of_main_thread(seconds)
+                self.blocked = True  # until it returns, others are called on threads
+                raise CallTimeout
             return result.result()
         except asyncio.CancelledError:
             job.result.cancel()  # if it has not begun
@@ -156,16 +158,6 @@ class CallingThread:
                 if self._current is job:
                     interrupt_call()
             raise
-
-    def _give_up(self, seconds: float) -> None:
-        self.blocked = True
-        warn(
-            f"a tool or an environment has not returned {BLOCKED_SECONDS:g} s after its deadline of {seconds:g} s, and"
-            " the main thread waits for it: it is in C code that neither returns nor can be interrupted. Until it"
-            " returns, others are called on threads, and training does not continue. Mark it with `@covey.threaded`, so"
-            " that such a call is left behind.",
-        )
-        raise CallTimeout
 
     def _perform(self, job: _Job) -> None:
         with self._lock:

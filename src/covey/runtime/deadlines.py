@@ -1,13 +1,12 @@
-"""Functions and coroutines under a deadline, and threads that can be stopped while they run Python code.
+"""Functions and coroutines under a deadline: on a thread that is abandoned and counted when it is late.
 
-On the main thread a call is interrupted by a signal, as by Ctrl-C, because reward functions are written for it:
-`signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread. Elsewhere it
-runs on a thread of its own, which is asked to stop when it is late, abandoned, and counted until it ends: `LateCalls`
-bounds the threads that a function which hangs can cost. Code that only a killed process stops runs in a
-`covey.runtime.isolation.FunctionWorker`.
+A late call is asked once to stop, by an exception that is raised in it, and is counted until it ends: `LateCalls`
+bounds the threads that a function which hangs can cost. On the main thread, for which reward functions are written
+(`signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread), nothing can
+be abandoned: there a signal interrupts a late call, as Ctrl-C does, and again every second. Code that neither ends runs
+in a process that is killed (`covey.runtime.isolation.FunctionWorker`).
 """
 
-import _thread
 import asyncio
 import atexit
 import concurrent.futures
@@ -32,10 +31,7 @@ T = TypeVar("T")
 
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
 INTERRUPT_INTERVAL = 1.0  # seconds between two interrupts of a call, for its cleanup
-SPACED_INTERRUPTS = 3  # that a call may catch; then every instruction outside the handler raises until the call ends
-STOP_INTERVAL = 1.0  # seconds between two attempts to stop a thread
-STOP_ATTEMPTS = 60
-RETURN_SECONDS = 2.0  # that a late call has to return by itself where the next call waits for it
+BLOCKED_SECONDS = 10.0  # after its deadline, when a call on the main thread counts as one that interrupts do not end
 WAIT_SECONDS = 5.0  # after a call was late: until then the next call waits for it
 MAX_STILL_RUNNING = 4  # calls of one function that were late and still run; then it is not called
 EXIT_SECONDS = 2.0  # for calls under way when Python exits
@@ -58,7 +54,7 @@ class Interrupt(BaseException):
 
 
 class StopThread(BaseException):
-    """Raised in a thread that is to stop."""
+    """Raised once in a late call on another thread."""
 
 
 class LateCalls:
@@ -69,7 +65,7 @@ class LateCalls:
     """
 
     def __init__(self, name: str, limit: int = MAX_STILL_RUNNING):
-        self._name, self._limit = name, limit
+        self.name, self._limit = name, limit
         self._calls: dict[Future[Any], float] = {}  # with the times at which they were late
         self._lock = threading.Lock()
         self._warned = False
@@ -104,25 +100,39 @@ class LateCalls:
         if not self._warned:
             self._warned = True
             warn(
-                f"{self._name} is not called again until one of its late calls has returned: {calls} and cannot be"
+                f"{self.name} is not called again until one of its late calls has returned: {calls} and cannot be"
                 " stopped, as in C code or while it waits. Give whatever it waits for (a connection, a lock, a program)"
                 " a timeout of its own; a reward function can be marked with covey.isolated, which kills its process.",
                 LateCallWarning,
             )
         raise StillRunning(f"it was not called, because {calls} ({time.monotonic() - min(running.values()):.0f} s)")
 
+    def warn_of_main_thread(self, seconds: float) -> None:
+        """Warn, once, that the main thread waits for a call that its interrupts do not end."""
+        if self._warned:
+            return
+        self._warned = True
+        warn(
+            f"{self.name} has not returned {BLOCKED_SECONDS:g} s after its deadline of {seconds:g} s, and the main"
+            " thread waits for it: it catches every exception, or is in C code. Training continues when it returns."
+            " Give whatever it waits for a timeout of its own, and let it pass on exceptions that are no `Exception`."
+            " Mark a tool or an environment with @covey.threaded, so that such a call is left behind, and a reward"
+            " function with @covey.isolated, which kills its process.",
+            LateCallWarning,
+        )
+
 
 def call_with_deadline(function: Callable[[], T], seconds: float, late: LateCalls) -> T:
     """Return `function()`, or raise `CallTimeout`.
 
-    On the main thread a late function is interrupted; one that catches that is interrupted again every second, and
-    finally at every instruction. C code that neither returns nor checks for signals cannot be interrupted. Elsewhere a
-    late call is in `late` until it ends.
+    On the main thread a late function is interrupted, again every second until it ends; one that catches all of these
+    interrupts, or is in C code that checks for no signals, holds the thread, with a warning. Elsewhere a late call is
+    in `late` until it ends.
     """
     if seconds <= 0:
         raise CallTimeout
     if can_interrupt_here():
-        return _call_interruptibly(function, seconds)
+        return _call_interruptibly(function, seconds, late)
     with closing(WorkerThread("covey-reward", torch_settings())) as worker:
         return worker.call(function, seconds, late)
 
@@ -167,18 +177,17 @@ async def await_future(future: "Future[T] | asyncio.Future[T]", seconds: float) 
 # ---- on the main thread ----------------------------------------------------------------------------------------------
 
 _next_interrupt = 0.0  # of the innermost call, by `time.monotonic`
-_interrupts = 0  # that the innermost call has met
 
 
-def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
+def _call_interruptibly(function: Callable[[], T], seconds: float, late: LateCalls) -> T:
     """Run `function` under two clocks that send the same signal, after `seconds` and then every second.
 
     A thread follows the wall clock and reaches code that waits; a timer follows CPU time and reaches code that computes
     without ever letting another thread run. The handler stays installed: a last signal must not find the default
     action, which ends the process.
     """
-    global _next_interrupt, _interrupts
-    outer = _next_interrupt, _interrupts
+    global _next_interrupt
+    outer, begun = _next_interrupt, time.monotonic()
     main_thread, done = threading.get_ident(), threading.Event()
 
     def send_signals() -> None:
@@ -186,18 +195,23 @@ def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
         while not done.wait(wait):
             signal.pthread_kill(main_thread, signal.SIGVTALRM)
             wait = INTERRUPT_INTERVAL
+            if time.monotonic() > begun + seconds + BLOCKED_SECONDS:
+                late.warn_of_main_thread(seconds)
 
     clock = threading.Thread(target=send_signals, name="covey-deadline", daemon=True)
     try:
-        _next_interrupt, _interrupts = time.monotonic() + seconds, 0
+        _next_interrupt = begun + seconds
         install_interrupts()
         clock.start()
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, INTERRUPT_INTERVAL)
-        return _interruptible(function)
+        result = _interruptible(function)
+        if _next_interrupt != begun + seconds:  # it caught an interrupt, so this is no answer
+            raise CallTimeout
+        return result
     except Interrupt:
         raise CallTimeout from None
     finally:
-        _next_interrupt, _interrupts = outer
+        _next_interrupt = outer
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         done.set()
         if clock.ident is not None:
@@ -221,29 +235,11 @@ def _interruptible(function: Callable[[], T]) -> T:
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:
-    global _next_interrupt, _interrupts
+    global _next_interrupt
     now = time.monotonic()
-    if now < _next_interrupt or not _is_interruptible(frame):
-        return
-    _interrupts += 1
-    if _interrupts <= SPACED_INTERRUPTS:
-        _next_interrupt = now + INTERRUPT_INTERVAL
-    else:
-        _SIGNAL.again  # noqa: B018 (it has an effect)
-    raise Interrupt
-
-
-class _Signal(int):
-    """Signal that this thread sends to itself and handles only once the calling function has returned.
-
-    A property that is a C function is not a call after which Python handles signals. So the signal is handled in the
-    frame that catches the previous one: in the body of its `except`, or in the code that follows.
-    """
-
-    again = property(_thread.interrupt_main)
-
-
-_SIGNAL = _Signal(getattr(signal, "SIGVTALRM", signal.SIGINT))
+    if now >= _next_interrupt and _is_interruptible(frame):
+        _next_interrupt = now + INTERRUPT_INTERVAL  # the two clocks send one each
+        raise Interrupt
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:
@@ -277,16 +273,13 @@ class WorkerThread:
         return future
 
     def call(self, function: Callable[[], T], seconds: float, late: LateCalls) -> T:
-        """Return `function()`, or raise `CallTimeout`; a late call is in `late`, and the next one starts a new thread.
-
-        A late call is stopped if it does not return within `RETURN_SECONDS`.
-        """
+        """Return `function()`, or raise `CallTimeout`; a late call is in `late`, and the next gets a new thread."""
         if seconds <= 0:
             raise CallTimeout
         future = self.submit(function)
         if not concurrent.futures.wait([future], seconds).done:
             late.add(future)
-            self.stop(RETURN_SECONDS)
+            self.stop()
             self._jobs, self._thread = SimpleQueue(), None
             raise CallTimeout
         return future.result()
@@ -295,12 +288,11 @@ class WorkerThread:
         """End the thread after the functions that were submitted."""
         self._jobs.put(None)
 
-    def stop(self, grace: float = 0.0) -> None:
-        """Raise `StopThread` in the function that runs, after `grace` seconds, and end the thread."""
+    def stop(self) -> None:
+        """Raise `StopThread` in the function that runs, once, and end the thread after it."""
         self._jobs.put(None)
         if self._thread is not None:
-            thread = self._thread
-            stop_thread(thread, lambda: thread in _busy, grace)
+            raise_in(self._thread)
 
     def _work(self, jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
         thread = threading.current_thread()
@@ -331,7 +323,7 @@ def _stop_calls() -> None:
     """Stop calls under way: a thread that is in torch when Python (before 3.14) exits aborts the process."""
     until = time.monotonic() + EXIT_SECONDS
     for thread in list(_busy):
-        stop_thread(thread, partial(_busy.__contains__, thread))
+        raise_in(thread)
         while thread in _busy and time.monotonic() < until:
             time.sleep(0.01)
 
@@ -354,39 +346,7 @@ def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager
     return settings
 
 
-def stop_thread(thread: threading.Thread, is_running: Callable[[], bool], grace: float = 0.0) -> None:
-    """Raise `StopThread` in the Python code that a thread runs, again every second until `is_running()` is false.
-
-    The first time at once, or about `grace` seconds later. Code that catches it meets it again, at most `STOP_ATTEMPTS`
-    times. A call into C does not notice before it returns.
-    """
-    if not grace:
-        _raise_in(thread)
-    with _stopping:
-        idle = not _stop_attempts
-        _stop_attempts[thread] = 0, time.monotonic() + grace, is_running
-        if idle:
-            threading.Thread(target=_repeat_stops, name="covey-stopping", daemon=True).start()
-
-
-_stopping = threading.Lock()
-_stop_attempts: dict[threading.Thread, tuple[int, float, Callable[[], bool]]] = {}  # attempts, begin, is it running?
-
-
-def _repeat_stops() -> None:
-    while True:
-        time.sleep(STOP_INTERVAL)
-        with _stopping:
-            for thread, (attempts, begin, is_running) in list(_stop_attempts.items()):
-                if attempts == STOP_ATTEMPTS or not is_running():
-                    del _stop_attempts[thread]
-                elif begin <= time.monotonic():
-                    _stop_attempts[thread] = attempts + 1, begin, is_running
-                    _raise_in(thread)
-            if not _stop_attempts:
-                return
-
-
-def _raise_in(thread: threading.Thread) -> None:
+def raise_in(thread: threading.Thread) -> None:
+    """Raise `StopThread` in the Python code that a thread runs; a call into C does not notice before it returns."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(StopThread))

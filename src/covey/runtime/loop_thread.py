@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from covey.runtime.deadlines import EXIT_SECONDS, CallTimeout, LateCalls, await_future, stop_thread, torch_settings
+from covey.runtime.deadlines import EXIT_SECONDS, CallTimeout, LateCalls, await_future, raise_in, torch_settings
 from covey.runtime.user_code import settle
 
 T = TypeVar("T")
@@ -28,9 +28,9 @@ class LoopThread:
     """Event loop on a daemon thread, started with the first coroutine.
 
     The loop ends with `close`, or soon after the last reference to this object. A coroutine that raises SystemExit or
-    stops the loop ends only itself. If one blocks the loop beyond a deadline, the next coroutine gets a new loop, and
-    the blocked one is stopped and ends with the last of its coroutines. Until then it is in the `LateCalls` of the
-    function that blocks it.
+    stops the loop ends only itself. If one blocks the loop beyond a deadline, its thread is abandoned, as that of any
+    late call: it is asked once to stop, is in the `LateCalls` of the function that blocks it until it answers again,
+    and ends with the last of its coroutines. The next coroutine starts another thread.
 
     With `no_grad` gradients are off there, and the CUDA device is that of the thread that makes this object.
     """
@@ -60,7 +60,7 @@ class LoopThread:
             future.cancel()
             current = self._current
             if current and not concurrent.futures.wait([current.ping()], RESPONSE_SECONDS).done:
-                self._replace(current)
+                self._abandon(current)
             raise CallTimeout
         return future.result()
 
@@ -84,6 +84,8 @@ class LoopThread:
         task: list[asyncio.Task[None]] = []
 
         async def work() -> None:
+            if future.cancelled():  # given up while another coroutine blocked the loop
+                return
             begin_call(late)
             try:
                 settle(future, await function())
@@ -99,7 +101,7 @@ class LoopThread:
             try:
                 await await_future(current.ping(), RESPONSE_SECONDS)
             except CallTimeout:
-                self._replace(current)
+                self._abandon(current)
             raise
         finally:
             future.cancel()
@@ -116,30 +118,29 @@ class LoopThread:
                 self._current = _RunningLoop(self, self._name, self._settings)
             return self._current
 
-    def _replace(self, blocked: "_RunningLoop") -> None:
+    def _abandon(self, blocked: "_RunningLoop") -> None:
+        """Leave a blocked loop behind; each late call that finds it blocked asks its thread once to stop."""
         with self._lock:
             if self._current is blocked:
                 self._current = None
-        if not blocked.replaced:
-            blocked.replaced = True
+        if not blocked.abandoned:
+            blocked.abandoned = True
             for late in blocked.blocking_calls():
                 blocked.track(unblocked := blocked.ping())
                 late.add(unblocked)
-        blocked.is_blocked()
-        stop_thread(blocked.thread, blocked.is_blocked)
+        raise_in(blocked.thread)
         blocked.end_if_unused()
 
 
 class _RunningLoop:
-    """One event loop and its thread, with a weak owner; once `replaced` it ends with its last future."""
+    """One event loop and its thread, with a weak owner; once `abandoned` it ends with its last future."""
 
     def __init__(self, owner: LoopThread, name: str, settings: Callable[[], AbstractContextManager[None]]):
         self.loop = asyncio.new_event_loop()
-        self.replaced = False
+        self.abandoned = False
         self._futures: set[Future[Any]] = set()
         self._cleanup_seconds = CLEANUP_SECONDS
         self._ending = self._ended = False
-        self._last_ping: Future[None] | None = None
         work = partial(self._serve, weakref.ref(owner), settings)
         self.thread = threading.Thread(target=work, name=name, daemon=True)
         _running.add(self)
@@ -159,12 +160,6 @@ class _RunningLoop:
         except RuntimeError:  # closed
             answer.set_result(None)
         return answer
-
-    def is_blocked(self) -> bool:
-        """True if the loop has not run since the previous call of this method, which should be a while ago."""
-        blocked = self.thread.is_alive() and self._last_ping is not None and not self._last_ping.done()
-        self._last_ping = self.ping()
-        return blocked
 
     def blocking_calls(self) -> set[LateCalls]:
         """Of the call that runs now; of all calls under way where a task that a call has started runs."""
@@ -189,7 +184,7 @@ class _RunningLoop:
 
     def end_if_unused(self, ended: "Future[Any] | None" = None) -> None:
         self._futures -= {ended}
-        if self.replaced and not self._futures:
+        if self.abandoned and not self._futures:
             self.end()
 
     def _serve(self, owner: "weakref.ref[LoopThread]", settings: Callable[[], AbstractContextManager[None]]) -> None:
@@ -206,7 +201,7 @@ class _RunningLoop:
                         self.loop.run_forever()
                 until = time.monotonic() + self._cleanup_seconds
                 while (tasks := asyncio.all_tasks(self.loop)) and (left := until - time.monotonic()) > 0:
-                    with suppress(BaseException):  # a StopThread interrupts the wait, which is repeated
+                    with suppress(BaseException):  # a late StopThread interrupts the wait, which is repeated
                         for task in tasks:
                             task.cancel()
                         self.loop.run_until_complete(asyncio.wait(tasks, timeout=left))

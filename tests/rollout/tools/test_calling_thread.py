@@ -13,9 +13,9 @@ import pytest
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, ToolWarning
-from covey.runtime import calling_thread
+from covey.runtime import calling_thread, deadlines
 from covey.runtime.calling_thread import CallingThread, calls_wait_here, threaded, wait_within
-from covey.runtime.deadlines import CallTimeout, LateCalls
+from covey.runtime.deadlines import CallTimeout, LateCalls, LateCallWarning
 from covey.runtime.user_code import UserCodeError
 from tests.support.playing import call, play, says, tool_agent
 
@@ -140,7 +140,7 @@ def test_a_cancelled_caller_ends_its_function():
 
 def test_a_function_that_cannot_be_interrupted_is_reported_and_others_get_threads(monkeypatch):
     """A lock that is taken inside the handler's reach, but in a function that restores itself until it is released."""
-    monkeypatch.setattr(calling_thread, "BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.1)
     release = threading.Event()
 
     def stubborn():
@@ -157,7 +157,7 @@ def test_a_function_that_cannot_be_interrupted_is_reported_and_others_get_thread
         release.set()
         return thread
 
-    with pytest.warns(UserWarning, match="cannot be|neither returns"):
+    with pytest.warns(LateCallWarning):
         assert run(other()) != threading.get_ident()
 
 

@@ -90,12 +90,13 @@ def backtracks(scene: Scene, **kwargs: Any) -> None:
     re.match(r"(a+)+$", "a" * 40 + "b")
 
 
-def catches_everything(scene: Scene, **kwargs: Any) -> None:
-    while True:
+def catches_interrupts(scene: Scene, **kwargs: Any) -> None:
+    for _ in range(3):
         try:
             loops(scene)
         except BaseException:
             continue
+    loops(scene)
 
 
 async def never_answers(scene: Scene, **kwargs: Any) -> None:
@@ -162,7 +163,7 @@ BENIGN = Case("nothing", NOTHING, returns(ones))
 FAILURES, TIMEOUTS = ("rewards/judge/failures",), ("rewards/judge/timeouts",)
 HANGS, HANGS_TWICE = deadline("reward_timeout"), deadline("reward_timeout", steps=2)
 INTERRUPTED = "runtime/test_deadlines.py::test_a_call_on_the_main_thread_is_interrupted"
-STUBBORN = "runtime/test_deadlines.py::test_a_main_thread_call_ends_whatever_it_catches"
+STUBBORN = "runtime/test_deadlines.py::test_a_main_thread_call_that_catches_an_interrupt_is_late_all_the_same"
 EXPECTED = r"expected a list of 8 numbers \(or None\), one per completion"
 
 
@@ -182,7 +183,7 @@ REWARDS = [
     late("A reward loops forever", reward(loops)),
     late("A reward sleeps too long", reward(sleeps)),
     late("A reward's regular expression backtracks without end", reward(backtracks), shown_by=INTERRUPTED),
-    late("A reward catches every interrupt", reward(catches_everything), shown_by=STUBBORN),
+    late("A reward catches three interrupts", reward(catches_interrupts), shown_by=STUBBORN),
     late("An async reward never answers", async_reward(never_answers)),
     late("An async reward blocks the event loop", async_reward(blocks), lingers=True, settings=HANGS_TWICE),
     partly("A reward is NaN", lambda: float("nan")),

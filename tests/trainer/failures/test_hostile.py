@@ -32,7 +32,6 @@ MOST_SECONDS = 300.0  # on the busiest machine
 
 PATIENCE = {
     "covey.runtime.loop_thread.OWNER_CHECK_SECONDS": 0.05,
-    "covey.runtime.deadlines.STOP_INTERVAL": 0.1,
     "covey.runtime.deadlines.INTERRUPT_INTERVAL": 0.1,
     "covey.rewards.call.LOOP_GRACE": 0.3,
     "covey.runtime.loop_thread.RESPONSE_SECONDS": 0.3,
