@@ -22,7 +22,7 @@ from tests.support import runs
 DEADLINE = 0.3
 LATE = 200.0  # seconds after it: less than 1 on a machine of its own, but tests run next to others
 FAST = ("exits with 3", "segfaults", "stops its parent", "backtracks", "sleeps with signals blocked", "leaks", "forks")
-FAST += ("ends its reader", "kills its parent and stays", "forges an answer", "breaks pickle")
+FAST += ("ends its reader", "kills its parent and stays", "forges an answer", "breaks json")
 FAST += ("holds the interpreter", "writes to all files", "hangs when pickled", "leaves a daemon", "forks and returns")
 CASES = [
     pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])

@@ -85,7 +85,7 @@ def test_a_worker_stays_warm_and_imports_no_torch(worker):
     about = worker("about_itself")
     first = about.call({}, 30.0)["result"]
     assert first == about.call({}, 30.0)["result"]
-    assert first[0] != os.getpid() and first[1:] == (False, "")  # and its input is empty
+    assert first[0] != os.getpid() and first[1:] == [False, ""]  # and its input is empty
 
 
 def test_a_late_worker_is_killed_and_its_answer_dropped(worker):
@@ -152,7 +152,7 @@ def _group_of(worker: FunctionWorker) -> int:
 
 
 def test_calls_of_recorded_functions_and_coroutines_come_back(worker):
-    assert worker("records").call({}, 30.0, ["log"])["calls"] == [("log", ("a", [1.0]), {"key": 2})]
+    assert worker("records").call({}, 30.0, ["log"])["calls"] == [["log", ["a", [1.0]], {"key": 2}]]
     assert worker("waits").call({"what": 4}, 30.0)["result"] == 4
 
 

@@ -288,7 +288,7 @@ class IsolatedReward(FunctionReward):
         try:
             if "environments" in self._names:
                 raise ValueError("it asks for `environments`, which live in the trainer's process")
-            self.worker = FunctionWorker(function, limits)
+            self.worker = FunctionWorker(function, limits, decode=_reward_of_json)
             self.worker.start()
         except (ValueError, RuntimeError) as error:
             raise RewardError(NOT_ISOLATED.format(name=name, error=error)) from error
@@ -328,6 +328,18 @@ class IsolatedReward(FunctionReward):
         for name, args, kwargs in reply["calls"]:
             getattr(log, name)(*args, **kwargs)
         return as_values(reply["result"], len(batch))
+
+
+def _reward_of_json(fields: dict[str, Any]) -> Any:
+    """An object of a worker's answer: a reward of these classes, or the dictionary that it is."""
+    match fields:
+        case {"covey.CharEnd": [int(end)]}:
+            return CharEnd(end)
+        case {"covey.TurnEnd": [int(turn)]}:
+            return TurnEnd(turn)
+        case {"covey.FailedReward": [_, str(text)]}:
+            return FailedReward(RewardError(text), text)
+    return fields
 
 
 def _receiver(function: Callable) -> str | None:

@@ -1,16 +1,15 @@
 """Worker process that runs a function of a user. Run by path; nothing imports it, and it imports no torch by itself.
 
 It reads pickles of a mark and a pickle: `(function, {module: file})`, with the script of the run as `__main__` where it
-has one, then `(arguments, recorded names)` for each call.
-Each is answered by a line, the mark and the base64 of a pickle: `{}` when ready; `{"result": value, "calls": [(name,
-args, kwargs), ...]}` with the calls of functions that were passed under the recorded names, all of it plain data; or
-`{"raised": (type, message, traceback)}`.
+has one, then `(arguments, recorded names)` for each call. Each is answered by a line, the mark and JSON: `{}` when
+ready; `{"result": value, "calls": [[name, args, kwargs], ...]}` with the calls of functions that were passed under the
+recorded names; or `{"raised": [type, message, traceback]}`.
 """
 
-import base64
 import contextlib
 import importlib.util
 import inspect
+import json
 import numbers
 import os
 import pickle
@@ -39,14 +38,14 @@ def main() -> None:
             first, second = pickle.loads(data)
             if function is None:
                 function = load(first, second)
-                data = pickle.dumps({})
+                reply = json.dumps({})
             else:
-                data = pickle.dumps(call(function, first, second))
+                reply = json.dumps(call(function, first, second))
         except BaseException as error:  # SystemExit too
-            data = pickle.dumps({"raised": describe(error)})
+            reply = json.dumps({"raised": describe(error)})
         if os.getpid() != worker:  # forked by the function, and it returned here too
             os._exit(0)
-        replies.write(mark + base64.b64encode(data) + b"\n")
+        replies.write(mark + reply.encode() + b"\n")
         replies.flush()
 
 
@@ -87,14 +86,16 @@ def call(function, arguments: dict, recorded: list) -> dict:
 
 
 def plain(value):
-    """Lists, dictionaries, numbers and text; of other objects the text, since objects run code where they are read."""
+    """A value as JSON holds it, of other objects the text; a reward of Covey's own classes as `{class: its fields}`."""
     kind = type(value)
-    if kind in (int, float, bool, str, bytes, type(None)) or kind.__module__.startswith("covey.rewards."):
+    if kind in (int, float, bool, str, type(None)):
         return value
+    if kind.__module__.startswith("covey.rewards."):
+        return {f"covey.{kind.__name__}": plain(value.__getnewargs__())}
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+        return list(map(plain, value))
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         return plain(value.tolist())
     return float(value) if isinstance(value, numbers.Real) else str(value)

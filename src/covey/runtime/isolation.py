@@ -1,8 +1,8 @@
 """Functions in warm child processes that can be killed (`covey.runtime.function_worker`). Imports no torch."""
 
-import base64
 import functools
 import io
+import json
 import math
 import os
 import pickle
@@ -25,8 +25,6 @@ WORKER = Path(__file__).with_name("function_worker.py")
 WATCH_SECONDS = 0.05
 MARK_BYTES = 16
 MAX_REPLY = 1 << 26  # bytes
-PLAIN = {("covey.rewards.steps", "CharEnd"), ("covey.rewards.steps", "TurnEnd")}
-PLAIN |= {("covey.rewards.functions", "FailedReward"), ("covey.rewards.contract", "RewardError")}
 DEFAULT_LIMITS = Quota(memory=4.0, processes=64)  # those of `isolated`
 
 
@@ -74,9 +72,17 @@ class FunctionWorker:
     It is a new interpreter with this one's `sys.path`: `multiprocessing` would run the user's training script again, or
     fork a process that holds CUDA and threads. It ends with this process, or when nothing refers to this object. A
     function may be given as its name and its file, which is not imported here. ValueError if it cannot be sent.
+    Arguments are sent as pickles; answers are JSON, since an object would run code where it is read.
     """
 
-    def __init__(self, function: Any, limits: Quota | None = None, stderr: int | None = None):
+    def __init__(
+        self,
+        function: Any,
+        limits: Quota | None = None,
+        stderr: int | None = None,
+        decode: Callable[[dict[str, Any]], Any] | None = None,  # each object of an answer, as `json.loads` does
+    ):
+        self._decode = decode
         self._function = _by_file(*function) if isinstance(function, tuple) else _by_pickle(function)
         self._limits, self._stderr = limits, stderr
         self._start_seconds = limits.start if limits else Quota(0, 0).start
@@ -93,7 +99,7 @@ class FunctionWorker:
             self._running(time.monotonic() + seconds)
 
     def call(self, arguments: dict[str, Any], seconds: float, recorded: Sequence[str] = ()) -> dict[str, Any]:
-        """The reply `{"result": ..., "calls": [...]}` or `{"raised": (type, message, traceback)}`; or WorkerFailed.
+        """The reply `{"result": ..., "calls": [...]}` or `{"raised": [type, message, traceback]}`; or WorkerFailed.
 
         `recorded` are names of further arguments: functions whose calls are in the reply.
         """
@@ -170,7 +176,7 @@ class FunctionWorker:
                 line = pipes.stdout.readline(MAX_REPLY)
             if len(line) == MAX_REPLY:
                 raise WorkerFailed(f"its answer has more than {MAX_REPLY >> 20} MiB")
-            reply = _loads(base64.b64decode(line[MARK_BYTES:])) if line.endswith(b"\n") else None  # else it was ended
+            reply = self._read(line[MARK_BYTES:]) if line.endswith(b"\n") else None  # else it was ended
         except OSError:
             reply = None
         except BaseException:  # a late answer would be taken for that of the next request
@@ -189,6 +195,13 @@ class FunctionWorker:
         if reply is None:
             raise WorkerFailed(self._cause(pipes.returncode))
         return reply
+
+    def _read(self, answer: bytes) -> dict[str, Any]:
+        try:
+            reply = json.loads(answer, object_hook=self._decode)
+        except (ValueError, RecursionError) as error:
+            raise WorkerFailed(f"its answer cannot be read: {error}") from error
+        return reply if isinstance(reply, dict) else {"raised": ("TypeError", "its answer is no reply", "")}
 
     def _cause(self, status: int) -> str:
         if status in OVER_LIMITS:
@@ -240,20 +253,6 @@ def _by_pickle(function: Callable[..., Any]) -> bytes:
     files = {name: getattr(sys.modules[name], "__file__", None) for name in pickler.modules}
     files["__main__"] = main_script()
     return pickle.dumps((stream.getvalue(), {name: os.path.abspath(file) for name, file in files.items() if file}))
-
-
-def _loads(data: bytes) -> dict[str, Any]:
-    reply = _Unpickler(io.BytesIO(data)).load()
-    return reply if isinstance(reply, dict) else {"raised": ("TypeError", "its answer is no reply", "")}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of plain data, since objects run code when they are loaded."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its answer holds {module}.{name}")
 
 
 class _Pickler(pickle.Pickler):
