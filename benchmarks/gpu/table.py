@@ -1,4 +1,4 @@
-"""Tables of the GPU kit's records, written into README.md and docs/measured.md: `python -m benchmarks.gpu.table`."""
+"""Tables of the GPU kit's records, for README.md and benchmarks/measured.md: `python -m benchmarks.gpu.table`."""
 
 import argparse
 import json
@@ -235,7 +235,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "memory": _memory,
     "profile": _profile,
 }
-PAGES = {"README.md": short, "docs/measured.md": summary}
+PAGES = {"README.md": short, "benchmarks/measured.md": summary}
 
 
 def _gib(size: int | None) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from covey.trainer.trainers import GRPOTrainer as GRPOTrainer
     from covey.trainer.trainers import RLOOTrainer as RLOOTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # torch takes large tensors of a CPU from huge pages: a step takes 5% less time. It reads this when it first allocates.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

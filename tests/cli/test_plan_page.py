@@ -1,4 +1,4 @@
-"""The plan of a 70B model in docs/measured.md is what `covey explain` says of the recipe."""
+"""The plan of a 70B model in benchmarks/measured.md is what `covey explain` says of the recipe."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_the_page_has_the_plan_of_the_recipe(tmp_path, capsys, method):
     main([*run, *["--world_size", "32", "--accelerate_config", "fsdp2", "--gpu", "h100", "--prompt_tokens", "512"]])
     said = capsys.readouterr().out
     plan = said[said.index("Memory\n") : said.index("\n\nEvaluation")]
-    assert f"```text\n{plan}\n```" in (ROOT / "docs" / "measured.md").read_text()
+    assert f"```text\n{plan}\n```" in (ROOT / "benchmarks" / "measured.md").read_text()
 
 
 def test_its_parameters_are_those_of_the_model():

@@ -54,7 +54,7 @@ HEAD = """\
 
 What to do about errors and warnings, by how their messages begin; paths, names and numbers are examples. Messages say
 what was given, what is allowed and what to do. Those whose text says everything are
-[on a page of their own](messages.md), failures of inference servers [on another](server-faults.md).
+[on a page of their own](messages.md), failures of inference servers [on another](../benchmarks/server-faults.md).
 
 Everything that can be known is checked before training: a config when it is made; models, tokenizers, datasets and
 reward functions when the trainer is made. An error loses nothing: a run that ended in one continues exactly from its

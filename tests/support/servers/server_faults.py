@@ -1,4 +1,4 @@
-"""Faults of an inference server and their outcomes: the rows of the table in docs/server-faults.md.
+"""Faults of an inference server and their outcomes: the rows of the table in benchmarks/server-faults.md.
 
 To add a fault, append it to `FAULTS`, and a row with the same `what` to the table.
 """
@@ -33,7 +33,7 @@ from tests.support.servers.sglang_servers import InThread
 CONFIG = "The config is refused"
 START = "The run does not begin"
 ENDS = "The run ends"
-GOES_ON = "The run goes on"
+CONTINUES = "The run continues"
 WARNS = "A warning"
 
 ANSWER, WEIGHTS = "/v1/completions", "/update_weights"
@@ -319,39 +319,41 @@ FAULTS = [
     Fault("the server's context is shorter than the model's", WARNS, (r"64 tokens and the model to 256",
           r"--max-model-len"), UserWarning, server={"max_model_len": 64}),
     # failures that pass
-    Fault("it answers 503 or 429 for a while", GOES_ON, during=wrong(ANSWER, fake_vllm.status(503, "loading"), 2)),
-    Fault("it answers 503 or 429 for a while", GOES_ON, during=wrong(ANSWER, fake_vllm.status(429, "too many"))),
-    Fault("it fails at a request, for lack of memory for instance", GOES_ON,
+    Fault("it answers 503 or 429 for a while", CONTINUES, during=wrong(ANSWER, fake_vllm.status(503, "loading"), 2)),
+    Fault("it answers 503 or 429 for a while", CONTINUES, during=wrong(ANSWER, fake_vllm.status(429, "too many"))),
+    Fault("it fails at a request, for lack of memory for instance", CONTINUES,
           during=wrong(ANSWER, fake_vllm.status(500, "CUDA out of memory"))),
-    Fault("the connection breaks before the answer or in the middle of it", GOES_ON,
+    Fault("the connection breaks before the answer or in the middle of it", CONTINUES,
           during=wrong(ANSWER, fake_vllm.drop())),
-    Fault("the connection breaks before the answer or in the middle of it", GOES_ON,
+    Fault("the connection breaks before the answer or in the middle of it", CONTINUES,
           during=wrong(ANSWER, fake_vllm.breaks_in_the_middle())),
-    Fault("its answer is not JSON, or half of it", GOES_ON, during=wrong(ANSWER, fake_vllm.text("<html>busy</html>"))),
-    Fault("its answer is not JSON, or half of it", GOES_ON, during=wrong(ANSWER, fake_vllm.cut_short())),
-    Fault("completions are missing in its answer", GOES_ON,
+    Fault("its answer is not JSON, or half of it", CONTINUES,
+          during=wrong(ANSWER, fake_vllm.text("<html>busy</html>"))),
+    Fault("its answer is not JSON, or half of it", CONTINUES, during=wrong(ANSWER, fake_vllm.cut_short())),
+    Fault("completions are missing in its answer", CONTINUES,
           during=wrong(ANSWER, fake_vllm.edited(lambda answer: answer["choices"].clear()))),
-    Fault("completions are missing in its answer", GOES_ON,
+    Fault("completions are missing in its answer", CONTINUES,
           during=wrong(ANSWER, fake_vllm.edited(lambda answer: answer["choices"].pop()))),
-    Fault("log-probs are missing, too many, or NaN", GOES_ON, during=wrong(ANSWER, logprobs(lambda n: n.pop()))),
-    Fault("log-probs are missing, too many, or NaN", GOES_ON, during=wrong(ANSWER, logprobs(lambda n: n.append(-1.0)))),
-    Fault("log-probs are missing, too many, or NaN", GOES_ON,
+    Fault("log-probs are missing, too many, or NaN", CONTINUES, during=wrong(ANSWER, logprobs(lambda n: n.pop()))),
+    Fault("log-probs are missing, too many, or NaN", CONTINUES,
+          during=wrong(ANSWER, logprobs(lambda n: n.append(-1.0)))),
+    Fault("log-probs are missing, too many, or NaN", CONTINUES,
           during=wrong(ANSWER, edit(lambda choice: choice.update(logprobs=None)))),
-    Fault("log-probs are missing, too many, or NaN", GOES_ON, during=wrong(ANSWER, NAN)),
-    Fault("one request hangs", GOES_ON, settings={"vllm_server_request_timeout": 1.5},
+    Fault("log-probs are missing, too many, or NaN", CONTINUES, during=wrong(ANSWER, NAN)),
+    Fault("one request hangs", CONTINUES, settings={"vllm_server_request_timeout": 1.5},
           during=wrong(ANSWER, fake_vllm.hang())),
-    Fault("one of two servers is killed while it samples", GOES_ON, servers=2, during=killed_for_good),
-    Fault("the only server is killed and started again", GOES_ON, settings={"vllm_server_timeout": 20.0},
+    Fault("one of two servers is killed while it samples", CONTINUES, servers=2, during=killed_for_good),
+    Fault("the only server is killed and started again", CONTINUES, settings={"vllm_server_timeout": 20.0},
           during=comes_back(ANSWER)),
-    Fault("a server was restarted between two steps", GOES_ON, settings={"vllm_server_timeout": 20.0},
+    Fault("a server was restarted between two steps", CONTINUES, settings={"vllm_server_timeout": 20.0},
           during=restarted),
-    Fault("one of two servers is killed while it takes weights", GOES_ON, servers=2, server={"buckets": True},
+    Fault("one of two servers is killed while it takes weights", CONTINUES, servers=2, server={"buckets": True},
           during=lambda scene: scene.servers[0].misbehave(WEIGHTS, fake_vllm.dies(scene.servers[0]))),
-    Fault("one of two servers fails whenever it is sent weights", GOES_ON, servers=2, server={"buckets": True},
+    Fault("one of two servers fails whenever it is sent weights", CONTINUES, servers=2, server={"buckets": True},
           during=wrong(WEIGHTS, fake_vllm.status(500, "cannot allocate memory"), 3)),
-    Fault("the only server is killed while it takes weights, and started again", GOES_ON, server={"buckets": True},
+    Fault("the only server is killed while it takes weights, and started again", CONTINUES, server={"buckets": True},
           settings={"vllm_server_timeout": 20.0}, during=comes_back(WEIGHTS)),
-    Fault("it fails once at taking weights", GOES_ON, server={"buckets": True},
+    Fault("it fails once at taking weights", CONTINUES, server={"buckets": True},
           during=wrong(WEIGHTS, fake_vllm.status(500, "cannot allocate memory"))),
     # failures that stay
     Fault("it is out of memory at every request", ENDS, (r"cannot generate: HTTP 500: CUDA out of memory",),
@@ -400,13 +402,13 @@ FAULTS = [
           server={"flags": ("--api-key", "k")}),
     Fault("SGLang: the server's model has another vocabulary", START, (r"lacks token 103", r"model that is trained"),
           sglang=True, server={"changes": {"vocab_size": 80}}),
-    Fault("SGLang: it is busy for a while", GOES_ON, sglang=True,
+    Fault("SGLang: it is busy for a while", CONTINUES, sglang=True,
           during=failing("/generate", status=503, text="loading", times=2)),
-    Fault("SGLang: its answer is not JSON", GOES_ON, sglang=True,
+    Fault("SGLang: its answer is not JSON", CONTINUES, sglang=True,
           during=failing("/generate", status=200, text="<html>", times=1)),
-    Fault("SGLang: one request hangs", GOES_ON, sglang=True, settings={"sglang_request_timeout": 1.5},
+    Fault("SGLang: one request hangs", CONTINUES, sglang=True, settings={"sglang_request_timeout": 1.5},
           during=failing("/generate", status=200, text="", hang=60, times=1)),
-    Fault("SGLang: it fails once at taking weights", GOES_ON, sglang=True,
+    Fault("SGLang: it fails once at taking weights", CONTINUES, sglang=True,
           during=failing(TENSORS, status=500, text="cannot allocate memory", times=1)),
     Fault("SGLang: it is out of memory at every request", ENDS, (r"HTTP 500: CUDA out of memory",), ServerError,
           sglang=True, during=failing("/generate", status=500, text="CUDA out of memory", times=9)),

@@ -1,7 +1,7 @@
 """Five steps on two processes end with the weights of five steps on one: every way, method, adapter and mishap.
 
-`-s` prints the table of docs/measured.md, a column for each way. Slow: what is fast is in test_sharded_runs.py and
-test_two_processes.py.
+`-s` prints the table of benchmarks/measured.md, a column for each way. Slow: what is fast is in
+test_sharded_runs.py and test_two_processes.py.
 """
 
 import pytest

@@ -168,11 +168,11 @@ def formulas(way, **changes):
 
 
 def assert_on_the_page(way, found, received):
-    """What was counted, and what the formulas say, is what docs/measured.md has."""
+    """What was counted, and what the formulas say, is what benchmarks/measured.md has."""
     passes, forwards = found["passes"], found["forwards"]
     cells = way, passes, forwards, found["gathered"], received.gathered(passes, forwards), found["reduced"]
     row = "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else cell for cell in cells) + " |"
-    assert row in (HERE.parents[1] / "docs" / "measured.md").read_text(), row
+    assert row in (HERE.parents[1] / "benchmarks" / "measured.md").read_text(), row
 
 
 @pytest.mark.slow

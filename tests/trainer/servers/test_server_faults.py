@@ -1,6 +1,6 @@
 """Servers that are wrong, slow, dying or lying: every fault has one clear outcome, soon, and nothing is lost by it.
 
-The catalogue is in `server_faults`; docs/server-faults.md has a row for each.
+The catalogue is in `server_faults`; benchmarks/server-faults.md has a row for each.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from tests.support.servers import server_faults
-from tests.support.servers.server_faults import CONFIG, ENDS, FAULTS, GOES_ON, START, WARNS, Scene
+from tests.support.servers.server_faults import CONFIG, CONTINUES, ENDS, FAULTS, START, WARNS, Scene
 
-PAGE = Path(__file__).parents[3] / "docs" / "server-faults.md"
-TITLE = "## What can go wrong with a server, and what happens"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "server-faults.md"
+TITLE = "# Faults of inference servers"
 
 RESUMED = {
     *("the only server is killed, and stays away", "it refuses the weights", "weights are changed on their way"),
@@ -114,7 +114,7 @@ def test_what_will_not_do_is_said_before_anything_is_trained(scene, fault):
 
 def one_after_another():
     """Faults that pass, each with those that need the same servers and settings: one run meets them all."""
-    passing = [fault for fault in FAULTS if fault.outcome == GOES_ON]
+    passing = [fault for fault in FAULTS if fault.outcome == CONTINUES]
     alone = [fault for fault in passing if fault.settings or fault.servers > 1]
     found = [(fault, ()) for fault in alone]
     for sglang, server in itertools.product((False, True), ({}, {"buckets": True})):
