@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import TOOL_PARSERS, parse_outside_thinking, parser_for, read_turn
-from covey.rollout.tools.tool import Tool, from_text
+from covey.rollout.tools.schema import from_text
+from covey.rollout.tools.tool import Tool
 from tests.support import tiny
 
 

@@ -287,6 +287,44 @@ def test_a_wrong_argument_is_answered_with_what_is_allowed(arguments, message):
     assert len(result.content) < 600
 
 
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "integer", "minimum": 1}, 1, 0),
+        ({"type": "string", "pattern": "^[a-z]+$"}, "ab", "a1"),
+        ({"const": "now"}, "now", "later"),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, [1, 2.0], [1, 2, 3]),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, None, "x"),
+        ({"type": "string", "nullable": True, "enum": ["a"]}, None, "b"),
+        ({"type": "object", "allOf": [{"properties": {"a": {}}}, {"required": ["b"]}]}, {"a": 1, "b": 2}, {"a": 1}),
+    ],
+)
+def test_schemas_written_by_hand_hold_with_all_their_keywords(schema, right, wrong):
+    box = Toolbox([tool(repr_of, value=schema)])
+    fine, refused = ask(box, ("t", {"value": right}), ("t", {"value": wrong}))
+    assert (fine.content, refused.failure) == (repr(right).replace("2.0", "2"), Failure.WRONG_ARGUMENT)
+    assert "argument 'value'" in refused.content
+
+
+def repr_of(value):
+    return repr(value)
+
+
+def test_references_hold_within_a_schema_and_none_is_fetched():
+    word = {"$defs": {"word": {"enum": ["a"]}}, "properties": {"x": {"$ref": "#/$defs/word"}}}
+    away = {"properties": {"x": {"$ref": "http://127.0.0.1:1/schema"}}}
+    for parameters, fine in ((word, "a"), (away, None)):
+        schema = {"type": "function", "function": {"name": "t", "description": "", "parameters": parameters}}
+        box = Toolbox([Tool("t", schema, lambda x: x)])
+        assert ask(box, ("t", {"x": "b"}))[0].failure is Failure.WRONG_ARGUMENT
+        assert fine is None or ask(box, ("t", {"x": fine}))[0].content == fine
+
+
+def test_parameters_that_are_no_schema_are_refused():
+    with pytest.raises(ValueError, match=r"Tool\('t', ...\)"):
+        tool(repr_of, value={"type": "text"})
+
+
 def test_a_missing_argument_is_named():
     (result,) = ask(Toolbox([add]), ("add", {}))
     assert (result.failure, result.content) == (Failure.WRONG_ARGUMENT, "{'error': 'add needs the arguments: a'}")

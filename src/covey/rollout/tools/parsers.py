@@ -32,7 +32,7 @@ from covey.rollout.tools.calls import (
     turn_without,
 )
 from covey.rollout.tools.literals import read_gemma_call, read_python_calls
-from covey.rollout.tools.tool import from_text
+from covey.rollout.tools.schema import from_text
 from covey.runtime.registry import Registry
 from covey.runtime.user_code import format_error
 
