@@ -208,14 +208,14 @@ def record(trainer: Any, path: Path, seeds: dict[str, int] | None) -> None:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def noting(model: Any, batch: Any) -> Any:
-        if trainer.context.training:
+    def noting(model: Any, batch: Any, plan: Any, number: int = 0) -> Any:
+        if plan.training:
             prompts, completions = batch.prompts(), batch.completions()
             rows = [prompts[group].tolist() for group in batch.groups.tolist()]
             pairs = [digest([prompt, ids.tolist()])[:16] for prompt, ids in zip(rows, completions, strict=True)]
             pairs = pairs if seeds is None else [f"seed {seeds[pair]}" for pair in pairs]
             write(step=trainer.state.global_step, pairs=pairs)
-        return loss(model, batch)
+        return loss(model, batch, plan, number)
 
     def beginning(args: Any, state: Any, control: Any) -> Any:
         write(resumed=state.global_step)

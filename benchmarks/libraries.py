@@ -238,7 +238,8 @@ def _time_covey(trainer: Any, watch: Stopwatch) -> None:
     _time_common(trainer, watch)
     watch.wrap(trainer.collector, "collect", "generate")
     watch.wrap(type(trainer.rewards), "__call__", "score")
-    watch.wrap(trainer, "gather_experience", "other")
+    watch.wrap(trainer, "plan", "other")
+    watch.wrap(trainer.updates, "plan", "train")
     watch.wrap(trainer.behaviour, "score", "score")
 
 

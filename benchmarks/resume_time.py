@@ -25,7 +25,7 @@ def say(what): print(f"@{what} {time.time()} {time.process_time()}", flush=True)
 from covey.cli.main import main
 from covey.trainer.trainer import OnlineTrainer
 say("imported")
-train, step, end = OnlineTrainer.train, OnlineTrainer.training_step, OnlineTrainer.log
+train, step, end = OnlineTrainer.train, OnlineTrainer.plan, OnlineTrainer.log
 def trained(self, *args, **kwargs):
     say("trainer made")
     return train(self, *args, **kwargs)
@@ -35,7 +35,7 @@ def stepped(self, *args, **kwargs):
 def logged(self, *args, **kwargs):
     say("step ended")
     return end(self, *args, **kwargs)
-OnlineTrainer.train, OnlineTrainer.training_step, OnlineTrainer.log = trained, stepped, logged
+OnlineTrainer.train, OnlineTrainer.plan, OnlineTrainer.log = trained, stepped, logged
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -315,7 +315,7 @@ def test_logs_of_rewards_go_with_the_kept_completions(tmp_path):
 
 def test_a_process_without_completions_takes_part_in_a_round(tmp_path):
     run = runs.trainer(tmp_path, dynamic_sample=True)
-    nothing = run.rollouts.sample(("train", 0, 1), [])
+    nothing = run.rollouts.sample(("train", 0, 1), [], "train")
     assert nothing.rollouts == [] and nothing.rewards.shape == (0, 1)
 
 

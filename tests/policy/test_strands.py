@@ -149,7 +149,7 @@ def test_passes_are_normalised_as_the_config_says(tmp_path):
         batch = collate([joined(BRANCHING)])
         batch.weights = torch.where(batch.sampled, 1 / 7, 0.0)
         runner = runs.trainer(tmp_path, normalize_over=normalize_over).updates.runner
-        (planned,) = runner.plan(batch)
+        (planned,) = runner.plan(batch, rows=4)
         found[normalize_over] = planned.weights[planned.sampled].tolist()
     assert found["rollout"] == pytest.approx([1 / 7] * 7)
     assert found["strand"] == pytest.approx([1 / 8] * 6 + [1 / 4])

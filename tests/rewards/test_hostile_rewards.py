@@ -199,7 +199,7 @@ def test_an_error_in_training_leaves_no_process(tmp_path: Path, monkeypatch):
     with pytest.raises(RewardError, match="asks for `environments`"):
         runs.trainer(tmp_path, parts=parts, reward_isolation="process")
     trainer = runs.trainer(tmp_path, parts={"reward_funcs": functions.hostile}, reward_isolation="process")
-    monkeypatch.setattr(trainer.updates, "micro_step", lambda *_: 1 / 0)
+    monkeypatch.setattr(trainer.updates, "gradients", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert not left_behind(mark)

@@ -41,7 +41,7 @@ def sample_from(trainer, **engine):
     fresh = trainer.make_algorithm(trainer.args)
     context.algorithm = corrected(fresh, trainer.args, trainer.collector.engine.traits, params)
     trainer.behaviour.engine_check = EngineCheck(
-        context, trainer.collector, params, trainer.collector.engine.traits, trainer.behaviour.rescore
+        context, trainer.collector, params, trainer.collector.engine.traits, trainer.batch_scorer.rescore
     )
     return trainer
 

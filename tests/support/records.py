@@ -63,7 +63,7 @@ def write(
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         batch.advantages = advantages.flatten().repeat_interleave(batch.lengths)
         batch.weights = batch.sampled / batch.sampled.sum()
-        recorder.add(step + 1, step, scored, batch)
+        batch = recorder.add(step + 1, step, scored, batch)
         if recorder.updates is not None:
             moved = batch.old_logprobs + 0.12 * noise.roll(2)
             recorder.updates.on_pass(batch, moved, None, objective)

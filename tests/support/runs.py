@@ -1,6 +1,7 @@
 """Trainers on tiny models, for the tests in this folder."""
 
 import functools
+from dataclasses import replace
 from typing import Any, get_type_hints
 from unittest import mock
 
@@ -63,6 +64,33 @@ def trainer(
         "processing_class": tiny.tokenizer(),
     }
     return kind(args=config(output_dir, method, **changes), **{**arguments, **(parts or {})})
+
+
+def experiences(trainer: Any, change: Any = lambda batch: batch) -> list[Any]:
+    """The training data (`TrainBatch`) of each rollout batch from now on; `change` gives other data to train on."""
+    gather, found = trainer.gather_experience, []
+
+    def gathering(rollouts: Any, mode: str, log: Any) -> Any:
+        experience = gather(rollouts, mode, log)
+        found.append(experience.batch)
+        return replace(experience, batch=change(experience.batch))
+
+    trainer.gather_experience = gathering
+    return found
+
+
+def scored(trainer: Any) -> list[Any]:
+    """Of each rollout batch from now on: its data (`TrainBatch`) once it is scored, and the policy's log-probs."""
+    score, found = trainer.behaviour.with_logprobs, []
+
+    def scoring(batch: Any, mode: str, **asked: Any) -> Any:
+        logprobs = trainer.batch_scorer.logprobs(trainer.policy, batch)
+        result = score(batch, mode, **asked)
+        found.append((result[0], logprobs))
+        return result
+
+    trainer.behaviour.with_logprobs = scoring
+    return found
 
 
 def weights(trained: Any) -> list[Any]:

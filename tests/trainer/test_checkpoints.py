@@ -381,7 +381,8 @@ def test_the_state_of_a_step_copies_no_tensors(tmp_path):
     state = run.checkpoints.method_state()
     reference = dict(run.reference.copy.named_parameters())
     assert all(state["behaviour"]["reference"][name].data_ptr() == one.data_ptr() for name, one in reference.items())
-    assert state["updates"]["buffer"]["batch"]["token_ids"] is run.updates.buffer.own.batch.token_ids
+    (left,) = run.updates.buffer.batches
+    assert state["updates"]["buffer"]["batch"]["token_ids"] is left.own.batch.token_ids
 
 
 def test_a_generation_that_was_trained_on_is_in_no_state(tmp_path):

@@ -134,8 +134,7 @@ def test_kl_in_reward_moves_the_policy_but_not_by_the_loss(tmp_path):
 def test_otb_weighs_the_baseline_by_the_scores_energy(tmp_path):
     """Against the softmax of all logits: a token's energy is |e - π|², e the one-hot vector of what was sampled."""
     trained = runs.trainer(tmp_path, advantages="otb", max_steps=1, temperature=0.7)
-    gather, batches = trained.gather_experience, []
-    trained.gather_experience = lambda step: batches.append(gather(step)) or batches[-1]
+    batches = runs.experiences(trained)
     before = copy.deepcopy(trained.model).eval()
     trained.train()
     batch, energies = batches[0], []

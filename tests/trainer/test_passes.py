@@ -136,13 +136,13 @@ def test_scoring_survives_too(tmp_path):
     def prepare(trainer):
         score = trainer.updates.runner.score
 
-        def failing_score(batch, values_of):
+        def failing_score(batch, values_of, rows):
             def values(part):
                 if len(part) > 2:
                     raise MemoryError
                 return values_of(part)
 
-            return score(batch, values)
+            return score(batch, values, rows)
 
         trainer.updates.runner.score = failing_score
 
@@ -187,9 +187,9 @@ def test_what_memory_holds_is_learned_once_for_all_parts(how):
         return part.token_ids.float()
 
     if how == "score":
-        assert torch.equal(passes.score(batch, values), batch.token_ids.float())
+        assert torch.equal(passes.score(batch, values, rows=4), batch.token_ids.float())
     else:
-        parts = passes.plan(batch)
+        parts = passes.plan(batch, rows=4)
         assert [size(part) for part in parts] == [128] * 4
         assert sum(passes.run(part, lambda p: values(p).sum()) for part in parts) == batch.token_ids.sum()
     assert failed == [128, 64, 32] and passes.limit == 16

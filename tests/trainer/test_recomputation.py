@@ -43,7 +43,7 @@ def trained(tmp_path, name, room, **changes):
     trainer = runs.trainer(tmp_path, parts={"reward_funcs": squares, **MODELS[name]()}, **changes)
     runner = trainer.updates.runner
     runner.activations = room
-    recomputed, backward = [], trainer.updates.backward
+    recomputed, compute = [], trainer.compute_loss
 
     def count(layer):
         def counted(module, args):
@@ -52,11 +52,11 @@ def trained(tmp_path, name, room, **changes):
 
         return counted
 
-    def counted_pass(model, batch):
+    def counted_pass(model, inputs):
         recomputed.append([])
-        return backward(model, batch)
+        return compute(model, inputs)
 
-    trainer.updates.backward = counted_pass
+    trainer.compute_loss = counted_pass
     for number, layer in enumerate(decoder_of(trainer.model).layers):
         layer.mlp.register_forward_pre_hook(count(number))
     trainer.train()

@@ -121,7 +121,7 @@ def test_a_value_that_fits_no_column_costs_its_generation(tmp_path):
 
     def with_half_a_pair(step, generation, scored, batch):
         scored.rollouts[0].error = "\ud800"
-        add(step, generation, scored, batch)
+        return add(step, generation, scored, batch)
 
     trained.recorder.add = with_half_a_pair
     with pytest.warns(UserWarning, match="The run goes on without it"):

@@ -133,18 +133,15 @@ def test_a_step_over_two_generations_divides_by_its_shares(tmp_path, monkeypatch
     # Three micro-batches a generation, two a step: the second step takes one micro-batch of each of two generations,
     # and dapo divides by a third of the one's tokens and a third of the other's.
     trained = runs.trainer(tmp_path, steps_per_generation=3, max_steps=3, max_completion_length=30, seed=3)
-    weights, tokens = [], []
-    plan, refill = trained.updates.runner.plan, trained.updates.load
+    weights, plan = [], trained.updates.runner.plan
+    batches = runs.experiences(trained)
     monkeypatch.setattr(
         trained.updates.runner,
         "plan",
         lambda batch, *args, **kw: weights.append(batch.weights) or plan(batch, *args, **kw),
     )
-    monkeypatch.setattr(
-        trained.updates, "load", lambda batch: tokens.append(batch.sampled.sum().item()) or refill(batch)
-    )
     trained.train()
-    first, second = tokens
+    first, second = (batch.sampled.sum().item() for batch in batches)
     assert [weight.unique().tolist() for weight in weights] == [
         [pytest.approx(1 / divisor)] for divisor in (first * 2 / 3, (first + second) / 3, second * 2 / 3)
     ]
@@ -195,9 +192,8 @@ def test_entropies_are_of_all_completions_where_they_are_scored(tmp_path, monkey
         return [replace(one, entropies=None) for one in await generate(request)]
 
     monkeypatch.setattr(engine, "generate", without_entropies)
-    add, counted, trained_on = trained.metrics.add, [], []
-    gather = trained.gather_experience
-    monkeypatch.setattr(trained, "gather_experience", lambda draws: trained_on.append(gather(draws)) or trained_on[-1])
+    add, counted = trained.metrics.add, []
+    trained_on = runs.experiences(trained)
 
     def counting(stats, mode):
         if "entropy" in stats:
@@ -443,12 +439,11 @@ def test_an_engine_that_samples_from_another_policy_is_detected(tmp_path):
 
 @pytest.mark.parametrize("generations", [1, 2], ids=["one generation", "two generations"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo"])
-def test_the_logged_loss_is_the_formulas(tmp_path, monkeypatch, loss_type, generations):
+def test_the_logged_loss_is_the_formulas(tmp_path, loss_type, generations):
     method = "rloo" if loss_type == "rloo" else "grpo"
     settings = {"max_completion_length": 30, "max_steps": 1, "seed": 3, "steps_per_generation": 2 // generations}
     trained = runs.trainer(tmp_path, method, loss_type=loss_type, **settings)
-    gather, batches = trained.gather_experience, []
-    monkeypatch.setattr(trained, "gather_experience", lambda draws: batches.append(gather(draws)) or batches[-1])
+    batches = runs.experiences(trained)
     trained.train()
     lengths = [int(n) for batch in batches for n in batch.lengths]
     credit = [float(a[0]) for batch in batches for a in batch.advantages.split(batch.lengths.tolist())]

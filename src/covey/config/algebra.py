@@ -103,6 +103,14 @@ class BatchAlgebra:
         """Completions per prompt in evaluation."""
         return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
 
+    def group_size(self, mode: str) -> int:
+        """Completions per prompt, in "train" or "eval"."""
+        return self.num_generations if mode == "train" else self.eval_group
+
+    def rows(self, mode: str) -> int:
+        """Completions of one nominal micro-batch in one process."""
+        return self.per_device_train_batch_size if mode == "train" else self.per_device_eval_batch_size
+
     @property
     def eval_batch_size(self) -> int:
         """Completions of one evaluation batch over all processes."""

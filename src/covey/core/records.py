@@ -18,15 +18,22 @@ Example:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from covey.core.media import Media, images_of
+from covey.core.stats import Stat
+
+if TYPE_CHECKING:
+    from covey.core.batch import TrainBatch
+
+Mode = Literal["train", "eval"]
+"""Purpose of rollouts: training or an evaluation."""
 
 StepRewards = list[tuple[int, float]]
 """Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
@@ -254,3 +261,59 @@ class RankShard:
     prompt_tokens: int  # of all of them
     entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or unasked
     likeness: list[Any]  # n, `covey.core.likeness.Keys`, by which completions are compared
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Training data of this process's rollouts of a rollout batch, with credit and token weights."""
+
+    batch: "TrainBatch"
+    # the metric `entropy` of all its completions, in parts; empty where neither the engine nor a scoring pass measured
+    # it, so that the loss has to
+    entropy: list[dict[str, Stat]]
+    stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of scores and credit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Micro-batches of an optimizer step or an evaluation batch on this process, and the numbers that they share."""
+
+    micro_steps: list[list["TrainBatch"]]  # in the order in which they run; a micro-step may have none
+    training: bool = True  # False: the loss of an evaluation
+    # factor of every micro-batch's loss: weights assume a full accumulation window and sum over processes, and the
+    # optimizer sees a mean over processes
+    scale: float = 1.0
+    measures_entropy: bool = False  # the micro-batches measure the metric `entropy`, which is not known of all rollouts
+    # (router loads of a micro-batch, its number of rollouts) -> its share of the load-balancing loss, before the
+    # coefficient; None without such a loss
+    balance: Callable[[Any, int], Tensor] | None = None
+    stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of the plan
+
+    @property
+    def size(self) -> int:
+        """Number of micro-batches."""
+        return sum(map(len, self.micro_steps))
+
+
+@dataclass(frozen=True)
+class PlannedMicroStep:
+    """One micro-step of a plan: the inputs of a trainer's `training_step`."""
+
+    plan: Plan
+    number: int  # index in `Plan.micro_steps`
+    # metrics of its micro-batches, which `training_step` appends: Hugging Face's signature returns the loss alone
+    stats: list[dict[str, Stat]] = field(default_factory=list)
+
+    @property
+    def micro_batches(self) -> list["TrainBatch"]:
+        return self.plan.micro_steps[self.number]
+
+    @property
+    def earlier(self) -> int:
+        """Number of micro-batches of earlier micro-steps."""
+        return sum(map(len, self.plan.micro_steps[: self.number]))
+
+    @property
+    def is_last(self) -> bool:
+        """True if the optimizer steps after it."""
+        return self.number == len(self.plan.micro_steps) - 1

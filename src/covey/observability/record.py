@@ -76,12 +76,13 @@ class Recorder(TrainerCallback):
     def __post_init__(self) -> None:
         self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
 
-    def add(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> None:
-        """Take a generation that training begins with."""
-        self._pending.append((step, generation, scored, batch))
+    def add(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> TrainBatch:
+        """Take a rollout batch that training begins with; returns its training data with numbers of the tokens."""
         if self.updates is not None:
-            self.updates.mark(batch, generation)
-            self.updates.entropies = any(rollout.entropies is None for rollout in scored.rollouts)
+            unknown = any(rollout.entropies is None for rollout in scored.rollouts)
+            batch = self.updates.numbered(batch, generation, entropies=unknown)
+        self._pending.append((step, generation, scored, batch))
+        return batch
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []

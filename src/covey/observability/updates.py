@@ -27,20 +27,24 @@ class UpdateLog:
     folder: Path
     rank: int
     processes: int
-    entropies: bool = False  # keep those of the updates, as no engine reported any
+    _entropies: bool = field(default=False, init=False)  # keep those of the updates, as no engine reported any
     _passes: list[dict[str, Any]] = field(default_factory=list, init=False)
 
-    def mark(self, batch: TrainBatch, generation: int) -> None:
-        """Number the tokens of a generation, so that they are known wherever they are trained on."""
+    def numbered(self, batch: TrainBatch, generation: int, entropies: bool) -> TrainBatch:
+        """A rollout batch with numbers of its tokens, by which they are known wherever they are trained on.
+
+        `entropies`: keep those of the updates, as the engine reported none for some rollout.
+        """
+        self._entropies = entropies
         first = (generation * self.processes + self.rank) << PLACE_BITS
-        batch.origin = torch.arange(first, first + batch.num_tokens, device=batch.token_ids.device)
+        return replace(batch, origin=torch.arange(first, first + batch.num_tokens, device=batch.token_ids.device))
 
     def on_pass(self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective) -> None:
         """Keep the values of a micro-batch; of one that is repeated, as memory ran out, the last."""
         if batch.origin is None or not batch.num_tokens:
             return
         kept = {"logprobs": logprobs}
-        if entropies is not None and self.entropies:
+        if entropies is not None and self._entropies:
             kept["entropies"] = entropies
         if batch.old_logprobs is not None:
             kept["clipped"] = clipped_tokens(batch, logprobs, entropies, objective)

@@ -230,7 +230,7 @@ class CommonEvaluation:
         samples = [PromptSample(row, number, sample) for number, row in enumerate(self.rows) for sample in range(count)]
         model.eval()
         try:
-            scored = phase.sample(("study", 0), samples)
+            scored = phase.sample(("study", 0), samples, "eval")
             totals = weighted_total(scored.rewards.double(), phase.rewards.weights.double())
         finally:
             model.train(was_training)

@@ -32,7 +32,7 @@ def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None,
     was_training = trainer.model.training
     trainer.model.eval()
     try:
-        trainer.rollouts.send_weights()
+        trainer.rollouts.send_weights("eval")
         rollouts = collector.collect(samples, params, ("generate", seed))
     finally:
         trainer.model.train(was_training)

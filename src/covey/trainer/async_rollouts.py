@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
-from covey.core.records import FinishReason, PromptSample, Rollout
+from covey.core.records import FinishReason, Mode, PromptSample, Rollout
 from covey.data.dynamic_sampling import PromptSource
 from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector
@@ -43,11 +43,10 @@ class InFlightBatch:
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
-        rollouts = self.work.result()
-        for rollout in rollouts:
-            if rollout.versions is None:
-                rollout.versions = [self.version] * len(rollout.completion_ids)
-        return rollouts
+        return [
+            one if one.versions is not None else replace(one, versions=[self.version] * len(one.completion_ids))
+            for one in self.work.result()
+        ]
 
     def state(self) -> dict[str, Any]:
         """Plain values; what failed or cannot be saved is left out, and sampled again by a run that resumes."""
@@ -84,7 +83,7 @@ class AsyncRollouts:
     max_staleness: int  # optimizer steps between weights and training, 1 or more
     _: KW_ONLY
     next_key: Callable[[], tuple[str, int]]  # names the samples of one more generation
-    send_weights: Callable[[int], None]  # (version); collective where several processes train
+    send_weights: Callable[[int, Mode], None]  # (version, purpose); collective where several processes train
     stream: Callable[[], RewardStream]  # makes that of a generation's rollouts
     waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which nothing but sampling goes on
 
@@ -104,13 +103,13 @@ class AsyncRollouts:
         while self._next is not None and self._may_begin(self._next, version):
             self._fly_next(version)
 
-    def bring_weights(self, version: int) -> None:
+    def bring_weights(self, version: int, mode: Mode = "train") -> None:
         """Send the weights of `version` unless the engine has them. Collective."""
         if self._sent == version:
             return
         if not traits_of(self.collector.engine).updates_in_flight:
             self.settle()
-        self.send_weights(version)
+        self.send_weights(version, mode)
         self._sent = version
 
     def newest_draws(self, version: int) -> list[PromptSample]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from transformers import Trainer
 
 from covey.core.model import unwrapped
 from covey.observability.record_files import FOLDER as RECORD
@@ -40,6 +39,19 @@ class Checkpointer:
     staging: bool = field(default=False, init=False)  # one is being written, into a folder that is moved when complete
     delayed_pushes: list[str] = field(default_factory=list, init=False)  # folders that were to be uploaded meanwhile
     _earlier_state: dict[str, dict[str, Any]] | None = field(default=None, init=False)  # saved in the place of today's
+
+    def begin(self, checkpoint: str | None) -> None:
+        """Note what another run has left in the output folder: this one neither counts nor deletes it."""
+        args, _ = self.context.args, self.trained  # names of weights, before anything is wrapped
+        folder = Path(args.output_dir or ".")
+        found = numbered_checkpoints(str(folder))
+        places = [path.resolve() for path in found]
+        own = Path(checkpoint).resolve() if checkpoint else None
+        # All, or those after the one that this run goes on from.
+        others = found[places.index(own) + 1 :] if own in places else found
+        self.context.earlier = {path.name for path in others}
+        if self.context.accelerator.is_main_process:
+            _warn_of_earlier_run(folder, args, sorted(self.context.earlier), begins=checkpoint is None)
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective.
@@ -265,23 +277,6 @@ class Checkpointer:
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
-
-
-def prepare_for_training(trainer: Any, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
-    """A method of the trainer: wrap model and optimizer, and read the checkpoint."""
-    context, folder, _ = trainer.checkpoints.context, trainer.args.output_dir, trainer.checkpoints.trained
-    found = numbered_checkpoints(folder)
-    places = [path.resolve() for path in found]
-    own = Path(checkpoint).resolve() if checkpoint else None
-    # All, or those after the one that this run goes on from.
-    others = found[places.index(own) + 1 :] if own in places else found
-    context.earlier = {path.name for path in others}
-    if context.accelerator.is_main_process:
-        _warn_of_earlier_run(Path(folder), trainer.args, sorted(context.earlier), begins=checkpoint is None)
-    if trainer.accelerator.scaler is None:  # a run in fp16 may go on in another precision
-        trainer._load_scaler = lambda checkpoint: None
-    with loading_data_alone(checkpoint):
-        return Trainer._prepare_for_training(trainer, max_steps, loader, checkpoint)
 
 
 def _on_cpu(value: Any) -> Any:

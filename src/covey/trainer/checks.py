@@ -352,18 +352,6 @@ def _check_best_metric(name: str | None, datasets: Any) -> None:
         )
 
 
-def log_save_evaluate(trainer: Any, tr_loss: Tensor, *rest: Any, **named: Any) -> None:
-    """A method of the trainer: the loss after a log begins at 0, also where `Trainer` subtracts NaN from itself.
-
-    What a checkpoint of this step needs is kept at its end.
-    """
-    logs = trainer.control.should_log
-    Trainer._maybe_log_save_evaluate(trainer, tr_loss, *rest, **named)
-    if logs:
-        tr_loss.zero_()
-    trainer.remember_step()
-
-
 def determine_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -> bool:
     """A method of the trainer: an evaluation in which no reward function gave a reward is not the best one."""
     name = "eval_" + (trainer.args.metric_for_best_model or "").removeprefix("eval_")

@@ -1,10 +1,9 @@
 """Rollouts into training data: log-probs of the compared policies, then credit over all processes."""
 
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +13,17 @@ from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
-from covey.core.model import inference_mode_of
-from covey.core.records import RankShard, Rollout, Scores
+from covey.core.records import Experience, Mode, RankShard, Rollout, Scores
 from covey.core.stats import Mean, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
-from covey.policy.fused import fused_layers
-from covey.policy.layouts import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
-from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
+from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import MicroBatchRunner, micro_batch_tokens
+from covey.trainer.microbatches import micro_batch_tokens
 from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import (
     GlobalBatch,
@@ -39,88 +35,88 @@ from covey.trainer.rollout_reports import (
     token_ages,
 )
 
+Stats = dict[str, Stat]
+
+
+class Behaviour(NamedTuple):
+    """Rollouts under the policies that the loss compares with."""
+
+    rollouts: list[Rollout]  # with the entropies that were measured
+    batch: TrainBatch  # with the log-probs that the loss needs
+    kl: Tensor | None  # [B] the reward's KL penalty, or None
+    entropy: list[Stats]  # the metric `entropy` of all completions, in parts; empty if it is not known
+    stats: list[Stats]
+
 
 @dataclass(eq=False)
 class BehaviourScorer:
     """Scores rollouts under the policies that the loss compares with, where it needs them."""
 
-    engine_check: EngineCheck = field(init=False)  # compares the engine's first log-probs with the scorer's
-
     context: RunContext
-    scorer: TokenScorer
-    runner: MicroBatchRunner
+    scorer: BatchScorer
     reference: Reference | None  # of the KL penalty, or None
-    # Entropies of all rollout batches that began in this optimizer step are logged; known once all of these are scored.
-    entropy_known: bool = field(default=False, init=False)
-    # Of each of them, with their mode; nothing of one that neither the engine nor a scoring pass has measured.
-    _entropies: list[list[tuple[dict[str, Stat], str]]] = field(default_factory=list, init=False)
-    _layouts_agree: bool = field(default=False, init=False)
+    engine_check: EngineCheck  # compares the engine's first log-probs with the scorer's
 
-    def begin_step(self) -> None:
-        """Begin an optimizer step, or an evaluation batch."""
-        self.entropy_known, self._entropies = False, []
-
-    def settle_entropies(self) -> None:
-        """Log the entropies of the step's rollout batches if all are measured; else its passes are to measure them."""
-        if self._entropies:
-            self.entropy_known = all(self._entropies)
-            for stats, mode in chain.from_iterable(self._entropies if self.entropy_known else []):
-                self.context.metrics.add(stats, mode)
-            self._entropies = []
-
-    def score(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor | None]:
-        """The rollouts with the log-probs that the loss needs, and the reward's KL penalty [B] or None. Collective."""
+    def score(self, given: Sequence[Rollout], mode: Mode) -> Behaviour:
+        """The rollouts with the log-probs that the loss needs, and the reward's KL penalty. Collective."""
         context = self.context
-        if not context.training:
-            self.begin_step()
-        batch = collate(rollouts, mask_truncated=context.args.mask_truncated_completions).to(context.device)
+        batch = collate(given, mask_truncated=context.args.mask_truncated_completions).to(context.device)
         with context.phases("score"):
-            self.settle_layout(batch)
-            if context.args.log_entropy:
-                self.measure_entropies(rollouts)
+            self.scorer.settle_layout(batch)
+            rollouts = self.with_entropies(given) if context.args.log_entropy else list(given)
             entropy = sampling_entropy(rollouts, batch)
-            self._entropies.append([(entropy, context.mode)] if entropy else [])
             fresh = [row for row, age in enumerate(token_ages(rollouts, context.step)) if not age]
             self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
-                batch.engine_logprobs = None
-            return batch, self.add_logprobs(batch)
+                batch = replace(batch, engine_logprobs=None)
+            batch, kl, measured, stats = self.with_logprobs(batch, mode, measures_entropy=not entropy)
+            return Behaviour(rollouts, batch, kl, [entropy] if entropy else measured, stats)
 
-    def add_logprobs(self, batch: TrainBatch) -> Tensor | None:
-        """Score under the old and the reference policy where needed; returns the KL penalty [B], if any."""
-        context, algorithm = self.context, self.context.algorithm
+    def with_logprobs(
+        self, batch: TrainBatch, mode: Mode, measures_entropy: bool = False
+    ) -> tuple[TrainBatch, Tensor | None, list[Stats], list[Stats]]:
+        """Score under the old and the reference policy where needed.
+
+        Returns:
+            The batch with the log-probs, the KL penalty [B] or None, the metric `entropy` in parts where it was to be
+            measured and a policy was scored, and other metrics.
+        """
+        context, algorithm, training = self.context, self.context.algorithm, mode == "train"
         penalised = algorithm.kl_in_reward and algorithm.beta != 0
-        off_policy = context.training and not context.algebra.on_policy
-        policy, old = context.loop.policy, None
+        off_policy = training and not context.algebra.on_policy
+        policy, old, stats, entropy = context.loop.policy, None, list[Stats](), list[Stats]()
         correction, reported = algorithm.objective.correction, batch.engine_logprobs
-        compared = correction is not None and reported is not None and context.training
+        compared = correction is not None and reported is not None and training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
         if off_policy or penalised or (compared and has_dropout(policy)):
-            measured = self._entropies[-1]
-            old = self.logprobs(policy, batch, measured=None if measured else measured)
-            measured += [] if measured else [({}, context.mode)]  # of no rollouts
+            if measures_entropy:
+                old, entropy = self.scorer.with_entropy(policy, batch)
+                entropy = entropy or [{}]  # of no rollouts
+            else:
+                old = self.scorer.logprobs(policy, batch)
             if correction is not None and reported is not None:
-                batch.mismatch_weights, stats = correction(old, reported, batch.sampled, batch.lengths)
-                context.metrics.add(stats, context.mode)
+                weights, found = correction(old, reported, batch.sampled, batch.lengths)
+                batch, stats = replace(batch, mismatch_weights=weights), [*stats, found]
         if self.reference is not None:
             with self.reference.model(policy) as reference:
-                batch.ref_logprobs = self.logprobs(reference, batch)
-        batch.old_logprobs = old if off_policy else None
+                scored = self.scorer.logprobs(reference, batch, context.algebra.rows(mode))
+                batch = replace(batch, ref_logprobs=scored)
+        batch = replace(batch, old_logprobs=old if off_policy else None)
         if not penalised:
-            return None
+            return batch, None, entropy, stats
         assert old is not None and batch.ref_logprobs is not None, "a penalty needs both"
         kl = torch.where(batch.sampled, old - batch.ref_logprobs, 0.0)
-        context.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, context.mode)
-        return segment_sum(kl, batch.lengths).cpu()
+        stats.append({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())})
+        return batch, segment_sum(kl, batch.lengths).cpu(), entropy, stats
 
-    def measure_entropies(self, rollouts: Sequence[Rollout]) -> None:
-        """Score the entropies of rollouts where the engine of any process did not report them. Collective."""
+    def with_entropies(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts with entropies, scored if the engine of any process did not report them. Collective."""
         lacking = any(rollout.entropies is None for rollout in rollouts)
         if not any(self.context.collectives.gather(lacking, "ask for entropies")):
-            return
+            return list(rollouts)
         batch = collate(rollouts).to(self.context.device)  # with truncated completions, learned from or not
-        for rollout, own in zip(rollouts, self.entropies(batch).cpu().split(batch.lengths.tolist()), strict=True):
-            rollout.entropies = own.tolist()
+        measured = self.scorer.entropies(batch).cpu().split(batch.lengths.tolist())
+        return [replace(one, entropies=own.tolist()) for one, own in zip(rollouts, measured, strict=True)]
 
     def probe(self, rollouts: Sequence[Rollout]) -> None:
         """Check the engine with rollouts that are not trained on, if there are any. Collective."""
@@ -128,55 +124,8 @@ class BehaviourScorer:
             return
         batch = collate(rollouts).to(self.context.device)
         with self.context.phases("score"):
-            self.settle_layout(batch)
+            self.scorer.settle_layout(batch)
             self.engine_check(batch)
-
-    def logprobs(
-        self, model: Any, batch: TrainBatch, measured: list[tuple[dict[str, Stat], str]] | None = None
-    ) -> Tensor:
-        """Log-probs [N] without gradient; the entropy of trained tokens is appended to `measured`, with its mode."""
-        mode = self.context.mode  # while it scores, the model is in evaluation mode
-
-        def logprobs(part: TrainBatch) -> Tensor:
-            scores = self.scorer(model, part, entropy=measured is not None)
-            if measured is not None:
-                assert scores.entropies is not None, "asked for"
-                entropy = Mean(scores.entropies[part.sampled].sum(), part.sampled.sum())
-                measured.append(({"entropy": entropy}, mode))
-            return scores.logprobs
-
-        return self.values(model, batch, logprobs)
-
-    def entropies(self, batch: TrainBatch) -> Tensor:
-        policy = self.context.loop.policy
-        return self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
-
-    def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
-        with self.scorer.at_temperature(temperature):
-            return self.logprobs(self.context.loop.policy, batch)
-
-    def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any]) -> Tensor:
-        """A value for every token [N], computed without gradient in micro-batches."""
-        fused = fused_layers(self.runner.fused(model))
-        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
-            return self.runner.score(batch, values_of)
-
-    def settle_layout(self, batch: TrainBatch) -> None:
-        """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""
-        policy = self.context.loop.policy
-        with self.context.accelerator.autocast():
-            mine = self.scorer.layout_of(policy, batch)
-        if self._layouts_agree:
-            return
-        agreed = slowest(self.context.collectives.gather(mine, "agree on a layout"))
-        if mine != agreed:
-            self.scorer.adopt(policy, agreed)
-            warnings.warn(
-                f"this process could score in the layout '{mine}', but another cannot, so all take '{agreed}'. Set"
-                f" attn_layout='{agreed}' to silence this.",
-                stacklevel=2,
-            )
-        self._layouts_agree = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference": self.reference and self.reference.state_dict()}
@@ -198,10 +147,12 @@ class CreditAssigner:
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
 
-    def assign(self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None) -> None:
-        """Set advantages and token weights of a batch, and log its rollouts; `kl` [B] penalises rewards. Collective."""
-        context, args, algebra = self.context, self.context.args, self.context.algebra
-        everyone = self.gather(rollouts, batch, kl)
+    def assign(
+        self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode
+    ) -> tuple[TrainBatch, Credit, GlobalBatch]:
+        """Training data with advantages and token weights; credit and rewards of all processes. Collective."""
+        context, args, algebra, batch = self.context, self.context.args, self.context.algebra, behaviour.batch
+        everyone = self.gather(rollouts, behaviour, mode)
         if everyone.staleness > args.max_staleness:
             raise RuntimeError(
                 f"the engine says that it sampled tokens with weights {everyone.staleness} optimizer steps older than"
@@ -213,24 +164,26 @@ class CreditAssigner:
         self.unread.look(everyone.scores)
         self._newest = everyone.scores
         energies = None if self.energies is None else self.energies(batch)
-        credit = assign_credit(
-            context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl, energies
-        )
-        batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
+        group = algebra.group_size(mode)
+        credit = assign_credit(context.algorithm, self.rewards.weights, everyone.scores, group, everyone.kl, energies)
         tokens = batch.sampled_lengths.float()
-        updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0
+        updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if mode == "train" else 1.0
         counts = BatchCounts(
             tokens,
-            micro_batch_tokens(tokens, context.micro_batch_rows),
+            micro_batch_tokens(tokens, algebra.rows(mode)),
             rows_per_update=len(everyone.lengths) / updates,
             tokens_per_update=everyone.trained_tokens / updates,
             micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
         )
-        batch.weights = token_weights(context.algorithm.weighting, counts, batch.sampled, batch.lengths)
-        if self.entropy_bonus:
-            batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
-        self._log(everyone, credit, rollouts, log)
+        bonus = token_weights(mean_over_update, counts, batch.sampled, batch.lengths) if self.entropy_bonus else None
+        batch = replace(
+            batch,
+            advantages=credit.of_tokens(everyone.mine).to(batch.lengths.device),
+            weights=token_weights(context.algorithm.weighting, counts, batch.sampled, batch.lengths),
+            entropy_weights=bonus,
+        )
+        return batch, credit, everyone
 
     def describe_rewards(self) -> str:
         """Mean and range of the newest generation's total rewards, for messages."""
@@ -240,14 +193,25 @@ class CreditAssigner:
         known = totals[~totals.isnan()]
         return f"mean {known.mean():.3g}, from {known.min():.3g} to {known.max():.3g}" if len(known) else "none"
 
-    def gather(self, rollouts: RolloutBatch, batch: TrainBatch, kl: Tensor | None) -> GlobalBatch:
+    def experience(
+        self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode, log: CompletionLog | None
+    ) -> Experience:
+        """The training data of rollouts, with its metrics; `log` gets the completions. Collective."""
+        batch, credit, everyone = self.assign(rollouts, behaviour, mode)
+        if mode == "train":
+            self.num_tokens += (rollouts.selection or everyone).processed_tokens
+        if log is not None and logs_completions(self.context.args):
+            self._write(log, everyone, credit, rollouts, mode)
+        return Experience(batch, behaviour.entropy, [*behaviour.stats, self._stats(everyone, credit, rollouts, mode)])
+
+    def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
         context, scored = self.context, rollouts.scored
         mine = RankShard(
             scores=scored.scores,
-            kl=kl,
-            trained_tokens=int(batch.sampled.sum()),
-            micro_batches=-(-len(scored.rollouts) // context.micro_batch_rows),
+            kl=behaviour.kl,
+            trained_tokens=int(behaviour.batch.sampled.sum()),
+            micro_batches=-(-len(scored.rollouts) // context.algebra.rows(mode)),
             staleness=max(token_ages(scored.rollouts, context.step), default=0),
             lengths=[rollout.num_sampled for rollout in scored.rollouts],
             truncated=[rollout.truncated for rollout in scored.rollouts],
@@ -258,12 +222,9 @@ class CreditAssigner:
         purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
         return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
 
-    def _log(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, log: CompletionLog | None) -> None:
+    def _stats(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode) -> Stats:
         context, names, weights = self.context, self.rewards.names, self.rewards.weights
-        selection = rollouts.selection
-        if context.training:
-            self.num_tokens += (selection or everyone).processed_tokens
-            context.loop.state.num_input_tokens_seen = self.num_tokens  # for callbacks with a budget
+        selection, group = rollouts.selection, context.algebra.group_size(mode)
         sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
         stats |= generation_stats(
             lengths=sampled.lengths,
@@ -271,19 +232,23 @@ class CreditAssigner:
             rewards_NF=sampled.scores.rewards,  # groups kept for their rewards would mislead
             weights_F=weights,
             names=names,
-            num_generations=context.group_size,
+            num_generations=group,
             likeness=sampled.likeness,
         )
-        stats |= step_stats(sampled.scores, weights, names, context.group_size)
+        stats |= step_stats(sampled.scores, weights, names, group)
         alone = credit if everyone.kl is None else None  # the rewards' own
-        stats |= signal_stats(context.algorithm, weights, everyone.scores, context.group_size, alone)
-        stats |= entropy_stats(everyone.entropies) if context.args.log_entropy else {}
-        context.metrics.add(stats, context.mode)
-        if log is not None and logs_completions(context.args):
-            mine = summarize(rollouts.scored, context.args)
-            summaries = list(chain.from_iterable(context.collectives.to_first(mine, "put the completions together")))
-            if log.enabled:
-                log.add(context.step + context.training, **everyone.table(summaries, names, credit.of_completions()))
+        stats |= signal_stats(context.algorithm, weights, everyone.scores, group, alone)
+        return stats | (entropy_stats(everyone.entropies) if context.args.log_entropy else {})
+
+    def _write(
+        self, log: CompletionLog, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode
+    ) -> None:
+        context = self.context
+        mine = summarize(rollouts.scored, context.args)
+        summaries = list(chain.from_iterable(context.collectives.to_first(mine, "put the completions together")))
+        if log.enabled:
+            table = everyone.table(summaries, self.rewards.names, credit.of_completions())
+            log.add(context.step + (mode == "train"), **table)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tokens": self.num_tokens}

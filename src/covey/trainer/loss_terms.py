@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.stats import Mean
+from covey.core.stats import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
-from covey.trainer.experience import BehaviourScorer
+from covey.trainer.batch_scorer import BatchScorer
 
 
 class EntropyController:
@@ -46,36 +47,37 @@ class EntropyController:
         self.coef, self.last_entropy = state["coef"], state["last_entropy"]
 
 
-def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
-    """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
-    context = behaviour.context
+def entropy_threshold(scorer: BatchScorer, batch: TrainBatch) -> tuple[float, dict[str, Stat]]:
+    """The entropy that a token needs to count, a quantile over the optimizer step, and its metric. Collective."""
+    context = scorer.context
     with torch.no_grad():
-        entropies = behaviour.entropies(batch)[batch.sampled]
+        entropies = scorer.entropies(batch)[batch.sampled]
     everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile")).double().numpy()
     # Not torch.quantile, which stops at 2^24 values; without NaN, as one would drop every token.
     threshold = float(np.nanquantile(everyone, 1 - context.args.top_entropy_quantile)) if len(everyone) else 0.0
-    context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
-    return threshold
+    return threshold, {"entropy/threshold": Mean(threshold, 1.0)}
 
 
-def token_energies(behaviour: BehaviourScorer, batch: TrainBatch) -> Tensor:
+def token_energies(scorer: BatchScorer, batch: TrainBatch) -> Tensor:
     """‖e - π‖² = 1 - 2 π(o_t) + Σ_v π(v)² of every process's trained tokens [N], 0 of others. Collective.
 
-    The sum is π(o_t)² over the probability of o_t at half the temperature, so two scoring passes give it.
+    The sum is π(o_t)² over the probability of o_t at half the temperature, so scoring twice gives it.
     """
-    context = behaviour.context
-    own, half = (behaviour.rescore(batch, context.args.temperature / part) for part in (1, 2))
+    context = scorer.context
+    own, half = (scorer.rescore(batch, context.args.temperature / part) for part in (1, 2))
     energies = (1 - 2 * own.exp() + (2 * own - half).exp()).clamp(min=1e-9)
     mine = torch.where(batch.sampled, energies, 0.0).cpu()
     return torch.cat(context.collectives.gather(mine, "compare completions at each token"))
 
 
-def choose_tokens(behaviour: BehaviourScorer, batch: TrainBatch, choice: Callable[..., Tensor]) -> Tensor:
-    """The tokens [N] that a loss chooses from all of the optimizer step, however it is cut. Collective."""
-    context, args = behaviour.context, behaviour.context.args
+def choose_tokens(
+    scorer: BatchScorer, batch: TrainBatch, choice: Callable[..., Tensor]
+) -> tuple[Tensor, dict[str, Stat]]:
+    """The tokens [N] that a loss chooses from all of the step, however it is cut, and their metric. Collective."""
+    context, args = scorer.context, scorer.context.args
     assert batch.advantages is not None, "credit comes before the loss"
     with torch.no_grad():
-        logprobs = behaviour.logprobs(context.loop.policy, batch)
+        logprobs = scorer.logprobs(context.loop.policy, batch)
     prompts, keys = batch.prompts(), []  # of a rollout's own, so that they do not depend on its process
     for prompt, completion in zip(batch.groups.tolist(), batch.completions(), strict=True):
         seed = hash((args.seed, context.step, *prompts[prompt].tolist(), -1, *completion.tolist()))
@@ -85,17 +87,16 @@ def choose_tokens(behaviour: BehaviourScorer, batch: TrainBatch, choice: Callabl
     shares = context.collectives.gather(mine, "choose tokens of the step")
     every = torch.cat(shares, 1)
     chosen = choice(*every) if every.shape[1] else every[0].bool()
-    context.metrics.add({"chosen_token_fraction": Mean(chosen.sum().item(), len(chosen))}, context.mode)
     found = torch.zeros_like(batch.sampled)
     found[batch.sampled] = chosen.split([share.shape[1] for share in shares])[context.collectives.rank].to(found.device)
-    return found
+    return found, {"chosen_token_fraction": Mean(chosen.sum().item(), len(chosen))}
 
 
 class ExpertBalance:
-    """The load-balancing loss of a run: one for each optimizer step, however the step is cut into passes.
+    """The load-balancing loss of a run: one for each optimizer step, however the step is cut into micro-batches.
 
-    Each expert's share of tokens must be that of the whole step, so a step of several passes or processes is run
-    forward once more without its head, before its first pass. The formula is in `covey.policy.moe`.
+    Each expert's share of tokens must be that of the whole step, so a step of several micro-batches or processes is run
+    forward once more without its head, before its first micro-batch. The formula is in `covey.policy.moe`.
     """
 
     def __init__(self, args: OnlineConfig, policy: Any):
@@ -115,23 +116,12 @@ class ExpertBalance:
         coef = (own if self._asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
         self.coef = float(coef or 0.0)  # 0 where there is no such loss
         self.top_k = top_k or 1  # experts of a token
-        self._share, self._rows = 1.0, 0
-        self._survey: Callable[[], RouterLoads] | None = None
-        self._whole: RouterLoads | None = None
 
-    def begin(self, share: float, batch: TrainBatch, behaviour: BehaviourScorer, passes: int) -> None:
-        """Begin a `share` of an optimizer step, or an evaluation batch, that this process runs in `passes`."""
-        self._share, self._rows = share, len(batch)
-        self._survey = partial(load_survey, behaviour, self.top_k, batch)
-        in_one = behaviour.context.collectives.size == 1 and passes <= 1
-        self._whole = None if in_one else self._survey()
-
-    def loss(self, loads: RouterLoads, rows: int) -> Tensor:
-        """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
-        if self._whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
-            assert self._survey is not None, "a window has begun"
-            self._whole = self._survey()
-        return self._share * load_balancing_loss(self._whole or loads, loads)
+    def of_step(self, share: float, batch: TrainBatch, scorer: BatchScorer, micro_batches: int) -> "StepBalance":
+        """The loss of a `share` of an optimizer step, or of an evaluation batch, in so many micro-batches."""
+        survey = partial(load_survey, scorer, self.top_k, batch)
+        in_one = scorer.context.collectives.size == 1 and micro_batches <= 1
+        return StepBalance(share, len(batch), survey, None if in_one else survey())
 
     @contextmanager
     def config_as_loaded(self, policy: Any) -> Any:
@@ -146,15 +136,31 @@ class ExpertBalance:
                 config.output_router_logits = False
 
 
-def load_survey(behaviour: BehaviourScorer, top_k: int, batch: TrainBatch) -> RouterLoads:
+@dataclass
+class StepBalance:
+    """The load-balancing loss of one optimizer step or evaluation batch."""
+
+    share: float  # of a whole accumulation window
+    rows: int  # rollouts of this process
+    survey: Callable[[], RouterLoads]  # the loads of the whole step
+    whole: RouterLoads | None  # these; None while they are those of the only micro-batch
+
+    def __call__(self, loads: RouterLoads, rows: int) -> Tensor:
+        """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
+        if self.whole is None and rows < self.rows:  # it was to be one micro-batch, and memory ran out
+            self.whole = self.survey()
+        return self.share * load_balancing_loss(self.whole or loads, loads)
+
+
+def load_survey(scorer: BatchScorer, top_k: int, batch: TrainBatch) -> RouterLoads:
     """The loads of all processes' experts under the policy, without gradient. Collective."""
-    policy, found = behaviour.context.loop.policy, []
+    policy, found = scorer.context.loop.policy, []
 
     def look(part: TrainBatch) -> Tensor:
-        found.append(behaviour.scorer.loads(policy, part, top_k))
+        found.append(scorer.scorer.loads(policy, part, top_k))
         return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
 
-    behaviour.values(policy, batch, look)
+    scorer.values(policy, batch, look)
     mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
-    shares = behaviour.context.collectives.gather(mine, "add up the experts' loads")
+    shares = scorer.context.collectives.gather(mine, "add up the experts' loads")
     return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])

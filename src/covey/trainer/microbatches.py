@@ -1,4 +1,4 @@
-"""Rollout buffer, token weights, and micro-batches of bounded size.
+"""Rollout buffer, and micro-batches of bounded size.
 
 Layers keep their activations while the memory plan has room. When a micro-batch does not fit, half as many layers keep
 them, and if none does the limit is halved and smaller parts follow. What the failed attempt left in the gradients is
@@ -30,7 +30,7 @@ from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex
 
 
 class MicroBatchRunner:
-    """Runs batches in passes that fit into memory."""
+    """Cuts batches into micro-batches that fit into memory, and runs them."""
 
     def __init__(self, context: RunContext, scorer: TokenScorer):
         self._context, self._scorer = context, scorer  # the scorer's `layout` decides how tokens are counted
@@ -42,41 +42,42 @@ class MicroBatchRunner:
         plain = context.device.type == "cpu" and not self._sharded and not args.torch_compile
         find: Callable[[nn.Module], Iterable[FusedLayer]] = find_fused_layers if plain else lambda model: ()
         self.fused = cache(find)  # a model's layers to compute fused
-        # Learned from running out of memory: most tokens of a pass (in checkpoints), most layers that keep activations.
+        # Learned from running out of memory: most tokens of a micro-batch (in checkpoints), and most layers that keep
+        # activations.
         self.limit: int | None = None
         self._most_kept: int | None = None
 
-    def budget(self, batch: RolloutSizes) -> int:
-        """Most tokens of a pass over the rollouts of an optimizer step."""
+    def budget(self, batch: RolloutSizes, rows: int) -> int:
+        """Most tokens of a micro-batch, where the user's batch size is `rows` completions."""
         context, wanted = self._context, self._context.args.max_tokens_per_micro_batch
         if wanted is None:  # a nominal micro-batch padded to the longest: what the user's batch size stands for
             sequences = batch.prompt_lengths[batch.groups] + batch.lengths
             shared = self._padded_until_proven() == "shared_prefix"
             whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths) if shared else sequences
             longest, largest = (int(sequences.max()), int(whole.max())) if len(sequences) else (1, 1)
-            wanted = derived_budget(context.micro_batch_rows, longest, largest, context.device.type, self._room)
+            wanted = derived_budget(rows, longest, largest, context.device.type, self._room)
         return wanted if self.limit is None else min(wanted, self.limit)
 
-    def plan(self, batch: TrainBatch, at_least: int = 1) -> list[TrainBatch]:
-        """Cut a batch into passes, the largest first; skipped rollouts are counted with the first."""
+    def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
+        """Cut a batch into micro-batches, the largest first; skipped rollouts are counted with the first."""
         if (unit := self._context.args.normalize_over) != "rollout":
-            assert batch.weights is not None, "weights come before passes"
+            assert batch.weights is not None, "weights come before micro-batches"
             shares = even_shares(batch, turns=unit == "turn")
             batch = replace(batch, weights=batch.weights * shares)
-        return _with_skipped(batch, [batch.select(part) for part in self.planned(batch, at_least)])
+        return _with_skipped(batch, [batch.select(part) for part in self.planned(batch, rows, at_least)])
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
-        """Run one planned pass, in smaller ones where memory runs out; the sum of the losses."""
+        """Run one planned micro-batch, in smaller ones where memory runs out; the sum of the losses."""
         cut = self._cut(part)  # the limit may have sunk since it was planned
         if len(cut) == 1:
             return self._attempt(part, backward)
         pieces = _with_skipped(part, [part.select(rows) for rows in cut])
         return torch.stack([self.run(piece, backward) for piece in pieces]).sum()
 
-    def score(self, batch: TrainBatch, score: Callable[[TrainBatch], Tensor]) -> Tensor:
-        """A value for every token [N], float32, computed without gradient in passes that fit."""
+    def score(self, batch: TrainBatch, score: Callable[[TrainBatch], Tensor], rows: int) -> Tensor:
+        """A value for every token [N], float32, computed without gradient in micro-batches that fit."""
         values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
-        todo = self.planned(batch)[::-1]
+        todo = self.planned(batch, rows)[::-1]
         for idle in self.idle(batch, len(todo)):
             score(idle)
         while todo:
@@ -95,12 +96,12 @@ class MicroBatchRunner:
             todo.append(chosen)
         return values
 
-    def idle(self, batch: TrainBatch, passes: int) -> list[TrainBatch]:
-        """Idle micro-batches, with which a process takes part in the forward passes of others. Collective."""
+    def idle(self, batch: TrainBatch, count: int) -> list[TrainBatch]:
+        """Idle micro-batches after `count` real ones, as many as other processes run more. Collective."""
         if not self._context.sharding.weights:
             return []
-        most = max(self._context.collectives.gather(passes, "count forward passes"))
-        return [batch.idle() for _ in range(most - passes)]
+        most = max(self._context.collectives.gather(count, "count forward passes"))
+        return [batch.idle() for _ in range(most - count)]
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -128,7 +129,7 @@ class MicroBatchRunner:
             return self.run(part, backward)
 
     def _keeping(self, part: TrainBatch) -> list[Any]:
-        """Layers that keep their activations in a pass, though they may recompute them: the last ones."""
+        """Layers that keep their activations in a micro-batch, though they may recompute them: the last ones."""
         if self.activations is None or self._padded_until_proven() == "padded" or not torch.is_grad_enabled():
             return []
         kept = self.activations.kept(pass_tokens(part, range(len(part)), self._scorer.layout))
@@ -182,8 +183,9 @@ class MicroBatchRunner:
                 stacklevel=3,
             )
 
-    def planned(self, batch: RolloutSizes, at_least: int = 1) -> list[Tensor]:
-        return pack_micro_batches(batch, self.budget(batch), self._padded_until_proven(), at_least)
+    def planned(self, batch: RolloutSizes, rows: int, at_least: int = 1) -> list[Tensor]:
+        """The rollouts of each micro-batch, by number."""
+        return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
         layout = self._scorer.layout
@@ -191,9 +193,10 @@ class MicroBatchRunner:
 
 
 def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch]:
-    if parts:
-        parts[0].skipped_tokens, parts[0].skipped_rows = whole.skipped_tokens, whole.skipped_rows
-    return parts
+    if not parts:
+        return parts
+    first = replace(parts[0], skipped_tokens=whole.skipped_tokens, skipped_rows=whole.skipped_rows)
+    return [first, *parts[1:]]
 
 
 def _memory_plan(context: RunContext) -> MemoryEstimate | None:
@@ -240,62 +243,92 @@ def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PartOfStep:
-    """A generation's contribution to an optimizer step."""
+    """A rollout batch's contribution to an optimizer step."""
 
-    own: OwnRollouts  # this process's rollouts of the generation
+    own: OwnRollouts  # this process's rollouts of the rollout batch
     index: RolloutIndex  # the rollouts of all processes that the step trains on
     micro_batches: int  # nominal micro-batches
-    tokens: float  # its trained tokens, as a share of the generation's: equal for every micro-batch
+    tokens: float  # its trained tokens, as a share of the rollout batch's: equal for every micro-batch
 
 
 @dataclass
-class RolloutBuffer:
-    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints."""
+class BufferedRollouts:
+    """A rollout batch, and how many of its nominal micro-batches were taken."""
 
-    own: OwnRollouts | None = None  # this process's rollouts; None before the first generation
-    index: RolloutIndex | None = None  # the rollouts of all processes
-    parts: list[Tensor] = field(default_factory=list)  # rollouts of each nominal micro-batch
-    passes: int = 0  # times that the micro-batches are gone through
-    taken: int = 0  # micro-batches that were handed out
+    own: OwnRollouts  # this process's rollouts
+    index: RolloutIndex  # the rollouts of all processes
+    parts: list[Tensor]  # rollouts of each nominal micro-batch
+    iterations: int  # times that the micro-batches are gone through
+    taken: int = 0
 
     @property
     def left(self) -> int:
-        """Micro-batches that were not handed out yet."""
-        return len(self.parts) * self.passes - self.taken
+        """Nominal micro-batches that no optimizer step has taken yet."""
+        return len(self.parts) * self.iterations - self.taken
 
     def take(self, micro_steps: int) -> PartOfStep:
-        """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends."""
-        if self.own is None or self.index is None or not self.left:
-            raise ValueError(
-                "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
-                " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
-                " run from the checkpoint's weights."
-            )
+        """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the rollout batch ends."""
         count = min(micro_steps, self.left)
         rows = [self.parts[i % len(self.parts)] for i in range(self.taken, self.taken + count)]
         self.taken += count
         tokens = int(self.index.sampled_lengths.sum()) * count / len(self.parts)
         return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens)
 
+
+@dataclass
+class RolloutBuffer:
+    """Rollout batches that optimizer steps train on next; what is left of them after a step is in checkpoints."""
+
+    batches: list[BufferedRollouts] = field(default_factory=list)  # with nominal micro-batches left, the oldest first
+
+    def append(self, own: OwnRollouts, index: RolloutIndex, parts: list[Tensor], iterations: int) -> None:
+        self.batches.append(BufferedRollouts(own, index, parts, iterations))
+
+    def clear(self) -> None:
+        self.batches.clear()
+
+    @property
+    def left(self) -> int:
+        """Nominal micro-batches that no optimizer step has taken yet."""
+        return sum(batch.left for batch in self.batches)
+
+    def take(self, micro_steps: int) -> list[PartOfStep]:
+        """The rollouts of an optimizer step of so many nominal micro-batches."""
+        if self.left < micro_steps:
+            raise ValueError(
+                "the run goes on in the middle of a rollout batch, but its rollouts are not there: the checkpoint was"
+                " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
+                " run from the checkpoint's weights."
+            )
+        parts: list[PartOfStep] = []
+        while micro_steps:
+            parts.append(self.batches[0].take(micro_steps))
+            micro_steps -= parts[-1].micro_batches
+            self.batches = [batch for batch in self.batches if batch.left]
+        return parts
+
     def state_dict(self) -> dict[str, Any]:
-        """The place in the generation, and its rollouts while micro-batches of it are left."""
-        own, index = (self.own, self.index) if self.left else (None, None)
+        """The place in the rollout batch of which something is left after a step, with its rollouts."""
+        if not self.batches:
+            return {"batch": None, "rank": None, "index": None, "parts": [], "passes": 0, "taken": 0}
+        assert len(self.batches) == 1, "an optimizer step begins no rollout batch before it has trained on the last one"
+        (batch,) = self.batches
         return {
-            "batch": None if own is None else own.batch.state(),
-            "rank": None if own is None else own.rank,
-            "index": None if index is None else vars(index),
-            "parts": self.parts,
-            "passes": self.passes,
-            "taken": self.taken,
+            "batch": batch.own.batch.state(),
+            "rank": batch.own.rank,
+            "index": vars(batch.index),
+            "parts": batch.parts,
+            "passes": batch.iterations,
+            "taken": batch.taken,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0) -> None:
         """Continue on the process that saved `state`; others have no rollouts of it."""
-        self.own, self.index = None, None
+        self.clear()
         if state["batch"] is not None and state["rank"] == rank:
-            self.index = RolloutIndex(**state["index"])
-            self.own = OwnRollouts(TrainBatch.of_state(state["batch"]).to(device), rank)
-        self.parts, self.passes, self.taken = state["parts"], state["passes"], state["taken"]
+            own = OwnRollouts(TrainBatch.of_state(state["batch"]).to(device), rank)
+            index = RolloutIndex(**state["index"])
+            self.batches.append(BufferedRollouts(own, index, state["parts"], state["passes"], state["taken"]))
 
 
 def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
@@ -304,10 +337,10 @@ def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
     return [part.flatten() for part in by_rank.split(rows, dim=1)]
 
 
-def spread(passes: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]:
-    """Deal passes out to micro-steps, evenly; the last one is never without."""
-    cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
-    return [passes[a:b] for a, b in pairwise(cuts)]
+def spread(micro_batches: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]:
+    """Distribute micro-batches over micro-steps, evenly; the last micro-step always gets one."""
+    cuts = [len(micro_batches) * i // micro_steps for i in range(micro_steps + 1)]
+    return [micro_batches[a:b] for a, b in pairwise(cuts)]
 
 
 def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:

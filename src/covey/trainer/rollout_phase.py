@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from covey.core.engine import SamplingParams, traits_of
-from covey.core.records import MicroStep, PromptSample, Rollout, ScoredRollouts
+from covey.core.records import MicroStep, Mode, PromptSample, Rollout, ScoredRollouts
 from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
 from covey.observability.activity import Counted
 from covey.observability.record import Replay
@@ -61,25 +61,25 @@ class RolloutPhase:
         """The dataloader only marks where generations begin; prompts are drawn here."""
         return self.context.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
 
-    def next(self, step: MicroStep) -> RolloutBatch:
-        """The rollouts of the generation that begins with `step`, or of an evaluation batch. Collective."""
-        training, in_flight = self.context.training, None
+    def next(self, step: MicroStep, mode: Mode) -> RolloutBatch:
+        """The rollouts of the rollout batch that begins with `step`, or of an evaluation batch. Collective."""
+        training, in_flight = mode == "train", None
         if training and self.replay is not None:
-            key = self.next_key()
+            key = self.next_key(mode)
             return RolloutBatch(key, self.replay.load(key[1]))
         if training and self.async_rollouts is not None and step.generation is not None:
             in_flight = self.async_rollouts.take(step.generation, self.context.step)
-        key = self.next_key() if in_flight is None else in_flight.key
+        key = self.next_key(mode) if in_flight is None else in_flight.key
         samples = step.samples if in_flight is None else in_flight.draws
         if training:
             self.context.timeline.begin(perf_counter())
         if self.chooser is None or not training:
             assert samples is not None, "the dataloader draws prompts unless a chooser does"
-            return RolloutBatch(key, self.sample(key, samples, in_flight))
-        scored = [self.sample(key, self.chooser.draw() if samples is None else samples, in_flight)]
+            return RolloutBatch(key, self.sample(key, samples, mode, in_flight))
+        scored = [self.sample(key, self.chooser.draw() if samples is None else samples, mode, in_flight)]
         rounds = [self.chooser.share(scored[0])]
         while (more := self.chooser.refill(rounds)) is not None:
-            scored.append(self.sample((*key, len(rounds)), more))
+            scored.append(self.sample((*key, len(rounds)), more, mode))
             rounds.append(self.chooser.share(scored[-1]))
         selection = self.chooser.select(scored, rounds)
         return RolloutBatch(key, selection.kept, selection)
@@ -88,27 +88,28 @@ class RolloutPhase:
         self,
         key: GenerationKey,
         samples: list[PromptSample],
+        mode: Mode,
         in_flight: InFlightBatch | None = None,
         params: SamplingParams | None = None,
     ) -> ScoredRollouts:
-        """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
+        """Sample and reward one round of a rollout batch; `in_flight` if its sampling began earlier. Collective."""
         context, spec, log = self.context, self.collector.spec, reports.RewardLog()
-        reuse = self.speculation if context.training else None  # an evaluation samples from scratch
+        reuse = self.speculation if mode == "train" else None  # an evaluation samples from scratch
         with self._located(key), self._stream(in_flight) as stream:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
                 context.metrics.add(reports.staleness_stats(rollouts, context.step), "train")
             else:
-                self._send_current_weights()
+                self.send_weights(mode)
                 with context.phases("generate"), preserve_process_state():
                     context.activity.count(len(samples))
                     counted = Counted(stream, context.activity)
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, counted)
             self.failures.count(rollouts)
             if spec is not None:
-                context.metrics.add(reports.agent_stats(rollouts, spec), context.mode)
+                context.metrics.add(reports.agent_stats(rollouts, spec), mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
-                context.metrics.add(reports.failure_stats(rollouts), context.mode)
+                context.metrics.add(reports.failure_stats(rollouts), mode)
             try:
                 with context.phases("reward"), preserve_process_state():
                     rows, functions = [sample.row for sample in samples], len(self.rewards.names)
@@ -120,14 +121,17 @@ class RolloutPhase:
                     spec.release(rollouts)
             reports.add_spans(context.timeline, stream, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
-        context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
+        context.metrics.add({**result.stats, **log.metrics, **reused}, mode)
         return ScoredRollouts(samples, rollouts, result.rewards, log.columns, result.steps)
 
-    def next_key(self) -> tuple[str, int]:
-        mode = self.context.mode
+    def next_key(self, mode: Mode) -> tuple[str, int]:
         number = self.generations[mode]
         self.generations[mode] += 1
         return mode, number
+
+    def begin_evaluation(self) -> None:
+        """Sample with the same seeds as in every evaluation, so that only the model differs."""
+        self.generations["eval"] = 0
 
     @contextmanager
     def _located(self, key: GenerationKey) -> Iterator[None]:
@@ -167,7 +171,7 @@ class RolloutPhase:
             per_epoch,
             self.context.loop.state.max_steps,
             args.max_staleness,
-            next_key=self.next_key,
+            next_key=partial(self.next_key, "train"),
             send_weights=self._send_weights,
             stream=self._stream,
             waiting=lambda: self.context.phases("wait"),
@@ -196,23 +200,19 @@ class RolloutPhase:
         spec = self.collector.spec
         call_all(self.rewards.close, *([] if spec is None else [spec.close]))
 
-    def send_weights(self) -> None:
-        """Send the current weights, for completions that belong to no step."""
-        self._send_current_weights()
-
-    def _send_current_weights(self) -> None:
+    def send_weights(self, mode: Mode) -> None:
         """Send the current weights before sampling; what is in flight goes on with those that it began with."""
         if self.async_rollouts is None:
-            self._send_weights(self.context.step)
+            self._send_weights(self.context.step, mode)
             return
-        if not self.context.training:
+        if mode == "eval":
             self.async_rollouts.settle()
-        self.async_rollouts.bring_weights(self.context.step)
+        self.async_rollouts.bring_weights(self.context.step, mode)
 
-    def _send_weights(self, version: int) -> None:
+    def _send_weights(self, version: int, mode: Mode) -> None:
         with self.context.phases("sync"):
             if not traits_of(self.collector.engine).shares_policy:
-                self.context.metrics.add(self.weight_sync.ensure_current(version), self.context.mode)
+                self.context.metrics.add(self.weight_sync.ensure_current(version), mode)
 
     def state_dict(self) -> dict[str, Any]:
         return {

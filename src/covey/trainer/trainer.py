@@ -1,29 +1,26 @@
-"""The training step of group-relative reinforcement learning: sample, score, assign credit, update.
+"""`OnlineTrainer`: a `transformers.Trainer` of group-relative reinforcement learning, with the parts of a step.
 
-The outer loop is Hugging Face's `Trainer`, and all its hooks are here; `covey.trainer.build` makes the parts of a step.
+The loop is `covey.trainer.loop`; `covey.trainer.build` makes the parts. The other hooks of Hugging Face's are here.
 """
 
 import functools
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
-from covey.core.batch import TrainBatch
 from covey.core.engine import RolloutEngine, SamplingParams
-from covey.core.records import MicroStep
+from covey.core.records import Experience, MicroStep, PromptSample
 from covey.core.stats import Max
 from covey.data.sampler import train_loader
+from covey.observability.completions import CompletionLog
 from covey.policy.loading import load_processing_class, set_up_to_train, use_cache_as_it_is
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
@@ -36,8 +33,9 @@ from covey.runtime.quiet import show_own_warnings_plainly, without_bars
 from covey.runtime.user_code import call_all
 from covey.trainer import build
 from covey.trainer.asking import Metrics, describe, generate
+from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checkpoint import STAGING, Checkpointer, prepare_for_training, resume_from
+from covey.trainer.checkpoint import STAGING, Checkpointer, resume_from
 from covey.trainer.checks import (
     FiniteCheck,
     check_datasets,
@@ -45,11 +43,10 @@ from covey.trainer.checks import (
     check_unread,
     determine_best_metric,
     foreign_loader,
-    log_save_evaluate,
 )
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
-from covey.trainer.distributed.stopping import Finished, StopAtStep, random_state, set_random_state
+from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_state
 from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
@@ -57,15 +54,15 @@ from covey.trainer.evaluation.suites import with_user_messages
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import ABSENT, warn_of_unused_methods
-from covey.trainer.integrations.loss_inputs import LossInputs
+from covey.trainer.loop import TrainingLoop
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.resuming import describe_run, follow_schedule
+from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.update_phase import UpdatePhase
 
 
-class OnlineTrainer(Trainer):
+class OnlineTrainer(TrainingLoop):
     """Trains a causal language model on its own completions.
 
     Args:
@@ -195,9 +192,10 @@ class OnlineTrainer(Trainer):
         entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
         context.algorithm = corrected(context.algorithm, args, traits, sampling)
         runner = MicroBatchRunner(context, self.scorer)
-        behaviour = self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
-        behaviour.engine_check = EngineCheck(context, self.collector, sampling, traits, behaviour.rescore)
-        energies = functools.partial(token_energies, self.behaviour) if context.algorithm.token_baseline else None
+        scorer = self.batch_scorer = BatchScorer(context, self.scorer, runner)
+        check = EngineCheck(context, self.collector, sampling, traits, scorer.rescore)
+        self.behaviour = BehaviourScorer(context, scorer, self.reference, check)
+        energies = functools.partial(token_energies, scorer) if context.algorithm.token_baseline else None
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
@@ -209,20 +207,20 @@ class OnlineTrainer(Trainer):
         self.updates = UpdatePhase(
             context,
             self.scorer,
-            self.behaviour,
+            scorer,
             runner,
             entropy,
             self.balance if self.balance.coef else None,
             self.finite,
-            backward=super().training_step,
-            compute_loss=lambda model, batch: self.compute_loss(model, self._prepare_inputs(batch)),
+            compute_loss=self.loss_of,
+            backward=self.backward,
             updates=None if self.recorder is None else self.recorder.updates,
         )
         self.evaluation = EvaluationPhase(
             context,
             self.rollouts,
-            gather=lambda samples: self.gather_experience(MicroStep(samples=samples)),
-            loss_of=self.updates.loss_of,
+            experience=self._evaluated,
+            loss_of=lambda experience: self.updates.evaluate(self.model, experience),
             prompts_required=prompts_required,
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
@@ -232,47 +230,6 @@ class OnlineTrainer(Trainer):
         self.stop = StopAtStep(
             self.collectives.gather, args.save_strategy != "no", lambda: self.report.farewell(), alone
         )
-
-    def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
-        """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
-        start = time.perf_counter()
-        if not isinstance(inputs, MicroStep):
-            raise foreign_loader(inputs, "get_train_dataloader")
-        model.train()
-        with self.context.phases("train"):
-            if self.updates.micro_steps == 0:
-                self.behaviour.begin_step()
-                if self.args.max_staleness:
-                    self.rollouts.launch(inputs.generation)
-                    with torch.no_grad():  # the engine check needs samples of current weights
-                        self.behaviour.probe(self.rollouts.probe(self.behaviour.engine_check.wants_samples))
-            if inputs.generation is not None:
-                self.updates.load(self.gather_experience(inputs))
-            loss = self.updates.micro_step(model, self.current_gradient_accumulation_steps)
-        self.updates.end_micro_step(time.perf_counter() - start)
-        return loss
-
-    @torch.no_grad()
-    def gather_experience(self, step: MicroStep) -> TrainBatch:
-        """Sample, score and assign credit: prompt samples in, training tokens out. Collective."""
-        rollouts = self.rollouts.next(step)
-        batch, kl = self.behaviour.score(rollouts.scored.rollouts)
-        log = self.completions if self.context.training else self.evaluation.completions
-        self.credit.assign(batch, rollouts, kl, log)
-        if self.recorder is not None and self.context.training:
-            self.recorder.add(self.context.step + 1, int(rollouts.key[1]), rollouts.scored, batch)
-        return batch
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The loss of a micro-batch, scaled so that the sum over a step, averaged over ranks, is the step's loss."""
-        return self.updates.loss(model, inputs.batch if isinstance(inputs, LossInputs) else inputs)
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """The micro-batch, which is planned and on the device already; under TRL's names where a script reads them."""
-        own_loss = "compute_loss" in vars(self) or type(self).compute_loss is not OnlineTrainer.compute_loss
-        return LossInputs(inputs) if own_loss else inputs
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.
@@ -339,7 +296,7 @@ class OnlineTrainer(Trainer):
         """
         ready_to_train(self)
         warn_of_unused_methods(self.policy)
-        self.updates.reset()
+        self.updates.buffer.clear()
         self.rollouts.cancel()
         own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
         with (
@@ -387,39 +344,6 @@ class OnlineTrainer(Trainer):
             timeout=self.args.ddp_timeout,
             choose_late=self.rollouts.chooses_prompts,
         )
-
-    def _init_training_state(self, max_steps: int, updates_per_epoch: int, epochs: int, *rest: Any) -> tuple[int, int]:
-        """A run that is resumed at its end has ended: `Trainer` would take one more step."""
-        begun, micro_steps = super()._init_training_state(max_steps, updates_per_epoch, epochs, *rest)
-        self.state.compute_steps(self.args, max_steps)  # `Trainer` goes on with a checkpoint's save_steps and the like
-        if self.state.global_step < max_steps:
-            return begun, micro_steps
-        warnings.warn(
-            f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run has"
-            f" {max_steps}. Raise max_steps or num_train_epochs to go on.",
-            stacklevel=2,
-        )
-        return epochs, 0
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        """Clip, as `Trainer` does; whole gradients are looked at before a NaN norm spoils them all."""
-        if not self._gradients_are_whole(model):
-            return super()._clip_grad_norm(model)
-        norm = self._get_grad_norm(model)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
-        return norm
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The norm of the gradient, called before each optimizer step whether or not gradients are clipped."""
-        if grad_norm is None and self._gradients_are_whole(model):
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        else:
-            grad_norm = super()._get_grad_norm(model, grad_norm)
-        self.finite.check_norm(grad_norm)
-        return grad_norm
-
-    def _gradients_are_whole(self, model: Any) -> bool:
-        return not (self.sharding.gradients or self.finite.scales_loss or self._has_mixed_mesh_grads(model))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the window's metrics to what Hugging Face logs, and write down its completions."""
@@ -478,6 +402,9 @@ class OnlineTrainer(Trainer):
         self.callback_handler.eval_dataloader = dataloader  # callbacks are given it
         return self.evaluation.run(dataloader, metric_key_prefix, self._on_prediction_step)
 
+    def _evaluated(self, samples: list[PromptSample], log: CompletionLog) -> Experience:
+        return self.gather_experience(self.rollouts.next(MicroStep(samples=samples), "eval"), "eval", log)
+
     def _on_prediction_step(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
@@ -486,9 +413,7 @@ class OnlineTrainer(Trainer):
             self.control.should_training_stop = True
 
     hyperparameter_search = search.hyperparameter_search
-    _maybe_log_save_evaluate = log_save_evaluate
     _determine_best_metric = determine_best_metric
-    _prepare_for_training = prepare_for_training
     create_model_card = hub.create_model_card  # type: ignore[assignment] # its first arguments are those of TRL's
     init_hf_repo = hub.init_hf_repo
 
@@ -501,12 +426,6 @@ class OnlineTrainer(Trainer):
         final = self.stop.uncut(self.checkpoints.save, self._get_output_dir(trial), write)
         if self.checkpoints.delayed_pushes:
             self._push_from_checkpoint(final)
-
-    def remember_step(self) -> None:
-        """Keep what a checkpoint of the last finished step needs, for a run that is stopped in its next one."""
-        args, sharded = self.args, self.sharding.weights or self.is_deepspeed_enabled
-        if self.stop.enabled and self.stop.alone and not (sharded or args.max_staleness or args.speculative_reuse):
-            self.stop.finished = Finished(self.state.global_step, self.checkpoints.method_state(), random_state())
 
     def _save_finished(self, finished: Finished, trial: Any) -> None:
         """Save a checkpoint of the last finished step: the weights are as they were, and nothing else is."""
@@ -550,10 +469,3 @@ class OnlineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.checkpoints.load(checkpoint)  # refuses another optimizer's
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            follow_schedule(self.lr_scheduler)

@@ -118,10 +118,10 @@ def diverging(bench):
     trainer = bench.build({"max_steps": 1})
     gather = trainer.gather_experience
 
-    def gathering(draws):
-        batch = gather(draws)
+    def gathering(*given):
+        experience = gather(*given)
         trainer.model.model.norm.weight.data[0] = math.nan
-        return batch
+        return experience
 
     trainer.gather_experience = gathering
     return trainer

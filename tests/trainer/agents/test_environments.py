@@ -153,7 +153,8 @@ def test_rewards_of_turns(tmp_path):
 
     rows = [{"seed": i} for i in range(8)]
     trained = trainer(tmp_path, Turns, ScriptedEngine(script), rows=rows, max_steps=1, step_baseline="turn")
-    batch = trained.gather_experience(next(iter(trained.get_train_dataloader())))
+    rollouts = trained.rollouts.next(next(iter(trained.get_train_dataloader())), "train")
+    batch = trained.gather_experience(rollouts, "train", None).batch
     ends = batch.sampled & (batch.token_ids == TOKENIZER.eos_token_id)
     per_turn = batch.advantages[ends].view(-1, 2)
     assert (per_turn[:, 0] != per_turn[:, 1]).any()  # each turn has an advantage of its own

@@ -3,6 +3,7 @@
 import math
 import statistics
 import warnings
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -47,7 +48,7 @@ def sums(completion_ids, **kwargs):
 
 
 class Probe:
-    """One optimizer step of a tiny model, and all that went into its advantages; `change` may alter the batch.
+    """One optimizer step of a tiny model, and all that went into its advantages; `change` may give other training data.
 
     Attributes:
         returned: [F][N], what each function returned.
@@ -56,7 +57,7 @@ class Probe:
         advantages: [N] lists of each token's advantage.
     """
 
-    def __init__(self, path, method, functions, change=None, **settings):
+    def __init__(self, path, method, functions, change=lambda batch: batch, **settings):
         self.returned = [[] for _ in functions]
         self.lengths, self.kl = [], None
 
@@ -77,23 +78,18 @@ class Probe:
         functions = [kept(place, function) for place, function in enumerate(functions)]
         parts = {"reward_funcs": functions, "model": model}
         self.trainer = runs.trainer(path, method, parts=parts, **settings)
-        gather, behaviour = self.trainer.gather_experience, self.trainer.behaviour.add_logprobs
+        score = self.trainer.behaviour.with_logprobs
 
-        def gather_experience(draws):
-            batch = gather(draws)
-            self.batch = batch
-            self.advantages = [part.tolist() for part in batch.advantages.split(batch.lengths.tolist())]
-            if change is not None:
-                change(batch)
-            return batch
-
-        def score_behaviour(batch):
-            kl = behaviour(batch)
+        def scoring(*given, **named):
+            batch, kl, *rest = score(*given, **named)
             self.kl = None if kl is None else kl.tolist()
-            return kl
+            return batch, kl, *rest
 
-        self.trainer.gather_experience, self.trainer.behaviour.add_logprobs = gather_experience, score_behaviour
+        self.trainer.behaviour.with_logprobs = scoring
+        batches = runs.experiences(self.trainer, change)
         self.trainer.train()
+        self.batch = batches[-1]
+        self.advantages = [part.tolist() for part in self.batch.advantages.split(self.batch.lengths.tolist())]
 
 
 # ---- against loops ---------------------------------------------------------------------------------------------------
@@ -315,7 +311,7 @@ def test_a_policy_learns_only_from_tokens_that_answer_for_a_step(tmp_path):
     def first_tokens_alone(batch):
         first = torch.zeros_like(batch.sampled)
         first[batch.lengths.cumsum(0) - batch.lengths] = True
-        batch.sampled, batch.weights = batch.sampled & first, batch.weights * first
+        return replace(batch, sampled=batch.sampled & first, weights=batch.weights * first)
 
     settings = {"optim": "sgd", "learning_rate": 0.1}
     plain = Probe(tmp_path / "a", "grpo", [only_first], **settings)

@@ -67,9 +67,9 @@ def test_the_versions_of_all_tokens_are_known_ahead(tmp_path):
     made = runs.trainer(tmp_path, parts=parts, max_steps=4, max_staleness=1, max_completion_length=40)
     gather, found = made.credit.gather, []
 
-    def noting(rollouts, batch, kl):
+    def noting(rollouts, behaviour, mode):
         found.append((made.state.global_step, rollouts.scored.rollouts))
-        return gather(rollouts, batch, kl)
+        return gather(rollouts, behaviour, mode)
 
     made.credit.gather = noting
     made.train()

@@ -63,9 +63,8 @@ def batch_of(folder, rewards, functions, **settings):
         "reward_funcs": [getattr(rewards, name) for name in functions],
     }
     settings = {"max_completion_length": 150, "max_steps": 1, "engine_parity": "off", **settings}
-    trained, batches = runs.trainer(folder, parts=parts, **settings), []
-    gather = trained.gather_experience
-    trained.gather_experience = lambda draws: batches.append(gather(draws)) or batches[-1]
+    trained = runs.trainer(folder, parts=parts, **settings)
+    batches = runs.experiences(trained)
     trained.train()
     (batch,) = batches
     return [part.tolist() for part in batch.advantages.split(batch.lengths.tolist())]

@@ -63,7 +63,7 @@ class Run:
         )
         self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, choose_late=True)
 
-    def _send(self, version):
+    def _send(self, version, mode):
         self.engine.version = version
         self.events.append(("weights", version))
 
@@ -184,9 +184,9 @@ def test_weights_wait_for_answers_of_an_engine_that_needs_it():
     open_when_sent = []
     send = run.ahead.send_weights
 
-    def watching(version):
+    def watching(version, mode):
         open_when_sent.append([served.ended is None for served in run.engine.served])
-        send(version)
+        send(version, mode)
 
     run.engine.seconds = 0.01
     run.ahead.send_weights = watching

@@ -30,14 +30,14 @@ def noted(trainer):
     """What the trainer trains on, generation by generation: (step, draws, completions, versions)."""
     share, found = trainer.credit.gather, []
 
-    def noting(rollouts, batch, kl):
+    def noting(rollouts, behaviour, mode):
         sampled = rollouts.scored
-        if trainer.model.training:
+        if mode == "train":
             slots = [(draw.prompt, draw.sample) for draw in sampled.draws]
             completions = [tuple(rollout.completion_ids) for rollout in sampled.rollouts]
             versions = sorted({v for rollout in sampled.rollouts for v in rollout.versions or ()})
             found.append((trainer.state.global_step, slots, completions, versions))
-        return share(rollouts, batch, kl)
+        return share(rollouts, behaviour, mode)
 
     trainer.credit.gather = noting
     return found
@@ -197,25 +197,13 @@ def test_gradients_are_off_for_the_engine_and_on_for_rewards(tmp_path):
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
-def kept_batches(trainer):
-    score_behaviour, kept = trainer.behaviour.add_logprobs, []
-
-    def keeping(batch):
-        penalty = score_behaviour(batch)
-        kept.append((batch, trainer.behaviour.logprobs(trainer.policy, batch)))
-        return penalty
-
-    trainer.behaviour.add_logprobs = keeping
-    return kept
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("cut", "method"), [({}, "grpo"), (CYCLE, "rloo")], ids=["on-policy", "several updates"])
 def test_stale_tokens_weigh_training_over_sampling_weights(tmp_path, cut, method):
     model = tiny.model()
     settings = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
     trainer = ahead(tmp_path, 1, CopyEngine(model), method, {"model": model}, **settings, **cut)
-    kept, used = kept_batches(trainer), []
+    kept, used = runs.scored(trainer), []
     surrogate = trainer.context.algorithm.objective.surrogate
 
     def watching(x):
@@ -294,9 +282,9 @@ def test_an_evaluation_has_current_weights_and_no_effect(tmp_path, staleness):
     evaluated = ahead(tmp_path / "b", staleness, engine, parts=parts, **looks)
     sample, seen = evaluated.rollouts.sample, []
 
-    def watching(*args, **kwargs):
-        sampled = sample(*args, **kwargs)
-        if not evaluated.model.training:
+    def watching(key, samples, mode, *more, **named):
+        sampled = sample(key, samples, mode, *more, **named)
+        if mode == "eval":
             seen.append((evaluated.state.global_step, {v for r in sampled.rollouts for v in r.versions}))
         return sampled
 

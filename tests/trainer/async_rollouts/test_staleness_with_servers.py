@@ -16,10 +16,10 @@ def test_servers_sample_while_the_policy_trains(tmp_path, staleness):
     trainer = runs.trainer(tmp_path, **settings, **given)
     share, ages = trainer.credit.gather, []
 
-    def noting(rollouts, batch, kl):
+    def noting(rollouts, behaviour, mode):
         step = trainer.state.global_step
         ages.extend([step - version for version in rollout.versions] for rollout in rollouts.scored.rollouts)
-        return share(rollouts, batch, kl)
+        return share(rollouts, behaviour, mode)
 
     trainer.credit.gather = noting
     try:

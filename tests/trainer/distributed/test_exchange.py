@@ -196,7 +196,8 @@ def buffers(batches):
     """The buffer of each process, after its first micro-step."""
 
     def fill(rank, processes):
-        buffer = RolloutBuffer(*pool(batches[rank], processes), [torch.tensor([0, 4]), torch.tensor([1, 5])], 1)
+        buffer = RolloutBuffer()
+        buffer.append(*pool(batches[rank], processes), [torch.tensor([0, 4]), torch.tensor([1, 5])], 1)
         buffer.take(1)
         return buffer
 
@@ -208,7 +209,7 @@ def test_a_resumed_process_has_its_rollouts_and_the_sizes_of_all():
     for rank, buffer in enumerate(buffers(batches)):
         resumed = RolloutBuffer()
         resumed.load_state_dict(buffer.state_dict(), torch.device("cpu"), rank)
-        part, expected = resumed.take(1), buffer.take(1)
+        (part,), (expected,) = resumed.take(1), buffer.take(1)
         assert_same(part.own.batch, batches[rank])
         assert part.index.owners.tolist() == [0, 1] and part.index.rows.tolist() == [1, 1]
         assert part.tokens == expected.tokens and torch.equal(part.index.prompt_keys, expected.index.prompt_keys)

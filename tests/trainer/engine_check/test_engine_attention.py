@@ -36,15 +36,9 @@ def test_every_generation_is_sampled_from_the_policy(tmp_path, config):
             if parameter.ndim > 1 or "sinks" in name:
                 parameter.normal_(std=0.2)
     trained = runs.trainer(tmp_path, parts={"model": model}, max_steps=3)
-    score, gaps = trained.behaviour.add_logprobs, []
-
-    def compare(batch):
-        gap = trained.behaviour.logprobs(trained.policy, batch) - batch.engine_logprobs
-        gaps.append(gap[batch.sampled].abs().max().item())
-        return score(batch)
-
-    trained.behaviour.add_logprobs = compare
+    scored = runs.scored(trained)
     trained.train()
+    gaps = [(own - batch.engine_logprobs)[batch.sampled].abs().max().item() for batch, own in scored]
     assert trained.scorer.layout == "shared_prefix" and model.config._attn_implementation == "covey_packed"
     assert len(gaps) == 3 and max(gaps) < 1e-3
 

@@ -28,26 +28,14 @@ def foreign(tmp_path, method="grpo", *, model=None, engine=None, **settings):
 
 def counted(trainer):
     """How many tokens each scoring pass without gradient has seen."""
-    score, seen = trainer.behaviour.logprobs, []
+    score, seen = trainer.batch_scorer.logprobs, []
 
-    def counting(model, batch, **settings):
+    def counting(model, batch, *settings):
         seen.append(batch.num_tokens)
-        return score(model, batch, **settings)
+        return score(model, batch, *settings)
 
-    trainer.behaviour.logprobs = counting
+    trainer.batch_scorer.logprobs = counting
     return seen
-
-
-def gathered(trainer):
-    """The batches of the run, with the policy's log-probs of the moment they were sampled."""
-    score_behaviour, kept = trainer.behaviour.add_logprobs, []
-
-    def keeping(batch):
-        kept.append((batch, trainer.behaviour.logprobs(trainer.policy, batch)))
-        return score_behaviour(batch)
-
-    trainer.behaviour.add_logprobs = keeping
-    return kept
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -56,7 +44,7 @@ def gathered(trainer):
 @pytest.mark.parametrize("policy", [ON_POLICY, OFF_POLICY], ids=["on-policy", "off-policy"])
 def test_token_weights_are_trainer_over_engine_probabilities(tmp_path, policy):
     trainer = foreign(tmp_path, vllm_importance_sampling_clip_max=1.5, vllm_importance_sampling_clip_min=0.8, **policy)
-    kept, surrogate, used = gathered(trainer), trainer.context.algorithm.objective.surrogate, []
+    kept, surrogate, used = runs.scored(trainer), trainer.context.algorithm.objective.surrogate, []
 
     def watching(x):
         used.append(x.mismatch_weights)
@@ -132,7 +120,7 @@ def test_metrics_are_those_of_the_difference(tmp_path, policy, level):
     trainer = foreign(
         tmp_path, vllm_importance_sampling_mode=f"{level}_truncate", vllm_importance_sampling_clip_max=2.0, **policy
     )
-    kept = gathered(trainer)
+    kept = runs.scored(trainer)
     trainer.train()
     (batch, scored), *_ = kept
     difference = scored - batch.engine_logprobs
@@ -196,7 +184,7 @@ def test_the_correction_costs_no_pass_of_its_own(tmp_path, method, settings, pas
 
 def test_dropout_takes_a_pass_without_it(tmp_path):
     trainer = foreign(tmp_path, model=tiny.model(attention_dropout=0.2), gradient_accumulation_steps=1)
-    passes, kept = counted(trainer), gathered(trainer)
+    passes, kept = counted(trainer), runs.scored(trainer)
     trainer.train()
     (batch, scored), *_ = kept
     assert len(passes) == 2  # one of them by `gathered`
@@ -235,7 +223,7 @@ def test_log_probs_after_and_before_a_cut_are_not_compared(tmp_path):
             report=lambda logprobs: [logprob / 2 for logprob in logprobs],
             traits=EngineTraits(reports_after_cut=True),
         )
-    kept = gathered(trainer)
+    kept = runs.scored(trainer)
     trainer.train()
     assert trainer.context.algorithm.objective.correction is None
     assert all(batch.engine_logprobs is None for batch, _ in kept)

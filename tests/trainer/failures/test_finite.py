@@ -125,10 +125,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     spoiled = nn.Parameter(torch.full_like(trainer.model.model.norm.weight, math.nan))
     gather = trainer.gather_experience
 
-    def gathering(draws):
-        batch = gather(draws)
+    def gathering(*given):
+        experience = gather(*given)
         trainer.model.model.norm.weight.data.copy_(spoiled)
-        return batch
+        return experience
 
     trainer.gather_experience = gathering
     with pytest.raises(NotFiniteError, match=r"step 1: the loss is nan.* Weights that are not finite: model\.norm"):

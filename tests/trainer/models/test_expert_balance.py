@@ -37,14 +37,14 @@ def reference(tmp_path_factory):
     seen = []
 
     def watch(trainer):
-        begin = trainer.balance.begin
+        of_step = trainer.balance.of_step
 
-        def beginning(share, batch, behaviour, passes):
-            assert share == passes == 1
+        def watching(share, batch, scorer, micro_batches):
+            assert share == micro_batches == 1
             seen.append(batch)
-            begin(share, batch, behaviour, passes)
+            return of_step(share, batch, scorer, micro_batches)
 
-        trainer.balance.begin = beginning
+        trainer.balance.of_step = watching
 
     trainer, gradients = step(tmp_path_factory.mktemp("whole"), watch, max_tokens_per_micro_batch=10**6)
     return trainer, gradients, seen[0]
@@ -105,15 +105,15 @@ def test_the_loss_is_over_all_generations_of_a_step(tmp_path):
     losses = []
 
     def watch(trainer):
-        begin = trainer.balance.begin
+        of_step = trainer.balance.of_step
 
-        def beginning(share, batch, behaviour, passes):
-            assert (share, len(batch)) == (1.0, 8)  # two generations of 4
-            loads = load_survey(behaviour, trainer.balance.top_k, batch)
+        def watching(share, batch, scorer, micro_batches):
+            assert (share, len(batch)) == (1.0, 8)  # two rollout batches of 4
+            loads = load_survey(scorer, trainer.balance.top_k, batch)
             losses.append(load_balancing_loss(loads, loads).item())
-            begin(share, batch, behaviour, passes)
+            return of_step(share, batch, scorer, micro_batches)
 
-        trainer.balance.begin = beginning
+        trainer.balance.of_step = watching
 
     trainer, _ = step(tmp_path, watch, gradient_accumulation_steps=2, steps_per_generation=1)
     assert runs.history(trainer, "aux_loss") == pytest.approx(losses, rel=1e-5)

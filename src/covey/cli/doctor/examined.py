@@ -258,10 +258,10 @@ class ExaminedRun:
         """Log-probs [N] under the policy; `exact`: in the weights' own precision, in which small updates show."""
         trainer = self.trainer
         with quiet(), trainer.scorer.at_temperature(temperature):
-            trainer.behaviour.settle_layout(batch)
+            trainer.batch_scorer.settle_layout(batch)
             if exact:
                 return trainer.scorer(trainer.model, batch).logprobs
-            return trainer.behaviour.logprobs(trainer.model, batch)
+            return trainer.batch_scorer.logprobs(trainer.model, batch)
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
         """Mean log-probability, in nats, of the second of each pair of lists of tokens after the first."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
-from covey.core.records import FinishReason
+from covey.core.records import FinishReason, Plan
 from covey.observability.findings import Effect, Finding
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 
@@ -93,15 +93,14 @@ class Trials:
         trainer, args, batch, before = self.trainer, self.run.args, self.batch, self.before
         betas = (args.adam_beta1, args.adam_beta2)
         optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=0.0)
-        trainer.updates._window = args.gradient_accumulation_steps
         if trainer.reference is not None and trainer.context.algorithm.beta:
             batch.ref_logprobs = before
-        finite, in_passes, in_steps = True, 0.0, 0.0
+        plan, finite, in_passes, in_steps = Plan([[batch]], training=False), True, 0.0, 0.0
         with quiet():
             for _ in range(steps):
                 began = time.perf_counter()
                 with torch.enable_grad():
-                    trainer.updates.loss(trainer.model, batch).backward()
+                    trainer.updates.loss(trainer.model, batch, plan)[0].backward()
                 passed = time.perf_counter()
                 norm = torch.nn.utils.clip_grad_norm_(self.trained, args.max_grad_norm or math.inf)
                 finite = finite and bool(torch.isfinite(norm))

@@ -56,6 +56,10 @@ class StopAtStep(Interrupts, TrainerCallback):
         super()._reset()
         self._agreed = self._saving = self._updating = self._evaluating = False
 
+    def remember(self, finished: Finished) -> None:
+        """Keep the state of the last finished step."""
+        self.finished = finished
+
     @property
     def can_save(self) -> bool:
         """Finished steps are in memory and not in a checkpoint."""

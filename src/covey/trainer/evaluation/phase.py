@@ -12,9 +12,9 @@ from transformers.integrations import rewrite_logs
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from covey.core.advantages import weighted_total
-from covey.core.batch import TrainBatch
 from covey.core.likeness import Keys, keys_of
-from covey.core.records import PromptSample, ScoredRollouts
+from covey.core.records import Experience, PromptSample, ScoredRollouts
+from covey.core.stats import Stat
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
@@ -29,8 +29,9 @@ from covey.trainer.rollout_reports import as_logged, columns_of, summarize
 class EvaluationPhase:
     context: RunContext
     rollouts: RolloutPhase
-    gather: Callable[[list[PromptSample]], TrainBatch]  # their batch, with credit; collective
-    loss_of: Callable[[TrainBatch], float]  # collective
+    # (samples, log of completions) -> their training data; collective
+    experience: Callable[[list[PromptSample], CompletionLog], Experience]
+    loss_of: Callable[[Experience], tuple[float, list[dict[str, Stat]]]]  # with metrics; collective
     prompts_required: bool  # an environment may give them otherwise
     completions: CompletionLog | None = field(default=None, init=False)
 
@@ -65,7 +66,7 @@ class EvaluationPhase:
         was_training = model.training
         model.eval()
         on_batch = self._counting(prefix, dataloader, on_batch)
-        self.rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
+        self.rollouts.begin_evaluation()
         self.completions = log = CompletionLog(
             args.output_dir or ".",
             total_limit=args.log_completions_total_limit,
@@ -78,7 +79,7 @@ class EvaluationPhase:
         try:
             with context.phases(EVALUATE), self._recommended_weights():
                 if dataloader.suite is None:
-                    rows, found = self._evaluate_with_loss(dataloader, on_batch)
+                    rows, found = self._evaluate_with_loss(dataloader, log, on_batch)
                 else:
                     rows, found = self._evaluate_suite(dataloader, dataloader.suite, log, on_batch)
         finally:
@@ -109,15 +110,19 @@ class EvaluationPhase:
         tell()
         return counted
 
-    def _evaluate_with_loss(self, dataloader: Any, on_batch: Callable[[], None]) -> tuple[int, dict[str, float]]:
+    def _evaluate_with_loss(
+        self, dataloader: Any, log: CompletionLog, on_batch: Callable[[], None]
+    ) -> tuple[int, dict[str, float]]:
         """The number of completions of a plain dataset, and their loss."""
         losses, rows, collectives = 0.0, 0, self.context.collectives
         for samples in dataloader:
             with collectives.ending_all():
-                batch = self.gather(samples)
+                experience = self.experience(samples, log)
                 with torch.no_grad():
-                    loss = self.loss_of(batch)
-            shares = collectives.gather((loss, len(batch)), "add up the evaluation's loss")
+                    loss, found = self.loss_of(experience)
+            for stats in (*experience.stats, *found):
+                self.context.metrics.add(stats, "eval")
+            shares = collectives.gather((loss, len(experience.batch)), "add up the evaluation's loss")
             rows += (batch_rows := sum(count for _, count in shares))
             losses += batch_rows * sum(loss for loss, _ in shares)
             on_batch()
@@ -135,11 +140,11 @@ class EvaluationPhase:
         lengths: list[int] = []
         truncated: list[bool] = []
         likeness: list[Keys] = []
-        key = self.rollouts.next_key()  # one for all, so that samples do not depend on how prompts are batched
+        key = self.rollouts.next_key("eval")  # one for all, so that samples do not depend on how prompts are batched
         params = suite.sampling(self.rollouts.params)
         for samples in dataloader:
             with context.collectives.ending_all():
-                scored = self.rollouts.sample(key, samples, params=params)
+                scored = self.rollouts.sample(key, samples, "eval", params=params)
                 mine = self._grades(scored, judge)
             pairs = zip(scored.draws, scored.rollouts, strict=True)
             sizes = [(one.num_sampled, one.truncated, keys_of(draw, one)) for draw, one in pairs]

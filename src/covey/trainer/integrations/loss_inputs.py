@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from covey.core.batch import TrainBatch, segment_starts
+from covey.core.records import Plan
+from covey.core.stats import Stat
 
 
 class LossInputs(dict[str, Any]):
@@ -17,8 +19,13 @@ class LossInputs(dict[str, Any]):
     stands for are 0. `advantages` [B] is that of a completion's first token; `token_advantages` [B, C] has all.
     """
 
-    def __init__(self, batch: TrainBatch):
-        self.batch = batch
+    def __init__(self, batch: TrainBatch, plan: Plan, number: int):
+        self.batch, self.plan, self.number = (
+            batch,
+            plan,
+            number,
+        )  # of which step, and its number among the micro-batches
+        self.stats: dict[str, Stat] = {}  # metrics of the loss, which `compute_loss` fills in
         of_groups = batch.prompts()
         prompts = [of_groups[group] for group in batch.groups.tolist()]
         backwards = [prompt.flip(0) for prompt in prompts]

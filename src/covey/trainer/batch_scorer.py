@@ -1,0 +1,79 @@
+"""Log-probs and entropies of batches under a model, computed without gradient in micro-batches that fit into memory."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.model import inference_mode_of
+from covey.core.stats import Mean, Stat
+from covey.policy.fused import fused_layers
+from covey.policy.layouts import slowest
+from covey.policy.scoring import TokenScorer
+from covey.trainer.context import RunContext
+from covey.trainer.microbatches import MicroBatchRunner
+
+
+@dataclass(eq=False)
+class BatchScorer:
+    """Scores batches; every process must call it equally often where weights are sharded."""
+
+    context: RunContext
+    scorer: TokenScorer
+    runner: MicroBatchRunner
+    _layouts_agree: bool = field(default=False, init=False)
+
+    def logprobs(self, model: Any, batch: TrainBatch, rows: int | None = None) -> Tensor:
+        """Log-probs [N] without gradient, in nominal micro-batches of `rows` completions; None: those of evaluation."""
+        return self.values(model, batch, lambda part: self.scorer(model, part).logprobs, rows)
+
+    def with_entropy(self, model: Any, batch: TrainBatch) -> tuple[Tensor, list[dict[str, Stat]]]:
+        """Log-probs [N] without gradient, and the metric `entropy` of the trained tokens, in parts."""
+        measured: list[dict[str, Stat]] = []
+
+        def logprobs(part: TrainBatch) -> Tensor:
+            scores = self.scorer(model, part, entropy=True)
+            assert scores.entropies is not None, "asked for"
+            measured.append({"entropy": Mean(scores.entropies[part.sampled].sum(), part.sampled.sum())})
+            return scores.logprobs
+
+        return self.values(model, batch, logprobs), measured
+
+    def entropies(self, batch: TrainBatch) -> Tensor:
+        """Entropies [N] of the policy without gradient."""
+        policy = self.context.loop.policy
+        return self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
+
+    def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
+        """Log-probs [N] under the policy at another temperature."""
+        with self.scorer.at_temperature(temperature):
+            return self.logprobs(self.context.loop.policy, batch)
+
+    def values(
+        self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any], rows: int | None = None
+    ) -> Tensor:
+        """A value for every token [N], computed without gradient in micro-batches."""
+        rows = self.context.algebra.rows("eval") if rows is None else rows
+        fused = fused_layers(self.runner.fused(model))
+        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
+            return self.runner.score(batch, values_of, rows)
+
+    def settle_layout(self, batch: TrainBatch) -> None:
+        """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""
+        policy = self.context.loop.policy
+        with self.context.accelerator.autocast():
+            mine = self.scorer.layout_of(policy, batch)
+        if self._layouts_agree:
+            return
+        agreed = slowest(self.context.collectives.gather(mine, "agree on a layout"))
+        if mine != agreed:
+            self.scorer.adopt(policy, agreed)
+            warnings.warn(
+                f"this process could score in the layout '{mine}', but another cannot, so all take '{agreed}'. Set"
+                f" attn_layout='{agreed}' to silence this.",
+                stacklevel=2,
+            )
+        self._layouts_agree = True
