@@ -3,8 +3,9 @@
 import argparse
 import ast
 import dataclasses
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def load_run(
     refuse_unknown(values, method, [field.name for field in dataclasses.fields(config_class)])
     with planning_for(world_size, gpu):
         args = config_class(**typed(values, config_class))
+    if isinstance(run.get("model"), str):
+        run["model"] = os.path.expanduser(run["model"])
+    if not run.get("dataset"):
+        for name in ("dataset_split", *(() if run.get("eval_dataset") else ("columns", "system_prompt"))):
+            if run.get(name):
+                warn(f"`{name}` has no effect: the run has no dataset.")
     run |= {name: _as_list(run.get(name) or []) for name in LISTS}
     run |= {name: _as_mapping(name, run.get(name)) for name in MAPPINGS}
     run["peft"] = run["peft"] and _with_lists(run["peft"])
@@ -107,9 +114,20 @@ def load_run(
     return RunConfig(args, method, **run)
 
 
+OF_THE_MACHINE = ("dataloader_pin_memory",)
+"""Settings that transformers changes by itself, as on a CPU."""
+
+
 def new_name(name: str) -> str:
     alias = ALIASES.get(name)
     return OTHER_NAMES.get(name) or (alias and alias.new) or name
+
+
+def warn_of_idle(flags: Sequence[str], names: Collection[str], because: str) -> None:
+    """Warn of flags that change nothing in what a command does."""
+    for name in parse_flags(flags):
+        if new_name(name) in names:
+            warn(f"`--{name}` has no effect: {because}.")
 
 
 def parts_of_record(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +138,7 @@ def parts_of_record(described: Mapping[str, Any]) -> dict[str, Any]:
 def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a record's run.json that differ from their defaults."""
     config = config_of(parts_of_record(described)["method"])
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name not in OF_THE_MACHINE}
     values = {}
     for name, text in described["settings"].items():
         with suppress(ValueError, SyntaxError):  # an object without a text that could be read again
@@ -215,6 +233,8 @@ def _read_script_flags(values: dict[str, Any]) -> None:
             values[key] = {**defaults, **(_as_mapping(key, values.get(key)) or {}), **found}
     if (subset := values.pop("dataset_config", None)) and values.get("dataset"):
         values["dataset"] += f":{subset}"
+    elif subset:
+        warn("`dataset_config` has no effect: the run has no dataset.")
     if "reward_model_name_or_path" in values:
         own = _as_list(values.get("reward_funcs") or [])
         values["reward_funcs"] = [*own, values.pop("reward_model_name_or_path")]

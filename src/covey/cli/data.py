@@ -12,7 +12,9 @@ from typing import Any
 import datasets
 
 from covey.cli.run_file import BUILDERS, check_data_file, evaluation_sets, is_function, is_local
+from covey.core.transcript import is_messages
 from covey.data.conversations import with_system_message
+from covey.data.validation import LOOKED_AT
 from covey.runtime.hub import look_up
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable
@@ -51,6 +53,9 @@ def load_rows(
             raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")
         rows = rows.rename_columns(columns)
     check_prompt_column(spec, rows.column_names)
+    prompts = [row["prompt"] for row in rows.select(range(min(LOOKED_AT, len(rows))))] if system_prompt else []
+    if prompts and all(prompt and is_messages(prompt) and prompt[0].get("role") == "system" for prompt in prompts):
+        warn(f"`system_prompt` has no effect on dataset {spec!r}: its prompts begin with system messages of their own.")
     return with_system_message(system_prompt, rows)
 
 

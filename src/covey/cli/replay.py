@@ -10,9 +10,10 @@ from typing import Any
 from transformers import AutoTokenizer, TrainerCallback
 
 from covey.cli import parsers, train
-from covey.cli.config_file import parse_flags, parts_of_record, settings_of
+from covey.cli.config_file import parse_flags, parts_of_record, settings_of, warn_of_idle
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
+from covey.config.sampling import AgentFields, SpeculationFields
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
 from covey.runtime.quiet import without_bars
@@ -22,6 +23,16 @@ COMPARED = ("loss", "grad_norm")
 MOST_LINES = 20
 MODEL_PARTS = ("method", "model", "peft", "quantization")
 """Parts of run.json that a replay needs; rollouts and rewards are on record."""
+
+
+NOT_REPLAYED = (
+    *(name for kind in (SpeculationFields, AgentFields) for name in kind.__annotations__ if name != "max_staleness"),
+    *("max_completion_length", "top_p", "top_k", "min_p", "generation_kwargs", "chat_template_kwargs"),
+    *("allow_control_tokens", "max_concurrent_completions", "prompts_as_messages", "stream_rewards"),
+    *("reward_timeout", "reward_isolation", "reward_funcs", "dataset", "dataset_split", "columns", "system_prompt"),
+    *("eval_dataset", "tools", "rollout_func", "environment_factory", "agent"),
+)
+"""Settings of sampling and rewards, which a replay does neither of."""
 
 
 class StopAfter(TrainerCallback):
@@ -127,6 +138,7 @@ def trainer_of(
         "save_strategy": "no",
     }
     own.pop("steps_per_generation", None)  # follows from the size of a generation, which is on record
+    warn_of_idle(flags, NOT_REPLAYED, "prompts, completions and rewards are on record")
     changed = train.read_run(own, flags, None, needed=())
     if not changed.model:
         raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")

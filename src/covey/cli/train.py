@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
-from covey.cli.config_file import RunConfig, load_run, parse_flags
+from covey.cli.config_file import RunConfig, load_run, parse_flags, warn_of_idle
 from covey.cli.launch import launch_if_asked
 from covey.cli.run_file import RUN_KEYS, take_config
 from covey.observability.record_files import FOLDER
@@ -22,6 +22,15 @@ from covey.rewards import resolve_reward
 from covey.runtime.import_path import FORMS, is_reference, resolve
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
+
+NOT_EVALUATED = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim"),
+    *("optim_args", "optim_target_modules", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("num_train_epochs", "max_steps", "num_iterations", "shuffle_dataset", "data_seed", "resume_from_checkpoint"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "dataset", "dataset_split"),
+)
+"""Settings that only training reads."""
 
 
 def main(method: str, argv: Sequence[str]) -> int:
@@ -37,6 +46,7 @@ rloo = functools.partial(main, "rloo")
 @without_bars()
 def evaluate(argv: Sequence[str]) -> int:
     path, flags = take_config(list(argv))
+    warn_of_idle(flags, NOT_EVALUATED, "an evaluation trains nothing, and its model is the one of --model")
     run = read_run(path, evaluated_in(flags), None, needed=("model", "eval_dataset"))
     if run.args.process_index == 0:
         print(f"evaluating {run.model}", flush=True)

@@ -12,6 +12,13 @@ _ANSWER = "coveySAID"
 _ADVICE = "Change `tokenizer.chat_template`"
 
 
+def unread_arguments(given: Any, tokenizer: Any) -> list[str]:
+    """Keyword arguments that the chat template does not mention."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+    return [name for name in given or {} if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)]
+
+
 def warn_of_template(rows: Mapping[int, Any], role: str, codec: PromptCodec) -> None:
     """Warn, once for each kind, of what the chat template does to these rows of a dataset, by their numbers."""
     said: set[str] = set()
@@ -37,9 +44,21 @@ def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str]]:
                 "the schemas in the column `tools` are not shown, because the prompt is a string, which no chat"
                 " template renders. Write it as messages, or put the tools into the text.",
             )
+        if row.get("chat_template_kwargs") and isinstance(prompt, str):
+            yield (
+                "arguments",
+                "the column `chat_template_kwargs` has no effect, because the prompt is a string, which no chat"
+                " template renders. Write it as messages, or remove the column.",
+            )
         return
     if codec.vision is not None or getattr(codec.tokenizer, "chat_template", None) is None:
         return
+    if unread := unread_arguments(row.get("chat_template_kwargs"), codec.tokenizer):
+        yield (
+            "arguments",
+            f"the column `chat_template_kwargs` has {', '.join(map(repr, unread))}, which the chat template does not"
+            " mention, so the prompt is the same without.",
+        )
     kwargs = codec.template_kwargs(row.get("chat_template_kwargs"))
     shown = _rendered(codec, prompt, {"tools": tools or list(codec.tools) or None, **kwargs})
     if tools and shown == _rendered(codec, prompt, {**kwargs, "tools": None}):

@@ -139,6 +139,8 @@ def _from_pretrained(
     check_quantization: Callable[[Any], None],
 ) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
+    if kwargs.get("revision") is not None and os.path.isdir(name):
+        warn(f"`revision={kwargs['revision']!r}` has no effect: the model is a folder, {name!r}, without versions.")
     if not look_up(name, **_asked(kwargs)):
         kwargs["local_files_only"] = True  # else each request is repeated for half a minute
     try:

@@ -232,6 +232,15 @@ class FunctionReward:
         self.per_completion = is_per_completion(function) and "trainer_state" not in self._names
         self._bound = function.keywords if isinstance(function, functools.partial) else {}
 
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Arguments that it takes; None: any."""
+        return None if self._takes_all else self._names - self._bound.keys()
+
+    def unfilled(self, columns: Iterable[str]) -> frozenset[str]:
+        """Arguments that are left at their defaults with these columns."""
+        return self._names - self._required - self._bound.keys() - arguments_with(columns)
+
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
         return as_values(self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 

@@ -1,5 +1,6 @@
 """Rollout specs from a trainer's arguments: tools, rollout functions and environments."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -181,11 +182,14 @@ def build_environment(
     example = lease.environment
     pool.release(example)
     kind, source = type(example).__name__, agent.RewardSource.of(example)
+    _check_names(type(example), factory)
     if not callable(getattr(example, "reset", None)):
         raise ValueError(f"`environment_factory` made a {kind}, which has no method `reset(**row)`.")
     if callable(getattr(example, "step", None)):
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
+        if _setting(factory, example, "max_turns", None) is not None:
+            ignored(args, ["max_tool_calling_iterations"], f"{kind} has max_turns={max_turns}, which decides")
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
         return agent.TextEnvironmentAgent(pool, True, required(example.reset), source, max_turns, turn_end)
     gives_reward = callable(getattr(example, "get_reward", None))
@@ -242,6 +246,19 @@ def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> An
     if not isinstance(factory, dict):
         return rows(factory)
     return list(chain.from_iterable(zip(*(rows(one, environment=name) for name, one in factory.items()), strict=True)))
+
+
+OPTIONAL = ("get_reward", "close", "max_turns", "turn_rewards", "max_environments", "dataset", "reward_name")
+"""Methods and attributes that an environment's class or its factory may have."""
+
+
+def _check_names(kind: type, factory: Any) -> None:
+    """Warn of names of a class that are nearly those of what an environment may have, and are not read."""
+    known = {name for name in OPTIONAL if hasattr(kind, name) or hasattr(factory, name)}
+    for name in vars(kind):
+        missing = difflib.get_close_matches(name, [one for one in OPTIONAL if one not in known], n=1, cutoff=0.85)
+        if missing and name not in known and not name.startswith("_"):
+            warn(f"{kind.__name__}.{name} is not read as {missing[0]!r}, which an environment may have: rename it.")
 
 
 def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:

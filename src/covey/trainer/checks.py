@@ -1,6 +1,5 @@
 """Checks of datasets, optimizer and metrics before training, and of loss, gradients and weights during it."""
 
-import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +10,6 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
-from covey.config.messages import closest, default_of, ignored, is_set
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
@@ -29,7 +27,6 @@ from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 from covey.trainer.integrations.attributes import listed as as_list
 
-ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 MOST_NAMED = 3  # parameters that a message names
 MOST_IN_A_ROW = 3  # steps that are not finite; the last of them ends the run
 MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each halves the scale, which starts at 2^16
@@ -203,83 +200,6 @@ class MovedWeights(TrainerCallback):
                 f"in {MOST_STILL} optimizer steps {self._moved / self._total:.1%} of the weights changed at a time:"
                 f" they are held in {weights[0].dtype}, and the other updates were rounded away."
                 f" {IN_FLOAT32}",
-            )
-
-
-def check_unread(trainer: Any, optimizer_given: bool) -> None:
-    """Warn of arguments of a trainer that change nothing, and of weights that updates cannot change."""
-    check_optimizer_settings(trainer, optimizer_given)
-    check_callbacks(as_list(trainer.made_of.get("callbacks")))
-    check_rewards_once(trainer.made_of.get("reward_funcs"), trainer.rewards.names)
-    if trainer.collector.codec.vision is None:
-        ignored(trainer.args, ["log_multimodal"], "the model sees no images")
-    check_template_arguments(trainer.args.chat_template_kwargs, trainer.collector.codec.tokenizer)
-
-
-def check_template_arguments(given: Any, tokenizer: Any) -> None:
-    """Warn of arguments that the chat template does not mention."""
-    template = getattr(tokenizer, "chat_template", None)
-    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
-    if unread := [name for name in given or {} if not any(re.search(rf"\b{re.escape(name)}\b", t) for t in texts)]:
-        warn(
-            f"`chat_template_kwargs` has {', '.join(map(repr, unread))}, which the chat template does not mention, so"
-            " prompts are the same without.",
-        )
-
-
-def check_optimizer_settings(trainer: Any, given: bool) -> None:
-    """Warn of settings of the optimizer that the one in use does not read."""
-    args = trainer.args
-    if given:
-        names = ["optim", "optim_args", "optim_target_modules", "weight_decay", "learning_rate"]
-        ignored(args, [*names, *ADAM], "the trainer was given an optimizer")
-        return
-    try:
-        used = _optimizer_settings(args, trainer.policy)
-    except (ImportError, ValueError, TypeError):
-        return  # training says what is wrong with it
-    for name in ADAM:
-        other = copy.copy(args)
-        setattr(other, name, default_of(type(args), name))
-        if _optimizer_settings(other, trainer.policy) == used:
-            ignored(args, [name], f"optim={getattr(args.optim, 'value', args.optim)!r} does not read it")
-    parts = [part for part in (args.optim_args or "").replace(" ", "").split(",") if part]
-    for part in parts:
-        other = copy.copy(args)
-        other.optim_args = ",".join(one for one in parts if one != part)
-        if is_set(args, "optim_args") and _optimizer_settings(other, trainer.policy) == used:
-            name = getattr(args.optim, "value", args.optim)
-            if name not in ("adamw_torch", "adamw_torch_fused"):  # a rule says so of all their arguments
-                warn(
-                    f"`optim_args` has {part!r}, which has no effect: optim={name!r} has it already or does not"
-                    " know it.",
-                )
-
-
-def _optimizer_settings(args: OnlineConfig, policy: Any) -> str:
-    return repr(Trainer.get_optimizer_cls_and_kwargs(args, policy))
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Warn of methods that look like events of training and are none, so that nothing would call them."""
-    events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
-    for callback in callbacks:
-        kind = callback if isinstance(callback, type) else type(callback)
-        for name in dir(kind):
-            if name.startswith("on_") and name not in events and (close := closest(name, events)):
-                warn(
-                    f"{kind.__name__}.{name} is never called: there is no such event.{close}",
-                )
-
-
-def check_rewards_once(reward_funcs: Any, names: Sequence[str]) -> None:
-    """Warn of a reward function that is there twice: it counts twice and is computed twice."""
-    given = as_list(reward_funcs)
-    for place, one in enumerate(given):
-        if any(one is earlier for earlier in given[:place]) and place < len(names):
-            warn(
-                f"`reward_funcs` has {names[place]!r} twice: it is computed twice and counts twice. Leave one out, or"
-                " give it more weight with reward_weights.",
             )
 
 

@@ -40,7 +40,6 @@ from covey.trainer.checks import (
     FiniteCheck,
     check_datasets,
     check_fit,
-    check_unread,
     determine_best_metric,
     foreign_loader,
 )
@@ -59,6 +58,7 @@ from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_ene
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
+from covey.trainer.unread import check_callbacks, check_unread
 from covey.trainer.update_phase import UpdatePhase
 
 
@@ -182,7 +182,7 @@ class OnlineTrainer(TrainingLoop):
         sampling = build.sampling_params(args, tokenizer)  # before reward models are loaded
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
-        check_unread(self, optimizers[0] is not None or optimizer_cls_and_kwargs is not None)
+        check_unread(self)
         self._build_step(sampling, prompts_required)
         build.add_callbacks(self, build.as_callbacks(callbacks))
 
@@ -353,6 +353,11 @@ class OnlineTrainer(TrainingLoop):
             logs = {**logs, **self.metrics.drain("train"), "num_tokens": self.credit.num_tokens}
             self.completions.publish(self.state.global_step)
         super().log(logs, start_time)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, or one of a class, behind those that are there."""
+        check_callbacks([callback])
+        super().add_callback(callback)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """0: prompts are shared and tokens without signal skipped, so a formula would mislead."""

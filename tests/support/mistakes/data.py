@@ -220,7 +220,7 @@ DATASETS = [
     ),
     Mistake(
         "Set an option that has no effect",
-        lambda b: b.build({"chat_template_kwargs": {"enable_thinkin": False}}),
+        lambda b: b.build({"chat_template_kwargs": {"enable_thinkin": False}}, train_dataset=[{"prompt": CHAT}] * 8),
         ("`chat_template_kwargs` has 'enable_thinkin', which the chat template does not mention",),
         kind=UserWarning,
     ),

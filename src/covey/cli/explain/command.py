@@ -5,6 +5,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import yaml
 
@@ -14,6 +15,7 @@ from covey.cli.explain.run import Cluster, ExplainedRun, check_start, gpu_bytes,
 from covey.cli.launch import find_config
 from covey.cli.run_file import evaluation_sets, take_config
 from covey.cli.train import read_run
+from covey.policy.loading import sees_images
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, SHARDED, ShardCounts
@@ -29,9 +31,10 @@ def main(argv: list[str]) -> int:
     with warnings.catch_warnings(record=True, action="always") as caught:
         run = read_run(path, settings, None, needed=(), world_size=flags.world_size, gpu=planned_gpu)
         start = check_start(run, run.args.algebra(flags.world_size))
+    model = model_plan(run, 1 if flags.images is None else flags.images, flags.image_size or (512, 512))
     explained = ExplainedRun(
         run.args,
-        model_plan(run, flags.images, flags.image_size),
+        model,
         flags.world_size,
         prompt_tokens=flags.prompt_tokens or start.prompt_tokens or ASSUMED_PROMPT_TOKENS,
         gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
@@ -45,9 +48,20 @@ def main(argv: list[str]) -> int:
     for finding in figures.fit(explained):
         print(f"\n{finding}")
     notes = [str(w.message) for w in caught if issubclass(w.category, (UserWarning, FutureWarning))]
+    notes += idle_flags(flags, model.config)
     if notes:
         print(printable("\n" + _section("Warnings", notes)))
     return 2 if start.problems else 0
+
+
+def idle_flags(flags: argparse.Namespace, config: Any) -> Iterable[str]:
+    """Sentences on flags that change nothing, with the model's config if it is known."""
+    if config is not None and not sees_images(config):
+        for name in ("images", "image_size"):
+            if getattr(flags, name) is not None:
+                yield f"`--{name}` has no effect: the model sees no images."
+    if flags.gpus_of_node is not None and (flags.world_size or 1) == 1:
+        yield "`--gpus_of_node` has no effect: the run has one process; see --world_size and --accelerate_config."
 
 
 def explain(run: ExplainedRun) -> str:
@@ -115,7 +129,7 @@ def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         config = found.accelerate_config
         sharding, processes = sharding_of(config) if config is not None else ("multi_gpu", 1)
         found.world_size = found.world_size or processes
-        found.cluster = Cluster(ShardCounts.of(sharding, found.world_size), found.gpu, found.gpus_of_node)
+        found.cluster = Cluster(ShardCounts.of(sharding, found.world_size), found.gpu, found.gpus_of_node or 8)
     return found, rest
 
 

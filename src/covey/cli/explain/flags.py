@@ -23,12 +23,12 @@ def flag_parser() -> argparse.ArgumentParser:
     sharding = "how the model is sharded: multi_gpu, fsdp2, zero1, zero2, zero3, or a file; also gives the processes"
     add("--accelerate_config", metavar="NAME", help=sharding)
     add("--gpu", type=_machine, metavar="NAME", help="a100, h100 or h200: estimate the time of a step there")
-    add("--gpus_of_node", **counts, default=8, help="GPUs of one machine (8 if not given)")
+    add("--gpus_of_node", **counts, help="GPUs of one machine (8 if not given)")
     tokens = "of a prompt, for tokens and memory (the longest of the data set, or 256 if that is unknown)"
     add("--prompt_tokens", **counts, help=tokens)
     add("--gpu_memory", **counts, help="GiB of a GPU, if the run has another than this machine")
-    add("--images", type=_whole(0), metavar="N", default=1, help="of a prompt, if the model sees images (1; 0: none)")
-    add("--image_size", type=_image_size, metavar="WxH", default=(512, 512), help="in pixels (512x512)")
+    add("--images", type=_whole(0), metavar="N", help="of a prompt, if the model sees images (1; 0: none)")
+    add("--image_size", type=_image_size, metavar="WxH", help="in pixels (512x512)")
     return parser
 
 

@@ -24,6 +24,7 @@ from covey.runtime.files import written_whole
 from covey.study.commands import STATE
 
 PORT = 6710
+MAX_MB = 64.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,14 +34,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--export", type=Path, metavar="FILE.html", help="write the page into one file to send instead")
     parser.add_argument("--steps", metavar="A:B", help="with --export: only rollouts of these steps, from 1")
-    parser.add_argument("--max_mb", type=float, default=64.0, help="with --export: size at which tokens are left out")
+    parser.add_argument("--max_mb", type=float, help=f"with --export: size at which tokens are left out ({MAX_MB:g})")
     options = parser.parse_args(list(argv))
+    exports = options.export is not None
+    for name, goes, given in (
+        ("steps", exports, options.steps is not None),
+        ("max_mb", exports, options.max_mb is not None),
+        ("port", not exports, options.port is not None),
+        ("open", not exports, options.open),
+    ):
+        if given and not goes:
+            raise ValueError(f"--{name} does not go with{'' if exports else 'out'} --export: leave it out.")
+    if options.max_mb is not None and not options.max_mb > 0:
+        raise ValueError(f"--max_mb {options.max_mb:g} must be above 0.")
     is_study = (options.runs[0] / STATE).is_file()
     if is_study and (len(options.runs) > 1 or options.export is not None):
         raise ValueError(f"{str(options.runs[0])!r} is a study, which is shown alone; its page to send is study.html.")
     runs = [] if is_study else [RecordedRun(folder) for folder in options.runs]
     if options.export is not None:
-        left_out = export(runs, options.export, _steps(options.steps), options.max_mb * 1e6)
+        left_out = export(runs, options.export, _steps(options.steps), (options.max_mb or MAX_MB) * 1e6)
         size = options.export.stat().st_size / 1e6
         print(f"{options.export}: {size:.1f} MB" + (f", without the tokens of {left_out}" if left_out else ""))
         return 0

@@ -29,6 +29,7 @@ from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number
 from covey.rollout.episode import EpisodeEngine
 from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
+from covey.runtime.user_code import warn
 
 AgentFunction = Callable[[dict[str, Any], str, str], Awaitable[float | None]]  # (row, base URL, key) -> the reward
 
@@ -115,6 +116,11 @@ class AgentProgram(_ServedAgent):
                     f" {agent!r}, which is not async."
                 )
             self.function = agent
+            given: dict[str, Any] = {"directory": directory, "environment": environment or None}
+            given |= {"memory": None if memory == 4.0 else memory, "processes": None if processes == 64 else processes}
+            for name, value in given.items():
+                if value is not None:
+                    warn(f"AgentProgram({name}=...) has no effect: a function runs in the trainer's process.")
         else:
             self.command = shlex.split(agent) if isinstance(agent, str) else [str(part) for part in agent]
             if not self.command or shutil.which(self.command[0]) is None:
@@ -123,7 +129,11 @@ class AgentProgram(_ServedAgent):
                 )
         self.seats = checked_seats(seats)
         self.directory, self.limits = directory, Quota(memory, processes)
+        if directory is not None and not Path(directory).is_dir():
+            raise ValueError(f"AgentProgram(directory={os.fspath(directory)!r}): there is no such folder.")
         if not isinstance(environment, Mapping):
+            if missing := [name for name in environment if name not in os.environ]:
+                warn(f"AgentProgram(environment=...) names {', '.join(missing)}, which no variable here is called.")
             environment = {name: os.environ[name] for name in environment if name in os.environ}
         self.environment = dict(environment)
 

@@ -9,7 +9,6 @@ import dataclasses
 import math
 import numbers
 import statistics
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from covey.data.conversations import as_user_messages
 from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
-from covey.runtime.user_code import format_error, format_value, place_of
+from covey.runtime.user_code import format_error, format_value, place_of, warn
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # passed to the sampler unchanged
 
@@ -88,6 +87,16 @@ class EvalSuite:
         threshold = self.success_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not math.isfinite(threshold):
             raise ValueError(f"EvalSuite(success_threshold={threshold!r}) must be a finite number.")
+        unread = dict.fromkeys(("top_p", "top_k", "min_p"), "temperature=0 takes the most probable token")
+        unread = unread if self.temperature == 0 else {}
+        if not self.pass_at and not self.maj_at:
+            because = "pass_at and maj_at alone ask what is right"
+            unread |= {"success_reward": because, "success_threshold": because}
+        if not self.maj_at:
+            unread["answer"] = "maj_at alone counts answers"
+        for name, because in unread.items():
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                warn(f"EvalSuite({name}={value!r}) has no effect: {because}.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
                 f"EvalSuite(temperature=0, num_generations={self.num_generations}): greedy completions of a prompt are"
@@ -186,11 +195,10 @@ class Grader:
         try:
             return _as_vote(extract(completion))
         except Exception as error:  # of a user
-            warnings.warn(
+            warn(
                 f"what reads the answers of an evaluation suite raised {format_error(error)}{place_of(error)} for"
                 f" {format_value(completion)}, which"
                 " counts as no answer. Return None where there is none to silence this.",
-                stacklevel=2,
             )
             return None
 
