@@ -1,4 +1,4 @@
-"""Every field of a config, and every argument of a trainer, changes something or says that it does not.
+"""Every field of a config changes something or says that it does not.
 
 A field alone, at another value than its default, is refused, pointed out, or changes a part of the trainer (`built`) or
 the outcome of a run (`outcome`). One that needs another setting has a row with that setting in `WITH`. To add a field,
@@ -7,7 +7,6 @@ nothing is needed where a part holds it; otherwise a row.
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from covey.config.messages import default_of
 from covey.config.rloo import RLOOConfig
 from covey.trainer.engines import servers
 from tests.support import runs, tiny
-from tests.support.outcomes import built, differences, outcome, with_dropout
+from tests.support.outcomes import built, differences, outcome, said, with_dropout
 
 
 def each(names: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -243,17 +242,6 @@ def value_of(name: str) -> Any:
 
 def method_of(name: str) -> str:
     return "rloo" if name in ("normalize_advantages", "reward_clip_range") else "grpo"
-
-
-def said(name: str, make: Any) -> tuple[Any, bool]:
-    """Result of `make`, and True if a warning or the error names the field."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            made = make()
-        except (ValueError, ImportError) as error:
-            return None, name in str(error)
-    return made, any(name in str(warning.message) for warning in caught)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import enum
 import functools
 import re
 import types
+import warnings
 from typing import Any
 
 import torch
@@ -71,6 +72,17 @@ def built(folder: Any, method: str = "grpo", given: dict[str, Any] | None = None
     made = runs.trainer(folder, method, parts=given, **settings)
     made.create_optimizer_and_scheduler(4)
     return parts(vars(made))
+
+
+def said(name: str, make: Any) -> tuple[Any, bool]:
+    """Result of `make`, and True if a warning or the error names the field."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = make()
+        except (ValueError, ImportError) as error:
+            return None, name in str(error)
+    return made, any(name in str(warning.message) for warning in caught)
 
 
 class Watch(TrainerCallback):

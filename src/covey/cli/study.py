@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fresh", action="store_true")
     options = parser.parse_intermixed_args(list(argv[1:]))
     if argv[0] == "show":
+        if options.words or options.to or options.fresh:
+            raise ValueError("`covey study show` shows all variants, and takes --study alone.")
         read_state(options.study)
         title, text, *history = Path(options.study, "study.md").read_text().split("\n\n", 2)
         print(title.removeprefix("# "))

@@ -60,8 +60,8 @@ def idle_flags(flags: argparse.Namespace, config: Any) -> Iterable[str]:
         for name in ("images", "image_size"):
             if getattr(flags, name) is not None:
                 yield f"`--{name}` has no effect: the model sees no images."
-    if flags.gpus_of_node is not None and (flags.world_size or 1) == 1:
-        yield "`--gpus_of_node` has no effect: the run has one process; see --world_size and --accelerate_config."
+    if flags.gpus_of_node is not None and (flags.gpu is None or (flags.world_size or 1) == 1):
+        yield "`--gpus_of_node` has no effect: times are estimated with --gpu, and one process needs no network."
 
 
 def explain(run: ExplainedRun) -> str:
