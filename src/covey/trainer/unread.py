@@ -33,7 +33,7 @@ EVENTS = {name.removeprefix("on_").replace("_", ""): name for name in dir(Traine
 OF_THE_TRAINER = frozenset(
     {"prompt", "completion", "completion_ids", "image", "images", "tools", "chat_template_kwargs", "environment"}
 )
-"""Columns that prompts and episodes are made of, or that the run's own replace."""
+"""Columns that prompts and episodes consist of, or that the run's own replace."""
 
 
 def check_unread(trainer: Any) -> None:
