@@ -55,14 +55,14 @@ class VllmFields:
     """Key of the vLLM servers. Unset: the environment variable VLLM_API_KEY, where no log shows it."""
     vllm_group_port: int = 51216
     """Port over which weights are sent to the vLLM server."""
-    vllm_weight_transfer: str = limited("auto", choices=("auto", "group", "ipc", "disk"))
-    """Transfer of weights to vLLM servers: over a `group` of processes (gloo, NCCL), by `ipc` (memory of a GPU that
-    both use), as files on `disk`. `auto`: the group if the servers can, else files."""
+    vllm_weight_transfer: str = limited("auto", choices=("auto", "group", "disk"))
+    """Transfer of weights to vLLM servers: over a `group` of processes (gloo, NCCL), or as files on `disk`. `auto`: the
+    group if the servers can, else files."""
     vllm_weight_folder: str | None = None
     """Folder for weights that travel as files; trainer and servers see it under this name. Unset: a temporary one, for
     servers on this machine."""
     vllm_weight_bucket: int = limited(128, ge=1)
-    """MiB of weights sent at once over a group or by ipc."""
+    """MiB of weights sent at once over a group."""
     vllm_lora_sync: str = limited("auto", choices=("auto", "adapter", "merged"))
     """Transfer of a LoRA model to vLLM: the `adapter` alone (small), or `merged` weights. `auto`: the adapter where it
     and vLLM allow that."""
@@ -145,9 +145,9 @@ class SglangFields:
     """Seconds that sending the new weights to SGLang servers may take."""
     sglang_concurrency: int = limited(512, **REQUESTS)
     """Most completions in flight at once at one SGLang server."""
-    sglang_weight_transfer: str = limited("auto", choices=("auto", "group", "tensor", "disk"))
-    """Transfer of weights to SGLang servers: `group` broadcasts them, `tensor` sends them in shared memory or over
-    HTTP, `disk` writes them to `checkpoint_path`; `auto` takes the first of these that every server has."""
+    sglang_weight_transfer: str = limited("auto", choices=("auto", "group", "disk"))
+    """Transfer of weights to SGLang servers: `group` broadcasts them, `disk` writes them to `checkpoint_path`. `auto`:
+    the group if the servers can, else files."""
     sglang_group_port: int = limited(0, ge=0, le=65535, advice="0 takes a free port.")
     """Port over which weights are broadcast to SGLang servers, and the first of as many as servers. 0: free ones."""
     checkpoint_path: str | None = None

@@ -25,7 +25,7 @@ def receiver(port, rank, world_size, seconds):
     cpu = torch.device("cpu")
     try:
         for size in (1000, 3):
-            say(rank, channel.receive(size, cpu, {}, seconds).sum().item())
+            say(rank, channel.receive(size, cpu, seconds).sum().item())
     except RuntimeError as error:
         say(rank, str(error))
     channel.close()

@@ -61,7 +61,7 @@ def test_a_server_says_what_it_is(running, tiny_folder):
 
 
 def test_replicas_take_weights_from_files_alone():
-    assert set(obstacles_of({"tp_size": 2, "pp_size": 1, "dp_size": 4})) == {"group", "tensor"}
+    assert set(obstacles_of({"tp_size": 2, "pp_size": 1, "dp_size": 4})) == {"group"}
     assert set(obstacles_of({"pp_size": 2})) == {"group"} and not obstacles_of({})
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import time
 
 import pytest
@@ -15,7 +14,6 @@ from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang import weights as sglang_weights
 from covey.engines.servers.sglang.api import SglangApi
 from covey.engines.servers.weights.api import Deadline, meet
 from covey.policy.weights import weight_update
@@ -30,7 +28,7 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def running(tiny_folder, tmp_path_factory):
-    """A server in a process of its own: it can join groups and opens shared memory as a stranger."""
+    """A server in a process of its own: it can join groups."""
     server = OwnProcess(tiny_folder, tmp_path_factory.mktemp("sglang"), "--enable-lora")
     yield server
     server.stop()
@@ -100,7 +98,7 @@ def test_the_servers_own_end_tokens_do_not_end_completions(other, engines):
 # ---- every way -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["group", "tensor", "disk"])
+@pytest.mark.parametrize("way", ["group", "disk"])
 def test_after_each_update_greedy_output_is_the_trainers(running, engines, way):
     """Small buckets, so that there are several; a new model each time, and the group is used again."""
     engine = engines(sglang_sender(way, bucket_bytes=20_000), running)
@@ -113,37 +111,12 @@ def test_after_each_update_greedy_output_is_the_trainers(running, engines, way):
     assert groups == (1 if way == "group" else groups)
 
 
-@pytest.mark.parametrize("way", ["group", "tensor", "disk"])
+@pytest.mark.parametrize("way", ["group", "disk"])
 def test_half_precision_arrives_as_such(running, engines, way):
     engine = engines(sglang_sender(way), running)
     policy = tiny.model(seed=3).bfloat16()
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy.float(), PROMPT, 10)
-
-
-def test_numbers_inside_of_requests_arrive_too(running, engines, monkeypatch):
-    """As for a server on another machine, or where there is no shared memory."""
-    monkeypatch.setattr(sglang_weights, "shared_memory_left", lambda: 0)
-    policy = tiny.model(seed=4)
-    engine = engines(sglang_sender("tensor", bucket_bytes=20_000), running)
-    engine.load_weights(update(policy, 1))
-    assert continuation(engine) == greedy(policy, PROMPT, 10)
-
-
-def test_shared_memory_is_where_numbers_lie_not_in_the_request(running, engines):
-    before = len(running.log())
-    engines(sglang_sender("tensor"), running).load_weights(update(tiny.model(seed=5), 1))
-    bodies = [body for path, body in running.log()[before:] if path == "/update_weights_from_tensor"]
-    largest = max(len(text) for body in bodies for text in body["serialized_named_tensors"])
-    assert largest < 20_000 < update(tiny.model(), 1).nbytes
-
-
-def test_every_rank_of_a_server_gets_a_payload(other, engines):
-    server = other("--tp-size", "2")
-    policy = tiny.model(seed=6)
-    engine = engines(sglang_sender("tensor"), server)
-    engine.load_weights(update(policy, 1))
-    assert continuation(engine) == greedy(policy, PROMPT, 10)
 
 
 def test_replicas_get_files(other, engines):
@@ -180,9 +153,9 @@ def test_only_the_latest_folder_is_kept_and_none_in_the_end(other, tmp_path):
 
 def test_the_prefix_cache_is_emptied_once_per_update(running, engines):
     before = len(running.paths())
-    engines(sglang_sender("tensor", bucket_bytes=20_000), running).load_weights(update(tiny.model(), 1))
+    engines(sglang_sender("group", bucket_bytes=20_000), running).load_weights(update(tiny.model(), 1))
     paths = running.paths()[before:]
-    assert paths.count("/update_weights_from_tensor") > 2 and paths.count("/flush_cache") == 1
+    assert paths.count("/update_weights_from_distributed") > 2 and paths.count("/flush_cache") == 1
 
 
 def test_two_servers_get_the_same(running, tiny_folder, tmp_path, engines):
@@ -232,6 +205,13 @@ def test_an_adapter_travels_alone_under_a_name_for_each_version(running, engines
     assert names[0] in unloaded and names[2] not in unloaded[-1:]
 
 
+def test_every_rank_of_a_server_gets_an_adapter(other, engines):
+    server = other("--tp-size", "2", "--enable-lora")
+    engines(sglang_sender("disk"), server).load_weights(weight_update(adapted(1), 1, adapter_only=True))
+    (body,) = [body for path, body in server.server.log if path == "/load_lora_adapter_from_tensors"]
+    assert len(body["serialized_named_tensors"]) == 2
+
+
 def test_a_base_that_the_server_lacks_is_sent_first(running, engines):
     base = tiny.model(seed=12)
     policy = adapted(4, base)
@@ -262,7 +242,7 @@ def wrong(name=None, shape=None):
     return WeightUpdate(7, specs, lambda: iter(named.items()))
 
 
-@pytest.mark.parametrize("way", ["group", "tensor", "disk"])
+@pytest.mark.parametrize("way", ["group", "disk"])
 @pytest.mark.parametrize(
     ("what", "says"), [({"name": "model.nonsense"}, "model.nonsense"), ({"shape": (3,)}, "shapes .32. and .3. do not")]
 )
@@ -271,7 +251,7 @@ def test_an_unknown_tensor_is_named_with_version_and_server(running, way, what, 
         send(sglang_sender(way), running, wrong(**what))
 
 
-@pytest.mark.parametrize("way", ["group", "tensor", "disk"])
+@pytest.mark.parametrize("way", ["group", "disk"])
 def test_after_a_failed_update_the_next_one_arrives(running, engines, way):
     engine = engines(sglang_sender(way, bucket_bytes=20_000), running)
     with pytest.raises(ServerError):
@@ -281,11 +261,10 @@ def test_after_a_failed_update_the_next_one_arrives(running, engines, way):
     assert continuation(engine) == greedy(policy, PROMPT, 10)
 
 
-@pytest.mark.parametrize("way", ["group", "tensor"])
-def test_a_session_that_a_killed_run_left_open_is_closed_first(running, engines, way):
+def test_a_session_that_a_killed_run_left_open_is_closed_first(running, engines):
     call(running.url, lambda server: server.ask("/begin_weight_update", doing="x", deadline=5.0, body={}))
     policy = tiny.model(seed=13)
-    engine = engines(sglang_sender(way), running)
+    engine = engines(sglang_sender("group"), running)
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy, PROMPT, 10)
 
@@ -299,7 +278,7 @@ def test_a_refusal_names_the_bucket_and_the_servers_error(running):
 def test_a_group_that_nobody_joins_ends_by_the_deadline(running):
     running.fail("/init_weights_update_group", hang=120)
     started = time.monotonic()
-    with pytest.raises((DeadlineExceeded, ServerError), match="join a group for weights"):
+    with pytest.raises((DeadlineExceeded, ServerError), match="join a gloo group for weights"):
         send(sglang_sender("group"), running, update(tiny.model(), 1), deadline=3.0)
     assert time.monotonic() - started < 100
 
@@ -307,7 +286,7 @@ def test_a_group_that_nobody_joins_ends_by_the_deadline(running):
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_emptied_fails_the_update(running, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 1.0)
-    engine = engines(sglang_sender("tensor"), running)
+    engine = engines(sglang_sender("group"), running)
     running.fail("/flush_cache", text="Flush cache failed.", times=100_000)
     try:
         with pytest.raises(ServerError, match="Flush cache failed"):
@@ -346,7 +325,7 @@ def test_completions_in_flight_continue_with_new_weights(tiny_folder, engines):
     server = InThread(tiny_folder, "--seconds-per-token", "0.03")
     try:
         policy = tiny.model(seed=15)
-        engine = engines(sglang_sender("tensor"), server)
+        engine = engines(sglang_sender("disk"), server)
         engine.load_weights(update(tiny.model(), 1))
 
         async def during():
@@ -381,23 +360,5 @@ def test_a_group_is_left_where_the_server_refuses():
 
 
 def test_unknown_ways_are_refused():
-    with pytest.raises(ValueError, match="'pigeon'; choose one of: auto, group, tensor, disk"):
+    with pytest.raises(ValueError, match="'pigeon'; choose one of: auto, group, disk"):
         sglang_sender("pigeon")
-
-
-def test_shared_memory_is_measured():
-    assert sglang_weights.shared_memory_left() > 0 or not os.path.isdir("/dev/shm")
-
-
-def test_memory_is_shared_though_torch_is_late_at_first(monkeypatch):
-    share, late = torch.UntypedStorage._share_filename_cpu_, ["connection has timed out"] * 2 + ["no room"]
-
-    def shares(storage):
-        if late:
-            raise RuntimeError(late.pop(0))
-        return share(storage)
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", shares)
-    with pytest.raises(RuntimeError, match="no room"):
-        sglang_weights.shared_buffer(8)
-    assert sglang_weights.shared_buffer(8).untyped_storage().is_shared()

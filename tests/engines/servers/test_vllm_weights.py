@@ -125,7 +125,6 @@ def test_a_plain_server_takes_weights_as_files(servers, weights):
     [
         ("group", {"kind": FakeVllm}, r"by group:.*None"),
         ("group", {"backend": "nccl"}, r"by group:.*'nccl'"),
-        ("ipc", {}, r"by ipc: it runs on cpu"),
         ("disk", {"elsewhere": True}, r"by disk: it is on another machine.*vllm_weight_folder"),
     ],
 )
@@ -315,5 +314,5 @@ def test_a_restarted_plain_server_is_sent_the_adapter_again(servers, weights):
 
 
 def test_unknown_ways_are_refused():
-    with pytest.raises(ValueError, match="'telepathy'; choose one of: auto, group, ipc, disk"):
+    with pytest.raises(ValueError, match="'telepathy'; choose one of: auto, group, disk"):
         vllm_sender("telepathy")

@@ -475,11 +475,6 @@ class FakeSglang:
         self.weights.load(await asyncio.to_thread(self.weights.receive, body))
         self.take_version(body)
 
-    async def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
-        self.must_be_ready(body)
-        self.weights.load(self.unpickled(body))
-        self.take_version(body)
-
     async def update_weights_from_disk(self, body: dict[str, Any]) -> None:
         from safetensors.torch import load_file
 

@@ -587,7 +587,7 @@ class FakeVllm:
         assert channel is not None, "a trainer connects first"
         size, seconds = int(piece["manifest"]["nbytes"]), piece["seconds"]
         try:
-            data = await in_thread(lambda: channel.receive(size, torch.device("cpu"), piece["note"], seconds))
+            data = await in_thread(lambda: channel.receive(size, torch.device("cpu"), seconds))
             if self.spoils:
                 data[0] ^= 1
             self._incoming |= {name: tensor.clone() for name, tensor in unpack(piece["manifest"], data)}

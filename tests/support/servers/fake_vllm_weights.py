@@ -109,9 +109,7 @@ class FakeVllmWeights(FakeVllm):
     def _take(self, piece: dict[str, Any]) -> dict[str, torch.Tensor]:
         if self.channel is None:
             raise RuntimeError("no trainer is connected")
-        data = self.channel.receive(
-            piece["manifest"]["nbytes"], torch.device("cpu"), piece["note"], float(piece["seconds"])
-        )
+        data = self.channel.receive(piece["manifest"]["nbytes"], torch.device("cpu"), float(piece["seconds"]))
         return dict(unpack(piece["manifest"], data))
 
     def _finish(self, body: dict[str, Any]) -> None:
@@ -165,17 +163,13 @@ class FakeVllmWeights(FakeVllm):
         read_folder(Path(folder), lambda tensors: self._use({name: tensor.clone() for name, tensor in tensors}))
         return {"loaded": folder}
 
-    def _covey_take_adapter(
-        self, name: str, config: str, manifest: dict[str, Any], note: dict[str, Any], seconds: float
-    ) -> dict[str, Any]:
+    def _covey_take_adapter(self, name: str, config: str, manifest: dict[str, Any], seconds: float) -> dict[str, Any]:
         from safetensors.torch import save_file
 
         folder = self.home / name
         folder.mkdir()
         (folder / "adapter_config.json").write_text(config)
-        save_file(
-            self._take({"manifest": manifest, "note": note, "seconds": seconds}), folder / "adapter_model.safetensors"
-        )
+        save_file(self._take({"manifest": manifest, "seconds": seconds}), folder / "adapter_model.safetensors")
         return {"folder": str(folder)}
 
     def _covey_forget_adapter(self, name: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ CONTINUES = "The run continues"
 WARNS = "A warning"
 
 ANSWER, WEIGHTS = "/v1/completions", "/update_weights"
-TENSORS = "/update_weights_from_tensor"
+FOLDER = "/update_weights_from_disk"
 
 SHORT: dict[str, Any] = {
     "use_vllm": True,
@@ -60,7 +60,7 @@ SGLANG: dict[str, Any] = {
     "sglang_server_timeout": 2.0,
     "sglang_request_timeout": 30.0,
     "sglang_sync_timeout": 30.0,
-    "sglang_weight_transfer": "tensor",
+    "sglang_weight_transfer": "disk",
 }
 """The same with SGLang."""
 
@@ -409,7 +409,7 @@ FAULTS = [
     Fault("SGLang: one request hangs", CONTINUES, sglang=True, settings={"sglang_request_timeout": 1.5},
           during=failing("/generate", status=200, text="", hang=60, times=1)),
     Fault("SGLang: it fails once at taking weights", CONTINUES, sglang=True,
-          during=failing(TENSORS, status=500, text="cannot allocate memory", times=1)),
+          during=failing(FOLDER, status=500, text="cannot allocate memory", times=1)),
     Fault("SGLang: it is out of memory at every request", ENDS, (r"HTTP 500: CUDA out of memory",), ServerError,
           sglang=True, during=failing("/generate", status=500, text="CUDA out of memory", times=9)),
     Fault("SGLang: it is slower than the deadline", ENDS,
@@ -417,9 +417,9 @@ FAULTS = [
           DeadlineExceeded, sglang=True, settings={"sglang_request_timeout": 0.7},
           during=failing("/generate", status=200, text="", hang=60, times=9)),
     Fault("SGLang: it refuses the weights", ENDS, (r"version 1", r"HTTP 400: bad shard"), sglang=True,
-          during=failing(TENSORS, status=400, text='{"success": false, "message": "bad shard"}', times=9)),
+          during=failing(FOLDER, status=400, text='{"success": false, "message": "bad shard"}', times=9)),
     Fault("SGLang: taking weights hangs", ENDS,
           (r"version 1", r"(within|longer than) \d+(\.\d+)? seconds", r"Raise sglang_sync_timeout"),
           DeadlineExceeded, sglang=True, settings={"sglang_sync_timeout": 2.0},
-          during=failing(TENSORS, status=200, text="", hang=60, times=9)),
+          during=failing(FOLDER, status=200, text="", hang=60, times=9)),
 ]  # fmt: skip

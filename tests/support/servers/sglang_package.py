@@ -38,7 +38,6 @@ BODIES = {
     "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
-    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
     "/update_weight_version": "UpdateWeightVersionReqInput",
 }
 """The class of `sglang.srt.managers.io_struct` that each route reads its body as."""

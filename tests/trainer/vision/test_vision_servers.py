@@ -96,7 +96,7 @@ def test_vllm_servers_are_shown_the_images(vllm, train):
 @pytest.mark.slow
 def test_sglang_servers_are_shown_the_images(sglang, train):
     server = sglang()
-    trainer = train(use_sglang=True, sglang_base_url=server.url, sglang_weight_transfer="tensor")
+    trainer = train(use_sglang=True, sglang_base_url=server.url, sglang_weight_transfer="disk")
     trainer.train()
     check_run(trainer)
     asked = [body for path, body in server.log() if path == "/generate"]

@@ -277,7 +277,6 @@ def _vllm(run: ExplainedRun) -> Iterator[str]:
     transfer = {
         "auto": f"{group}, or, if a server was not started for that, {disk}",
         "group": group,
-        "ipc": "nowhere: servers on the same GPU open the trainer's memory",
         "disk": disk,
     }[args.vllm_weight_transfer]
     yield f"The weights are sent {transfer} (vllm_weight_transfer={args.vllm_weight_transfer!r})."

@@ -6,7 +6,7 @@ An adapter is a folder that the server loads, or that one on another machine wri
 import contextlib
 import json
 import logging
-import uuid
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,25 @@ from covey.engines.servers.vllm.api import get_path, read_world_size
 from covey.engines.servers.vllm.launch import ADAPTERS, BACKEND
 from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
-from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id
+from covey.engines.servers.weights.channels import Channel, Group, boot_id
 
 log = logging.getLogger(__name__)
 
 
-class VllmWeightApi(api.WeightApi):
-    """Requests of vLLM servers about weights; servers join the trainer's group at `port` here, 0: any free one."""
+class VllmWeightApi(api.GroupApi):
+    """Requests of vLLM servers about weights.
+
+    Buckets go over the group into vLLM's own weight transfer; files are the only method of a `vllm serve` without
+    Covey's worker extension.
+    """
 
     name = "vllm"
-    # Buckets over gloo or NCCL into vLLM's own weight transfer; the same with CUDA memory that a server on the same GPU
-    # opens in place; files, the only method of a `vllm serve` without Covey's worker extension.
-    methods = ("group", "ipc", "disk")
-    automatic = ("group", "disk")
+    port_hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
     folder_setting = "vllm_weight_folder"
     method_hint = "Start it with `covey vllm-serve`, or with the options that docs/engines.md lists for `vllm serve`."
     adapters_from_disk = True
     adapters_kept = ADAPTERS
     adapter_hint = "Start it with `covey vllm-serve --enable-lora --max-lora-rank R`, or set vllm_lora_sync='merged'."
-
-    def __init__(self, port: int = 0):
-        self._port = port
 
     async def probe(self, server: ServerClient, until: api.Deadline) -> api.WeightEndpoint:
         doing = "find out how it takes weights"
@@ -72,27 +70,21 @@ class VllmWeightApi(api.WeightApi):
         body, doing = {"new_version": version}, "record the version of its weights"
         await server.call("POST", "/update_weight_version", doing, deadline, body)
 
-    async def join_group(self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline) -> Channel:
-        server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
-        if method == "group":
-            kind = "gloo"
-            if on_gpu and facts["device"] == "cuda":
-                mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-                kind = "gloo" if facts["gpu"] == mine else "nccl"
-            hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
-            address, store = api.listen_for(server, self._port, hint)
-        name, world_size = uuid.uuid4().hex, 1 + endpoint.processes
-        doing, port = f"join a {kind} group for weights", 0 if store is None else store.port
-        meeting = {"channel": kind, "address": address, "port": port, "name": name, "world_size": world_size}
+    def group_backend(self, endpoint: api.WeightEndpoint, on_gpu: bool) -> str:
+        facts = endpoint.details
+        if not on_gpu or facts["device"] != "cuda":
+            return "gloo"
+        mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return "gloo" if facts["gpu"] == mine else "nccl"  # which refuses two processes on one GPU
 
-        async def ask(seconds: float) -> None:
-            body = {"init_info": {**meeting, "seconds": seconds}}
-            await server.call("POST", "/init_weight_transfer_engine", doing, seconds, body)
+    async def invite(self, endpoint: api.WeightEndpoint, where: api.Rendezvous, seconds: float) -> None:
+        meeting = {"channel": where.backend, **asdict(where), "seconds": seconds}
+        del meeting["backend"]
+        server, doing = endpoint.server, f"join a {where.backend} group for weights"
+        await server.call("POST", "/init_weight_transfer_engine", doing, seconds, {"init_info": meeting})
 
-        def join(seconds: float) -> Channel:
-            return Ipc() if store is None else Group(kind, store, name, 0, world_size, address, seconds)
-
-        return await api.meet(server, doing, until, f"{address}, port {port}", ask, join)
+    def form_group(self, where: api.Rendezvous, store: Any, seconds: float) -> Channel:
+        return Group(where.backend, store, where.name, 0, where.world_size, where.address, seconds)
 
     async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         server = endpoint.server
@@ -108,16 +100,12 @@ class VllmWeightApi(api.WeightApi):
             with contextlib.suppress(ServerError):
                 await self._finish(server, {}, until)
 
-    async def push(
-        self, endpoint: api.WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: api.Deadline
+    async def announce(
+        self, endpoint: api.WeightEndpoint, bucket: Bucket, version: int, doing: str, seconds: float
     ) -> None:
-        assert isinstance(channel, Group | Ipc), "`join_group` made it"
-        server, data, seconds = endpoint.server, bucket.data, until.left(endpoint.server)
-        doing = f"{until.doing} ({bucket})"
         piece = {"version": version, "number": bucket.number, "count": bucket.count, "seconds": seconds}
-        body = {"update_info": {**piece, "manifest": bucket.manifest(), "note": channel.note(data)}}
-        request = server.call("POST", "/update_weights", doing, seconds, body)
-        await api.together(server, doing, request, partial(channel.send, data, seconds))
+        body = {"update_info": {**piece, "manifest": bucket.manifest()}}
+        await endpoint.server.call("POST", "/update_weights", doing, seconds, body)
 
     async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
         await self._finish(endpoint.server, {"weight_version": str(version)}, until)
@@ -141,7 +129,7 @@ class VllmWeightApi(api.WeightApi):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
             seconds = until.left(server)
             kwargs = {"name": _folder(endpoint, name), "config": json.dumps(config), "seconds": seconds}
-            kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
+            kwargs |= {"manifest": source.manifest()}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
             answers = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
             source = answers[0]["folder"]
@@ -180,9 +168,7 @@ def endpoint_of(server: ServerClient, processes: int, facts: dict[str, Any]) -> 
     obstacles = {}
     if facts.get("backend") != BACKEND:
         found = f"it was started without Covey's backend for weight transfer (its backend is {facts.get('backend')!r})"
-        obstacles = {"group": found, "ipc": found}
-    elif facts["device"] != "cuda":
-        obstacles["ipc"] = f"it runs on {facts['device']}, and only memory of a GPU can be shared"
+        obstacles = {"group": found}
     if facts and facts["max_lora_rank"] is None:
         obstacles["adapter"] = "it was started without adapters"
     near = facts["boot"] is not None and facts["boot"] == boot_id() if facts else api.is_local(server)

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
-from covey.engines.servers.weights.channels import Group, Ipc, boot_id, join
+from covey.engines.servers.weights.channels import Group, boot_id, join
 from covey.engines.servers.weights.files import read_folder
 from covey.engines.vllm_colocate.process import repack_heads
 
@@ -41,13 +41,12 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Piece(WeightTransferUpdateInfo):
-    """One bucket: the `number`th of `count`, with its manifest and its channel's note."""
+    """One bucket: the `number`th of `count`, with its manifest."""
 
     version: int
     number: int
     count: int
     manifest: dict[str, Any]
-    note: dict[str, Any]
     seconds: float
 
 
@@ -56,7 +55,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
 
     init_info_cls = Meeting
     update_info_cls = Piece
-    channel: Group | Ipc | None = None
+    channel: Group | None = None
     expected: tuple[int, int] | None = None  # version and number of the next bucket; None between updates
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
@@ -80,15 +79,15 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
                 f"bucket {update_info.number} of version {update_info.version} came where bucket {number} of version"
                 f" {update_info.version if not number else version} belongs"
             )
-        tensors = self.take(update_info.manifest, update_info.note, update_info.seconds)
+        tensors = self.take(update_info.manifest, update_info.seconds)
         self.model.load_weights(tensors)
         done = number + 1 == update_info.count
         self.expected = (update_info.version, -1 if done else number + 1)
 
-    def take(self, manifest: dict[str, Any], note: dict[str, Any], seconds: float) -> list[tuple[str, torch.Tensor]]:
+    def take(self, manifest: dict[str, Any], seconds: float) -> list[tuple[str, torch.Tensor]]:
         if self.channel is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
-        return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, note, seconds))
+        return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, seconds))
 
     def finish_weight_update(self) -> None:
         """Put the weights in use. RuntimeError if some are missing: the model is usable, with two versions mixed."""
@@ -133,15 +132,13 @@ class CoveyWorker:
             repack_heads(self.model_runner.get_model())
         return {"loaded": folder}
 
-    def covey_take_adapter(
-        self, name: str, config: str, manifest: dict[str, Any], note: dict[str, Any], seconds: float
-    ) -> dict[str, Any]:
+    def covey_take_adapter(self, name: str, config: str, manifest: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Write an adapter from the trainer's channel into a folder of this machine, for `/v1/load_lora_adapter`."""
         from safetensors.torch import save_file
 
         if not isinstance(self.weight_transfer_engine, CoveyWeights):
             raise RuntimeError(f"an adapter can be taken by the weight transfer backend {BACKEND!r} alone")
-        tensors = {key: tensor.cpu() for key, tensor in self.weight_transfer_engine.take(manifest, note, seconds)}
+        tensors = {key: tensor.cpu() for key, tensor in self.weight_transfer_engine.take(manifest, seconds)}
         folder = _adapter_folder(name)
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "adapter_config.json").write_text(json.dumps(json.loads(config)))

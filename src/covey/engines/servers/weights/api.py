@@ -5,17 +5,20 @@ A backend with folders alone overrides four methods; `CheckpointApi` in tests/su
 
 import asyncio
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from covey.core.engine import WeightUpdate
+import torch
+
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerRefused, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.weights.buckets import Bucket, Buckets, pack
+from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, in_thread, own_address, shared_store
 
 AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
@@ -54,8 +57,8 @@ class WeightEndpoint:
 class WeightApi(ABC):
     """Requests of one backend about weights; each ends within the time that is left until its deadline.
 
-    A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `pack`;
-    one with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
+    A backend with buckets overrides `push` and what it needs of `begin`, `end` and `abandon`, or is a `GroupApi`; one
+    with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
     `adapters_kept` do not promise are never called.
     """
 
@@ -65,6 +68,8 @@ class WeightApi(ABC):
     folder_setting = "the shared folder"  # name of the setting for the folder that servers on other machines see
     method_hint = "Set a folder that the server sees under the same name."  # if it does not support the method
     reopens_folder = False  # the server may read its last folder again, so that is deleted after the next update only
+    dense = False  # its buckets have no gaps
+    bucket_device: torch.device | None = None  # of its buckets; None: that of the policy's tensors
     adapters_from_disk = False  # servers that share a disk load adapters from a folder; otherwise the bytes are sent
     adapters_kept = 1  # adapter versions that a server keeps: the current one, and those of requests still in flight
     adapter_hint = "Start it with adapters enabled."  # if it takes none
@@ -89,14 +94,8 @@ class WeightApi(ABC):
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
         """Record the version of the server's weights, a text that lasts as long as they do."""
 
-    def pack(
-        self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
-    ) -> Buckets:
-        """Buckets of `update` in the layout that `method` needs."""
-        return pack(update, bucket_bytes)
-
-    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
-        """Connect to the server for `method`, with buckets on a GPU or not; None where requests carry the bytes."""
+    async def join_group(self, endpoint: WeightEndpoint, on_gpu: bool, until: Deadline) -> Channel | None:
+        """Connect to the server, for buckets on a GPU or not; None where requests carry the bytes."""
         return None
 
     async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
@@ -134,6 +133,73 @@ class WeightApi(ABC):
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
         """Drop an adapter that no request samples from."""
         return None
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Place and name of a group of one server's processes and the trainer, which is rank 0."""
+
+    backend: str  # "gloo" or "nccl"
+    address: str
+    port: int
+    name: str
+    world_size: int
+
+
+class GroupApi(WeightApi):
+    """Base of backends that take buckets over a group of processes: the trainer broadcasts, requests announce.
+
+    `port` is where servers join it (0: free ports), and the next ones for further servers unless they share it.
+    """
+
+    methods = automatic = ("group", "disk")
+    shares_port = True
+    port_hint: str  # if the port is taken
+
+    def __init__(self, port: int = 0):
+        self._port = port
+        self._places: dict[str, int] = {}  # of servers, by URL
+
+    @abstractmethod
+    def group_backend(self, endpoint: WeightEndpoint, on_gpu: bool) -> str:
+        """Either "gloo" or "nccl"."""
+
+    @abstractmethod
+    async def invite(self, endpoint: WeightEndpoint, where: Rendezvous, seconds: float) -> None:
+        """Ask the server to join; it answers when the group has formed."""
+
+    @abstractmethod
+    def form_group(self, where: Rendezvous, store: Any, seconds: float) -> Channel:
+        """The trainer's end of the group, whose members meet at `store`."""
+
+    @abstractmethod
+    async def announce(
+        self, endpoint: WeightEndpoint, bucket: Bucket, version: int, doing: str, seconds: float
+    ) -> None:
+        """Ask the server to take a bucket from the group."""
+
+    async def join_group(self, endpoint: WeightEndpoint, on_gpu: bool, until: Deadline) -> Channel:
+        server = endpoint.server
+        place = 0 if self.shares_port else self._places.setdefault(server.url, len(self._places))
+        address, store = listen_for(server, self._port and self._port + place, self.port_hint)
+        backend, name = self.group_backend(endpoint, on_gpu), f"covey-{uuid.uuid4().hex}"
+        where = Rendezvous(backend, address, store.port, name, 1 + endpoint.processes)
+        return await meet(
+            server,
+            f"join a {backend} group for weights",
+            until,
+            f"{address}, port {store.port}",
+            partial(self.invite, endpoint, where),
+            partial(self.form_group, where, store),
+        )
+
+    async def push(
+        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: Deadline
+    ) -> None:
+        assert channel is not None, "`join_group` made it"
+        doing, seconds = f"{until.doing} ({bucket})", until.left(endpoint.server)
+        request = self.announce(endpoint, bucket, version, doing, seconds)
+        await together(endpoint.server, doing, request, partial(channel.send, bucket.data, seconds))
 
 
 def is_local(server: ServerClient) -> bool:

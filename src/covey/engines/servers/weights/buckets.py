@@ -1,10 +1,9 @@
 """Buckets: tensors packed into flat buffers, with a JSON manifest that both ends check; pure torch."""
 
 import zlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,12 +103,12 @@ def pack(
     device: torch.device | None = None,  # of the buffers; None: that of the tensors
     *,
     dense: bool = False,
-    allocate: Callable[[int], Tensor] | None = None,  # flat uint8 buffer of so many bytes
 ) -> Buckets:
     """Pack an update into buckets of at most `bucket_bytes` (or one tensor), in two alternating buffers.
 
     A bucket is valid until the next but one is packed, so one can be sent while the next is filled. With `dense`, for
-    receivers that expect no gaps, a tensor that would not begin at a multiple of `ALIGNED` begins the next bucket.
+    receivers that expect no gaps, a tensor that would not begin at a multiple of `ALIGNED` begins the next bucket, and
+    a bucket ends with its last tensor.
     """
     plan = planned(update.specs, bucket_bytes, dense=dense)
     largest = max((sum(_aligned(spec.nbytes) for spec in specs) for specs in plan), default=0)
@@ -119,14 +118,14 @@ def pack(
             slot, entries, offset = number % 2, [], 0
             for spec, (_, tensor) in zip(specs, tensors, strict=False):
                 if slot not in buffers:
-                    zeros = partial(torch.zeros, dtype=torch.uint8, device=device or tensor.device)
-                    buffers[slot] = (allocate or zeros)(largest)
+                    buffers[slot] = torch.zeros(largest, dtype=torch.uint8, device=device or tensor.device)
                 placed = _view(buffers[slot], offset, spec)
                 placed.copy_(tensor)
                 entries.append(BucketEntry(spec, offset, checksum(placed)))
                 offset += _aligned(spec.nbytes)
             assert len(entries) == len(specs), "`checked` raises where tensors are missing"
-            yield Bucket(tuple(entries), buffers[slot][:offset], number, len(plan))
+            size = entries[-1].offset + entries[-1].spec.nbytes if dense else offset
+            yield Bucket(tuple(entries), buffers[slot][:size], number, len(plan))
         for _ in tensors:  # raises if there are more tensors than announced
             pass
 

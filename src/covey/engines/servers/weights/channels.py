@@ -1,10 +1,9 @@
-"""Channels for flat buffers of bytes from a trainer to the processes of a server, with both ends: gloo, NCCL, CUDA IPC.
+"""Channels for flat buffers of bytes from a trainer to the processes of a server, with both ends: gloo or NCCL.
 
 Groups do not touch torch's global process group of either end, and every operation on them has a deadline.
 """
 
 import asyncio
-import base64
 import os
 import socket
 import threading
@@ -24,7 +23,7 @@ from covey.runtime.deadlines import WorkerThread, torch_settings
 
 T = TypeVar("T")
 
-CHANNELS = ("gloo", "nccl", "ipc")
+CHANNELS = ("gloo", "nccl")
 
 
 class Channel(Protocol):
@@ -56,13 +55,10 @@ class Group:
             nccl_options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(own, rank, world_size, nccl_options)
 
-    def note(self, data: Tensor) -> dict[str, Any]:
-        return {}
-
     def send(self, data: Tensor, seconds: float) -> None:
         self._broadcast(data.cpu() if self.backend == "gloo" else data, seconds)
 
-    def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
+    def receive(self, nbytes: int, device: torch.device, seconds: float) -> Tensor:
         """Receive rank 0's broadcast into a new buffer, since loading may keep views of it for a while."""
         where = torch.device("cpu") if self.backend == "gloo" else device
         data = torch.empty(nbytes, dtype=torch.uint8, device=where)
@@ -123,47 +119,10 @@ def nccl_that_raises() -> Iterator[None]:
 _environment = threading.Lock()
 
 
-class Ipc:
-    """CUDA memory that processes of one machine open in place; it must last until the server has answered."""
-
-    def note(self, data: Tensor) -> dict[str, Any]:
-        """Handle of the buffer, as JSON."""
-        if not data.is_cuda:
-            raise RuntimeError(f"only memory of a GPU can be shared with a server, and this is on {data.device}")
-        torch.cuda.current_stream(data.device).synchronize()
-        parts = data.untyped_storage()._share_cuda_()
-        return {
-            "gpu": str(torch.cuda.get_device_properties(data.device).uuid),
-            "begins": data.storage_offset(),
-            "parts": [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in parts],
-            "bytes": [isinstance(part, bytes) for part in parts],
-        }
-
-    def send(self, data: Tensor, seconds: float) -> None:
-        """Do nothing: `note` is all that the receiver needs."""
-
-    def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
-        """Open the buffer and copy it, since the trainer will overwrite it."""
-        here = str(torch.cuda.get_device_properties(device).uuid)
-        if note["gpu"] != here:
-            raise ValueError(f"the weights are on GPU {note['gpu']}, this process uses {here}: IPC needs the same one")
-        parts = [base64.b64decode(p) if raw else p for p, raw in zip(note["parts"], note["bytes"], strict=True)]
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *parts[1:])
-        shared = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, note["begins"], (nbytes,), (1,))
-        data = shared.clone()
-        torch.cuda.current_stream(device).synchronize()
-        return data
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> "Group | Ipc":
+def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> Group:
     """Server's end of a channel to the trainer at `address` and `port`; RuntimeError if that is not there in time."""
     if channel not in CHANNELS:
         raise ValueError(f"channel {channel!r} is not known; choose one of: {', '.join(CHANNELS)}")
-    if channel == "ipc":
-        return Ipc()
     store = dist.TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
     return Group(channel, store, name, rank, world_size, own_address(address, port), seconds)
 

@@ -14,7 +14,7 @@ from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
 from covey.engines.servers.weights.api import Deadline, WeightApi, WeightEndpoint
-from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket
+from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, pack
 from covey.engines.servers.weights.channels import Channel, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
 
@@ -98,7 +98,7 @@ class WeightSender:
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
     ) -> None:
         """Push every bucket to every server. A server that fails is skipped from then on, and its error raised last."""
-        buckets = self.api.pack(update, method, self.bucket_bytes, endpoints)
+        buckets = pack(update, self.bucket_bytes, self.api.bucket_device, dense=self.api.dense)
         pack_next = partial(next, buckets, None)
         remaining = list(endpoints)
         failures: list[BaseException] = []
@@ -155,7 +155,7 @@ class WeightSender:
         known = self._channels.get(url)
         if known is None or known[0] != wanted:
             self._disconnect(url)
-            self._channels[url] = wanted, await self.api.join_group(endpoint, method, on_gpu, until)
+            self._channels[url] = wanted, await self.api.join_group(endpoint, on_gpu, until)
         return self._channels[url][1]
 
     def _disconnect(self, url: str) -> None:
@@ -182,7 +182,7 @@ class WeightSender:
         if far:
             if self.api.adapters_from_disk:  # the bytes need a group instead
                 choose_method(self.api, "group", far, shared_folder=False)
-            buckets = self.api.pack(update, "adapter", max(2 * update.nbytes, 1), far)
+            buckets = pack(update, max(2 * update.nbytes, 1), self.api.bucket_device)
             [bucket] = await in_thread(lambda: list(buckets))
             encoded, on_gpu = await in_thread(partial(self.api.encode_adapter, bucket)), bucket.data.is_cuda
 
