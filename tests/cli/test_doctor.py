@@ -86,8 +86,9 @@ def test_a_gold_answer_with_a_line_break_is_found():
     assert found is not None and found.code == "reward-unreachable" and "'7'" in found.proof
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", faults.QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in faults.FAST else pytest.mark.slow) for name in faults.QUICK]
+)
 def test_a_random_model_is_enough_for_some_causes(name, tmp_path, unused):
     code, settings = faults.FAULTS[name]
     settings = {"funcs": None if settings.get("code") or settings.get("rows") else ["digits"], **settings}
@@ -95,7 +96,6 @@ def test_a_random_model_is_enough_for_some_causes(name, tmp_path, unused):
     assert found and found[0].code == code, list(map(str, found))
 
 
-@pytest.mark.slow
 def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
     found = findings(tmp_path, unused, rows=faults.TEXTS, funcs=["digits"], learning_rate=5e-3)
     assert [str(one) for one in found if one.level == "error"] == []

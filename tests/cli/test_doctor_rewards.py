@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import torch
 
-from covey.cli.doctor.columns import _instead
-from covey.cli.doctor.completions import _stopped
+from covey.cli.doctor.columns import _instead, _of_other_rows
+from covey.cli.doctor.completions import _all_masked, _stopped, calls, temperature
 from covey.cli.doctor.examined import SampleBatch
-from covey.cli.doctor.rewards import _cancelling, _silent_about_wrong, scale, sign
+from covey.cli.doctor.rewards import _cancelling, _silent_about_wrong, flat, length, order, scale, sign, slow, turned
 from covey.core.records import FinishReason, PromptSample, Rollout
+from covey.core.stats import Mean
 
 NAN = float("nan")
 
@@ -32,13 +33,14 @@ def run(base, names, totals=None, **changes):
         shown = [getattr(text, "completion", text) for text in texts]
         return torch.tensor([totals(row, text) for row, text in zip(rows, shown, strict=True)], dtype=torch.double)
 
-    settings = {"group": 2, "failure": None, "rescores": True, "single": True, "weights": base.weights} | changes
+    settings = {"group": 2, "failure": None, "rescores": True, "single": True, "weights": base.weights}
+    settings |= {"needs_calls": False, "seconds": 75.0, "left": 70.0, "summary": {}, **changes}
     settings["suite"] = SimpleNamespace(names=names)
     return SimpleNamespace(
         base=base,
         args=args,
         totals=all_totals,
-        answering=lambda row, text: text,
+        answering=lambda row, text: Rollout([0], [5] * len(text), [True] * len(text), None, text, FinishReason.STOP),
         has_time=lambda code: True,
         **settings,
     )
@@ -116,3 +118,110 @@ def test_completions_that_a_stop_text_ends_are_tried_without_it(monkeypatch):
     assert found.code == "completions-cut" and found.worth == 1.0
     assert found.level(SimpleNamespace(args=SimpleNamespace(mask_truncated_completions=False), group=2)) == "error"
     assert not [*_stopped(run(batch([[0]] * 8), ["right"], **parts))]  # the model has ended these
+
+
+TEXTS = ["a", "bb cc", "ddd ee", "f", "gg", "hhhh iii"]
+
+
+def paid(reward, texts=TEXTS, **changes):
+    """A run of three prompts with the rewards of two texts each."""
+    rows = [{"prompt": str(n), "answer": texts[2 * n]} for n in range(3)]
+    values = [[reward(rows[n // 2], text)] for n, text in enumerate(texts)]
+    return run(batch(values, rows=rows, texts=texts), ["right"], reward, **changes)
+
+
+def codes(findings):
+    return [(one.code, one.level) for one in findings]
+
+
+def test_a_little_for_content_does_not_hide_that_length_is_paid():
+    by_length = paid(lambda row, text: len(text) + 0.1 * (text == row["answer"]))
+    assert codes(length(by_length)) == [("reward-length", "warning")]
+
+
+def test_marks_that_long_completions_have_are_no_length():
+    """Tags make completions longer, and are what is paid."""
+    texts = ["a", "<b>bb</b>", "<b>d</b>", "f", "gg", "<b>hh</b>"]
+    assert codes(length(paid(lambda row, text: float(text.startswith("<")), texts))) == []
+
+
+def test_what_is_paid_each_time_it_is_said_is_told():
+    counted = paid(lambda row, text: float(text.split().count(row["answer"])))
+    assert codes(length(counted)) == [("reward-repeats", "warning")]
+    for healthy in (
+        lambda row, text: float(row["answer"] in text.split()),  # once is as good as twice
+        lambda row, text: min(text.split().count(row["answer"]), 2.0),  # two of a kind are asked for
+        lambda row, text: float(text.strip() == row["answer"]),
+    ):
+        assert codes(length(paid(healthy))) == []
+
+
+def noisy(noise):
+    """A reward of 1 and 0 in turn, whose second call differs by so much, up and down."""
+    base = batch([[1], [0]] * 4, size=4)
+    given = iter([noise, -noise, noise])
+
+    def score(samples, rollouts):
+        change = torch.tensor([1.0, -1.0] * 4, dtype=torch.double)[: len(rollouts), None]
+        return base.rewards[: len(rollouts)] + next(given, 0.0) * change, {}
+
+    return run(base, ["right"], score=score)
+
+
+def test_noise_is_an_error_where_it_is_most_of_what_differs():
+    # variance within groups 1/3; of a call (2 * noise)^2 / 2 / 4 rewards of +-noise: noise^2 / 2
+    assert codes(order(noisy(0.3))) == [("reward-order", "warning")]
+    assert codes(order(noisy(0.9))) == [("reward-order", "error")]
+
+
+def test_columns_of_other_rows_are_not_blamed_for_a_reward_of_the_wrong_sign():
+    base = batch([[-1], [0]] * 3, rows=ANSWERS)
+    wrong = run(base, ["right"], lambda row, text: float(text != row["answer"]))
+    assert len(turned(wrong)) > 1
+    wrong.rows = wrong.taken = ANSWERS * 4
+    assert [*_of_other_rows(wrong, "answer")] == []
+
+
+def test_a_reward_that_used_up_the_time_is_still_slow():
+    base = batch([[1], [0]] * 4)
+    base.stats = {"rewards/right/seconds": Mean.of([4.0])}
+    algebra = SimpleNamespace(generation_batch_size=32)
+    parts = {"trainer": SimpleNamespace(context=SimpleNamespace(algebra=algebra)), "score": lambda samples, rolls: None}
+    (found,) = slow(run(base, ["right"], **parts))
+    assert found.code == "reward-slow" and "16 s of a step" in found.evidence  # 4 s for 8 of 32 completions
+
+
+def test_rollouts_that_all_earn_the_same_are_told_without_other_texts():
+    """Of an environment, which no text can be given to."""
+    base = batch([[0]] * 6, texts=["1", "2", "3", "4", "5", "6"])
+    assert codes(flat(run(base, ["shop"], rescores=False, left=0.0))) == [("reward-unreachable", "error")]
+    base = batch([[0.5]] * 6)
+    assert codes(flat(run(base, ["shop"], rescores=False, left=0.0))) == [("reward-constant", "error")]
+    assert codes(flat(run(batch([[0], [1]] * 3), ["shop"], rescores=False))) == []
+
+
+def test_tools_that_are_not_called_come_before_a_constant_reward():
+    base = batch([[0]] * 6)
+    settings = SimpleNamespace(tool_parser="json", output_dir="", max_tool_calling_iterations=None, tool_timeout=60.0)
+    settings.mask_truncated_completions, settings.resolved_mismatch_mode = False, "token_mask"
+    given = run(base, ["bought"], needs_calls=True, place="out")
+    given.args = settings
+    assert codes(flat(given)) == [] and codes(calls(given)) == [("tools-unused", "error")]
+    for number, one in enumerate(base.rollouts):
+        one.calls = {"ok": 1} if number < 2 else {"exception": 1}
+    (found,) = calls(given)
+    assert found.code == "tools-failing" and found.proof.endswith("4 exception, 2 ok.")
+
+
+def test_a_cold_policy_with_two_answers_is_cold():
+    """At any temperature there are but two answers among eight: few differ, and all groups gain a signal."""
+    cold = batch([[0]] * 16, size=8, texts=["yes"] * 16)
+    open_ = batch([[n % 2] for n in range(16)], size=8, texts=["yes", "no"] * 8)
+    given = run(cold, ["right"], again=lambda **changes: open_, group=8)
+    given.args = SimpleNamespace(temperature=0.01, top_k=0, top_p=1.0, min_p=None)
+    assert codes(temperature(given)) == [("temperature-low", "error")]
+
+
+def test_a_loss_over_nothing_is_an_error():
+    given = run(batch([[0]] * 4), ["right"])
+    assert (_all_masked(given).code, _all_masked(given).level) == ("completions-cut", "error")

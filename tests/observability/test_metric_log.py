@@ -105,7 +105,8 @@ def test_distinct_answers_within_groups_and_across_prompts():
     stats = example_stats(likeness=likeness)
     assert stats["completions/distinct"] == 0.75  # of 1 and 1/2
     assert stats["completions/distinct_across_prompts"] == pytest.approx(2 / 3)  # a, b of a, b and a
-    assert stats["completions/distinct_references"] == 1.0
+    assert stats["completions/most_common"] == 0.75  # "a": one of two, and two of two
+    assert stats["completions/most_common_reference"] == 0.5
     assert "completions/distinct_across_prompts" not in example_stats(
         likeness=[one._replace(prompt=1) for one in likeness]
     )

@@ -158,6 +158,8 @@ QUICK = (
     "beta",
 )
 """Faults that a random model shows as well."""
+FAST = ("no column", "raises", "by position", "long warm-up", "beta")
+"""A few of these, in as many stages, that take half a second of CPU or less."""
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "constant": ("reward-constant", {"code": _f("return [1.0] * len(completions)")}),

@@ -84,16 +84,6 @@ def distinct_across_prompts(answers_N: Sequence[Hashable | None], prompts_N: Seq
     return len({answer for _, answer in pairs}) / len(pairs)
 
 
-def distinct_references(references_N: Sequence[Hashable | None], prompts_N: Sequence[Hashable]) -> float | None:
-    """Distinct right answers as a share of prompts: below it `distinct_across_prompts` need not fall; None if unknown.
-
-    Example:
-        >>> distinct_references(["yes", "no", "yes"], [1, 2, 3])
-        0.6666666666666666
-    """
-    return distinct_across_prompts(references_N, prompts_N) if all(one is not None for one in references_N) else None
-
-
 def most_common(answers: Sequence[Hashable | None]) -> tuple[Any, float]:
     """The answer that is given most often, and its share.
 
@@ -120,3 +110,13 @@ def common_share(answers: Sequence[Hashable | None], prompts: Sequence[Hashable]
     for prompt, one in zip(prompts, answers, strict=True):
         by_prompt.setdefault(prompt, []).append(one == answer)
     return fmean(map(fmean, by_prompt.values())) if by_prompt else 0.0
+
+
+def common_reference(references: Sequence[Hashable | None]) -> float | None:
+    """The share of the most common right answer, which a constant answer would earn; None if one is unknown.
+
+    Example:
+        >>> common_reference(["yes", "no", "yes", "yes"]), common_reference(["yes", None])
+        (0.75, None)
+    """
+    return most_common(references)[1] if references and all(one is not None for one in references) else None

@@ -3,8 +3,10 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -16,28 +18,123 @@ from covey.observability.record_files import FOLDER, WARNINGS
 
 STREAK = 5  # logs or steps in a row that must agree before something is said
 BEGIN = 3  # with which the latest are compared
+RECENT = 100  # gradient norms whose median is the usual one
+
+# What a course shows, in a run and in `covey doctor` alike
+ONE_ANSWER = 0.8  # share of completions with the same answer, over different prompts
+EARLIER = 0.6  # of that share, which there was at most at the beginning
+BEYOND = 0.25  # by which it exceeds the share of the most common right answer
+VANISHED, SOME = 0.1, 0.1  # of the entropy that is left, and nats from which on there was any
+EXPLODED = 20.0  # times the usual gradient norm
+RISEN = 0.1  # of the range of rewards
+BY_LENGTH = 0.98  # correlation of rewards with lengths
 
 Log = dict[str, Any]
 
 
-def advice(log_history: Sequence[Log], args: Any, ended: bool = False, entries: str = "logs") -> list[Finding]:
-    """Findings about the latest logs, or steps, of training; all are enough if a run `ended` before `STREAK`."""
-    logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
-    needed = max(2, min(STREAK, len(logs))) if ended else STREAK
-    found = [one for course in COURSES if (one := course(logs)) is not None]
-    known = {one.code for one in found}
-    for code, (holds, about) in FINDINGS.items():
-        if code == "signal-sparse" and "reward-lost" in known:
-            continue  # which says why
-        start = len(logs)
-        while start and holds(logs[start - 1], args):
-            start -= 1
-        if len(streak := logs[start:]) >= needed:
-            first, last = streak[0].get("step"), streak[-1].get("step")
+@dataclass
+class Streak:
+    """Latest logs in a row that satisfy a condition."""
+
+    count: int = 0
+    first: Any = None  # step
+    logs: deque[Log] = field(default_factory=lambda: deque(maxlen=STREAK))
+
+
+class Course:
+    """A run so far: its first and latest logs or steps, and what is kept of those between them.
+
+    Its size does not grow with the run. `begin` and `end` are the numbers of logs that are compared.
+    """
+
+    def __init__(self, begin: int = BEGIN, end: int = STREAK) -> None:
+        self.begin: list[Log] = []
+        self._first, self._least = begin, begin + end
+        self.end: deque[Log] = deque(maxlen=end)
+        self.count = 0
+        self.peak: Log | None = None  # of highest reward, before the latest
+        self.lowest = math.inf  # reward before the latest
+        self.means = (math.inf, -math.inf)  # lowest and highest reward of all
+        self.had_signal = False  # before the latest
+        self.norms: deque[float] = deque(maxlen=RECENT)
+        self.streaks = {code: Streak() for code in FINDINGS}
+
+    def add(self, log: Log, args: Any) -> None:
+        """Add the metrics of a log or step; one without new completions says nothing."""
+        if "frac_reward_zero_std" not in log:
+            return
+        if len(self.end) == self.end.maxlen:
+            self._keep(self.end[0])
+        self.count += 1
+        if len(self.begin) < self._first:
+            self.begin.append(log)
+        self.end.append(log)
+        if log.get("grad_norm"):
+            self.norms.append(log["grad_norm"])
+        if (reward := log.get("reward")) is not None:
+            self.means = min(self.means[0], reward), max(self.means[1], reward)
+        for code, (holds, _) in FINDINGS.items():
+            if not holds(log, args):
+                self.streaks[code] = Streak()
+                continue
+            streak = self.streaks[code]
+            streak.first = log.get("step") if not streak.count else streak.first
+            streak.count += 1
+            streak.logs.append(log)
+
+    def _keep(self, log: Log) -> None:
+        """Note what leaves the latest logs."""
+        self.had_signal = self.had_signal or log.get("frac_reward_zero_std", 1) < 1
+        if (reward := log.get("reward")) is None:
+            return
+        self.lowest = min(self.lowest, reward)
+        if self.peak is None or reward > self.peak["reward"]:
+            self.peak = {"reward": reward, "step": log.get("step")}
+
+    @property
+    def sides(self) -> tuple[Sequence[Log], Sequence[Log]]:
+        """The first and the latest of a course that is long enough; else nothing."""
+        return (self.begin, [*self.end]) if self.count >= self._least else ((), ())
+
+    @property
+    def rose(self) -> bool:
+        """The mean reward is higher at the end than at the beginning by more than a tenth of its range."""
+        first, last = (_mean(side, "reward") for side in self.sides)
+        return last > first + RISEN * (self.means[1] - self.means[0])
+
+    def findings(self, args: Any, ended: bool = False, entries: str = "logs") -> Iterator[Finding]:
+        """Findings about the latest; all are enough if a run `ended` before `STREAK`."""
+        found = [one for course in COURSES if (one := course(self)) is not None]
+        yield from found
+        needed = max(2, min(STREAK, self.count)) if ended else STREAK
+        for code, streak in self.streaks.items():
+            if streak.count < needed or (code == "signal-sparse" and any(one.code == "reward-lost" for one in found)):
+                continue  # a reward that was lost says why
+            first, last = streak.first, streak.logs[-1].get("step")
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
-            evidence, fix = (re.sub(r"\n +", " ", text) for text in about(streak, args))
-            found.append(Finding(code, "warning", f"In the last {len(streak)} {entries} ({steps}) {evidence}", fix))
-    return found
+            evidence, fix = _said(code, [*streak.logs], args)
+            evidence = f"In the last {streak.count} {entries} ({steps}) {evidence}"
+            yield Finding(code, "warning", evidence, fix)
+
+
+def advice(log_history: Iterable[Log], args: Any, ended: bool = False) -> list[Finding]:
+    """Findings about the latest logs of training; all are enough if a run `ended` before `STREAK`."""
+    course = Course()
+    for entry in log_history:
+        course.add(entry, args)
+    return [*course.findings(args, ended)]
+
+
+def said_of(log: Log, args: Any) -> Iterator[tuple[str, str, str]]:
+    """Code, evidence and fix of each cause that a single log shows."""
+    for code, (holds, _) in FINDINGS.items():
+        if holds(log, args):
+            yield code, *_said(code, [log], args)
+
+
+def _said(code: str, logs: list[Log], args: Any) -> tuple[str, str]:
+    evidence, fix = (re.sub(r"\n +", " ", text) for text in FINDINGS[code][1](logs, args))
+    return evidence, fix
 
 
 def _no_advantage(logs: list[Log], args: Any) -> Iterator[str]:
@@ -151,11 +248,6 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
 """Code: what each of the logs must satisfy, and evidence and fix of those that do."""
 
 
-def _sides(logs: Sequence[Log]) -> tuple[Sequence[Log], Sequence[Log]]:
-    """The first and the latest of a course that is long enough; else nothing."""
-    return (logs[:BEGIN], logs[-STREAK:]) if len(logs) >= BEGIN + STREAK else ((), ())
-
-
 def _mean(logs: Sequence[Log], name: str) -> float:
     """Mean of a metric over logs; NaN if one of them lacks it."""
     values = [log[name] for log in logs if log.get(name) is not None]
@@ -166,35 +258,39 @@ def _steps(logs: Sequence[Log]) -> str:
     return f"steps {logs[0].get('step')} to {logs[-1].get('step')}"
 
 
-def _collapsed(logs: Sequence[Log]) -> Finding | None:
-    """One answer to different prompts, where there were others at the beginning and should be."""
-    begin, end = _sides(logs)
-    name = "completions/distinct_across_prompts"
-    (before, now), inside = (_mean(side, name) for side in (begin, end)), _mean(end, "completions/distinct")
-    wanted = _mean(end, "completions/distinct_references")
-    if not (now <= 0.5 * before and all(log[name] <= 0.6 * before for log in end) and inside <= 0.5):
-        return None
-    enough = 0.6 * wanted if wanted == wanted else 0.25  # rows without right answers may all be answered alike
-    if now > enough:
-        return None
-    rows = f"; the right answers would be {wanted:.0%}" if wanted == wanted else ""
+def collapsed(started: float, share: float, right: float) -> bool:
+    """One answer to different prompts, of the share given, where there were others at the beginning and should be."""
+    return share >= ONE_ANSWER and started <= EARLIER * share and share - right >= BEYOND
+
+
+def entropy_is_lost(before: float, now: float) -> bool:
+    return before > SOME and now <= VANISHED * before
+
+
+def _collapsed(course: Course) -> Finding | None:
+    begin, end = course.sides
+    name = "completions/most_common"
+    (before, now), right = (_mean(side, name) for side in (begin, end)), _mean(end, f"{name}_reference")
+    known = right == right
+    if not collapsed(before, now, right if known else 0.0) or (not known and course.rose):
+        return None  # rows without right answers may all be answered alike, if that is paid
+    rows = f"; the most common right answer would be {right:.0%}" if known else ""
     return Finding(
         "collapse",
         "warning",
-        f"Completions have become alike: in {_steps(end)} {now:.0%} of the answers to different prompts are distinct"
-        f" (completions/distinct_across_prompts), after {before:.0%} in {_steps(begin)}{rows}.",
+        f"Completions have become alike: in {_steps(end)} {now:.0%} of them give the same answer, to different prompts"
+        f" (completions/most_common), after {before:.0%} in {_steps(begin)}{rows}.",
         "A constant answer may be paid too well: let the reward give nothing for form alone, use more and balanced"
         " rows, and lower learning_rate or set beta.",
     )
 
 
-def _without_entropy(logs: Sequence[Log]) -> Finding | None:
+def _without_entropy(course: Course) -> Finding | None:
     """The entropy vanished and the reward has not risen."""
-    begin, end = _sides(logs)
+    begin, end = course.sides
     before, now = (_mean(side, "entropy") for side in (begin, end))
     first, last = (_mean(side, "reward") for side in (begin, end))
-    means = [log["reward"] for log in logs if log.get("reward") is not None]
-    if not (before > 0.3 and now <= 0.1 * before and last <= first + 0.1 * (max(means) - min(means))):
+    if not entropy_is_lost(before, now) or first != first or last != last or course.rose:
         return None
     return Finding(
         "learning-rate-high",
@@ -205,11 +301,11 @@ def _without_entropy(logs: Sequence[Log]) -> Finding | None:
     )
 
 
-def _exploded(logs: Sequence[Log]) -> Finding | None:
+def _exploded(course: Course) -> Finding | None:
     """Gradients far larger than those before."""
-    norms = [log["grad_norm"] for log in logs if log.get("grad_norm")]
+    norms = [*course.norms]
     before, end = [norm for norm in norms[:-BEGIN] if math.isfinite(norm)], norms[-BEGIN:]
-    if len(before) < BEGIN or not (usual := median(before)) or min(end) < 20 * usual:
+    if len(before) < BEGIN or not (usual := median(before)) or min(end) < EXPLODED * usual:
         return None
     return Finding(
         "learning-rate-high",
@@ -219,10 +315,10 @@ def _exploded(logs: Sequence[Log]) -> Finding | None:
     )
 
 
-def _paid_for_length(logs: Sequence[Log]) -> Finding | None:
+def _paid_for_length(course: Course) -> Finding | None:
     """Rewards that follow the length of completions in every step."""
-    name, (_, end) = "reward_length_correlation", _sides(logs)
-    if not end or any(abs(log.get(name) or 0.0) < 0.98 for log in end) or len({log[name] > 0 for log in end}) > 1:
+    name, (_, end) = "reward_length_correlation", course.sides
+    if not end or any(abs(log.get(name) or 0.0) < BY_LENGTH for log in end) or len({log[name] > 0 for log in end}) > 1:
         return None
     return Finding(
         "reward-length",
@@ -233,29 +329,31 @@ def _paid_for_length(logs: Sequence[Log]) -> Finding | None:
     )
 
 
-def _lost(logs: Sequence[Log]) -> Finding | None:
+def lost(course: Course) -> bool:
     """Equal rewards, as low as any, after higher ones that differed."""
-    end, earlier = logs[-STREAK:], logs[:-STREAK]
-    rewards = [log["reward"] for log in earlier if log.get("reward") is not None]
+    end = course.end
     last = [log["reward"] for log in end if log.get("reward") is not None]
-    if not rewards or len(last) < len(end) or any(log.get("frac_reward_zero_std") != 1 for log in end):
+    if course.peak is None or len(last) < len(end) or any(log.get("frac_reward_zero_std") != 1 for log in end):
+        return False
+    lowest = min(last)
+    alike = max(last) <= lowest + 1e-9 and lowest <= course.lowest + 1e-9
+    return alike and course.peak["reward"] > lowest + 1e-9 and course.had_signal
+
+
+def _lost(course: Course) -> Finding | None:
+    if course.peak is None or not lost(course):
         return None
-    peak, lowest = max(rewards), min(last)
-    had_signal = any(log.get("frac_reward_zero_std", 1) < 1 for log in earlier)
-    if max(last) > lowest or lowest > min(rewards) or peak <= lowest or not had_signal:
-        return None
-    at = next(log for log in earlier if log.get("reward") == peak)
     return Finding(
         "reward-lost",
         "warning",
-        f"A reward that was there has died: it was {peak:.3g} at step {at.get('step')}, and every completion of"
-        f" {_steps(end)} gets {lowest:g}.",
+        f"A reward that was there has died: it was {course.peak['reward']:.3g} at step {course.peak['step']}, and every"
+        f" completion of {_steps([*course.end])} gets {course.end[-1]['reward']:g}.",
         "Read the completions of the steps where it fell. Lower learning_rate or set beta, and go back to a checkpoint"
         " before it; or the function depends on something that has changed.",
     )
 
 
-COURSES: tuple[Callable[[Sequence[Log]], Finding | None], ...] = (
+COURSES: tuple[Callable[[Course], Finding | None], ...] = (
     _collapsed,
     _without_entropy,
     _exploded,
@@ -274,16 +372,16 @@ class Advice(TrainerCallback):
     def __init__(self, step: Callable[[], Log] = dict) -> None:
         self._step = step
         self._said: set[str] = set()
-        self._history: list[Log] = []
+        self._course = Course()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A further run may be warned again."""
-        self._said, self._history = set(), []
+        self._said, self._course = set(), Course()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         values = self._step()
         if state.is_world_process_zero:
-            self._history.append({"step": state.global_step, **values})
+            self._course.add({"step": state.global_step, **values}, args)
             self._say(args, ended=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -291,7 +389,7 @@ class Advice(TrainerCallback):
             self._say(args, ended=True)
 
     def _say(self, args: Any, ended: bool) -> None:
-        found = advice(self._history, args, ended, "steps with new completions")
+        found = self._course.findings(args, ended, "steps with new completions")
         new = [finding for finding in found if finding.code not in self._said]
         for finding in new:
             self._said.add(finding.code)

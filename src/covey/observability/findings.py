@@ -13,13 +13,17 @@ from covey.runtime.files import written_whole
 CODES = {
     "memory": "the run does not fit into memory",
     "tokenizer-drift": "the tokenizer is not the model's",
+    "prompt-empty": "prompts hold no text",
+    "data-order": "the order of the rows hides a part of them from the run",
     "data-columns": "a reward reads a column that is missing, constant or of other rows",
     "reward-failing": "a reward function fails, or gives no reward",
     "engine-mismatch": "the engine samples from another policy than the one that is trained",
     "prompt-round-trip": "prompts lose text or control tokens on their way to the model",
     "template": "prompts are not written as the model expects them",
     "never-ends": "completions never end, though there is room",
+    "weights-frozen": "hardly any weight is trained",
     "reward-length": "the reward is explained by length alone",
+    "reward-repeats": "saying a thing again is paid again",
     "completions-cut": "max_completion_length is too small",
     "temperature-low": "the samples of a group are alike",
     "reward-order": "a reward depends on the order of the batch or of calls",
@@ -41,6 +45,10 @@ CODES = {
     "tools-failing": "tools fail",
     "tools-budget": "rollouts run out of rounds of calls",
     "tools-slow": "rollouts wait for tools",
+    "eval-overlap": "evaluation prompts are training prompts",
+    "eval-differs": "evaluation prompts have another system message",
+    "answer-in-prompt": "the right answer stands in the prompt",
+    "data-repeated": "rows of the dataset repeat",
 }
 """Code: title. A cause stands before its consequences."""
 
@@ -74,6 +82,10 @@ class Finding:
     proof: str = ""  # the experiment that was made: what the fix changes, in numbers
     effect: Effect | None = None  # of the fix in that experiment; None where there was none
     otherwise: str = ""  # the advice where the experiment refutes the fix; "": there is no finding then
+
+    @property
+    def grave(self) -> bool:
+        return self.level == "error"
 
     @property
     def supported(self) -> "Finding | None":

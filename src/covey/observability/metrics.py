@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.core.advantages import centred, nanstd, weighted_total
-from covey.core.likeness import Keys, distinct_across_prompts, distinct_in_groups, distinct_references
+from covey.core.likeness import Keys, common_reference, common_share, distinct_across_prompts, distinct_in_groups
 from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all, on_device, read
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
@@ -143,9 +143,11 @@ def generation_stats(
     prompts, answers, references = zip(*likeness, strict=True) if likeness else ((), (), ())
     if num_generations > 1:
         stats["completions/distinct"] = Mean.of(distinct_in_groups(answers, num_generations))
+    several = len(set(prompts)) > 1
     across = {
         "completions/distinct_across_prompts": distinct_across_prompts(answers, prompts),
-        "completions/distinct_references": distinct_references(references, prompts),
+        "completions/most_common": common_share(answers, prompts) if several else None,
+        "completions/most_common_reference": common_reference(references) if several else None,
     }
     return stats | {name: Mean.of([value]) for name, value in across.items() if value is not None}
 

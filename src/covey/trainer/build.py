@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -344,12 +343,17 @@ def build_recorder(
     tokenizer = collector.codec.tokenizer
 
     def describe() -> dict[str, Any]:
-        template = str(getattr(tokenizer, "chat_template", None))
-        traits = traits_of(collector.engine)
+        traits, policy = traits_of(collector.engine), context.loop.policy
+        weights = [(getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in policy.parameters()]
         return {
             **described(),
-            "chat_template": sha256(template.encode("utf-8", "replace")).hexdigest(),
-            "model": {"path": str(context.loop.policy.config._name_or_path)},
+            "chat_template": getattr(tokenizer, "chat_template", None),
+            "model": {
+                "path": str(policy.config._name_or_path),
+                "weights": sum(count for count, _ in weights),
+                "trained": sum(count for count, trained in weights if trained),
+                "adapter": hasattr(policy, "peft_config"),
+            },
             "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
             "parts": named_parts(context.loop),
         }

@@ -10,6 +10,7 @@ import torch
 
 from covey.cli.doctor.examined import ExaminedRun
 from covey.cli.doctor.prompts import prompt_text
+from covey.cli.doctor.rewards import turned
 from covey.cli.explain.run import SOLUTIONS
 from covey.observability.findings import Finding
 from covey.rewards.functions import NOT_FORWARDED, RESERVED, FunctionReward, arguments_with
@@ -18,6 +19,8 @@ from covey.runtime.user_code import parameters_of, unwrap_partial
 
 ANSWERS = (*SOLUTIONS, "ground_truth", "reference", "gold", "expected")  # columns that hold what is right
 SHIFTS = (1, -1, 2, -2, 3, -3)
+SURE = 4.0  # standard errors: of the eight ways to pair rows, chance passes it once in some 4000 datasets
+BLOCK, FAR = 24, 3  # rows one after another, and neighbours on each side, whose answers are compared
 CANDIDATES = 16  # prompts and answers that are compared with each other
 
 
@@ -164,6 +167,8 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
     base, rows = run.base, run.rows
     if not hasattr(rows, "__len__") or len(rows) < 8 or len({str(row.get(name)) for row in run.taken}) < 2:
         return
+    if any(turned(run)):
+        return  # wrong answers get more, those of other rows as well
     own, count = base.mean, len(rows)
     places = {sample.prompt for sample in base.samples}
 
@@ -180,7 +185,7 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
     range_ = max((base.known.max() - base.known.min()).item(), abs(scored[way] - own))
     changed = int(((totals[way] - base.totals.flatten()).abs() > 0.01 * range_).sum())
     better = scored[way] - max(own, others) > 0.2 * range_ and changed > 0.2 * len(base.samples)
-    if range_ and better:
+    if range_ and better and _is_above(totals[way].view_as(base.totals), base.totals):
         yield Finding(
             "data-columns",
             "error",
@@ -190,6 +195,9 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
         )
         return
     if all(value == own for value in scored.values()) or _is_paired(run, name):
+        return
+    if (shifted := _shifted(run, name)) is not None:
+        yield shifted
         return
     texts = {str(row.get(name)) for row in run.taken}
     if len(texts) < 8 or not all(isinstance(row.get(name), str | int | float) for row in run.taken):
@@ -206,6 +214,48 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
         f"Look at a few rows: does {name!r} fit the prompt? Sort or shuffle whole rows, not single columns.",
         f"The model finds {name!r} of the own row {fits:.1f} deviations more probable than others; where they belong"
         " together it is 2 and more.",
+    )
+
+
+def _is_above(other: torch.Tensor, own: torch.Tensor) -> bool:
+    """Rewards [P, G] are higher than others in prompt after prompt, beyond what chance makes of several tries."""
+    gains = (other - own).nanmean(1)
+    gains = gains[~gains.isnan()]
+    return len(gains) > 1 and bool(gains.mean() > SURE * gains.std() / len(gains) ** 0.5)
+
+
+def _shifted(run: ExaminedRun, name: str) -> Finding | None:
+    """Answers that the model finds most probable after the prompt of a neighbouring row, and not after their own."""
+    count = len(run.rows)
+    block = min(BLOCK, count - 2 * FAR)
+    values = [dict(run.rows[number]).get(name) for number in range(block + 2 * FAR)] if block >= 8 else []
+    if not values or not all(isinstance(one, str | int | float) for one in values) or not run.has_time("data-columns"):
+        return None
+    prompts = [run.codec.read_row(dict(run.rows[number])).ids for number in range(FAR, FAR + block)]
+    answers = [list(run.tokenizer(str(one), add_special_tokens=False)["input_ids"]) for one in values]
+    ways = range(-FAR, FAR + 1)
+    if not all(answers):
+        return None
+    found = run.likelihoods([(prompt, answers[n + FAR + way]) for n, prompt in enumerate(prompts) for way in ways])
+    table = torch.tensor(found).view(block, len(ways))  # of prompt n the answer of row n + way
+    table = table - table.mean(1, keepdim=True)
+    places = torch.arange(block)[:, None] + torch.arange(len(ways))
+    sums = torch.zeros(len(values)).scatter_add(0, places.flatten(), table.flatten())
+    times = torch.zeros(len(values)).scatter_add(0, places.flatten(), torch.ones(table.numel()))
+    table = table - (sums / times)[places]  # without what an answer is worth after any prompt
+    errors = table.std(0).clamp(min=1e-6) / block**0.5
+    sure = (table.mean(0) / errors).tolist()
+    best = max(range(len(ways)), key=lambda place: sure[place])
+    if ways[best] == 0 or sure[best] < SURE or sure[best] < sure[FAR] + SURE:
+        return None
+    where = f"{abs(ways[best])} {'after' if ways[best] > 0 else 'before'}"
+    return Finding(
+        "data-columns",
+        "error",
+        f"the column {name!r} belongs to other rows: after a prompt the model expects that of the row {where}, and its"
+        f" own no more than any other ({sure[best]:.1f} and {sure[FAR]:.1f} standard errors above the mean).",
+        f"Make the dataset so that {name!r} is of the same row as the prompt; now it is that of the row {where}.",
+        f"By the probabilities of {len(ways)} answers after each of {block} prompts.",
     )
 
 

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from covey.cli import parsers
 from covey.cli.config_file import RunConfig
-from covey.cli.doctor import columns, completions, learning, prompts, recorded, rewards
+from covey.cli.doctor import columns, completions, data, learning, prompts, recorded, rewards
 from covey.cli.doctor.completions import FAMILIES, with_template
+from covey.cli.doctor.data import sets_of
 from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
@@ -40,7 +41,9 @@ OF_OTHER_TEXTS = (
     "reward-saturated",
     "reward-unreachable",
     "reward-length",
+    "reward-repeats",
 )
+TOOLS = ("tools-unused", "tools-malformed", "tools-failing", "tools-budget")
 STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
     {
         rewards.failing: ("reward-failing",),
@@ -48,11 +51,17 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
         prompts.round_trip: ("prompt-round-trip",),
         learning.engine: ("engine-mismatch",),
         learning.penalties: ("engine-mismatch",),
+        data.empty: ("prompt-empty",),
+        data.repeated: ("data-repeated",),
+        data.answer_in_prompt: ("answer-in-prompt",),
+        data.evaluation: ("eval-overlap", "eval-differs"),
     },
     {
         completions.temperature: ("temperature-low",),
         completions.experiments: ("template", "never-ends", "completions-cut"),
+        completions.calls: TOOLS,
         rewards.order: ("reward-order",),
+        data.order: ("data-order",),
     },
     {columns.columns: ("data-columns",)},
     {
@@ -60,7 +69,7 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
         rewards.flat: ("reward-constant", "reward-saturated", "reward-unreachable"),
         rewards.scale: ("reward-scale",),
         rewards.small: ("reward-scale",),
-        rewards.length: ("reward-length",),
+        rewards.length: ("reward-length", "reward-repeats"),
         rewards.signal: ("groups-small", "signal-sparse"),
     },
     {
@@ -131,7 +140,8 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
             yield explained
             return
         left = max(seconds - (time.perf_counter() - began) / 2, seconds / 4)  # a large model takes long to load
-        examined = ExaminedRun(trainer, trainer.train_dataset, left, summary)
+        sets = sets_of(trainer.eval_dataset)
+        examined = ExaminedRun(trainer, trainer.train_dataset, left, summary, evaluations=sets)
         try:
             yield from staged(examined)
         finally:
@@ -185,7 +195,7 @@ def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
     for stage in STAGES[:stages]:
         levels = []
         for check, codes in stage.items():
-            if run.left < 0 and check is not rewards.failing:  # which says why time has passed
+            if run.left < 0 and check not in (rewards.failing, rewards.slow):  # which say why time has passed
                 run.leave_out("time", *codes)
                 continue
             for finding in check(run):

@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
 from covey.cli.doctor.prompts import rendered
 from covey.cli.doctor.rewards import paid_for_length
 from covey.core.records import FinishReason
+from covey.observability.diagnostics import said_of
 from covey.observability.findings import LEVELS, Effect, Finding
 from covey.policy.loading import end_token_ids
 from covey.rollout.prompts import is_conversational
+from covey.rollout.tools.toolbox import call_stats
 
 FAMILIES = {  # prefix of a turn, its end, opening of the answer
     "ChatML": ("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
@@ -106,8 +110,40 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
         longer = []
     found = [*_ends(run), *_stopped(run), *_templates(run), *(one for one in longer if isinstance(one, Experiment))]
     proven = [(one.strength, finding) for one in found if (finding := one.finding(run)) is not None]
-    if proven:
-        yield min(proven, key=lambda pair: (LEVELS.index(pair[1].level), -pair[0]))[1]
+    best = min(proven, key=lambda pair: (LEVELS.index(pair[1].level), -pair[0]))[1] if proven else None
+    if best is not None:
+        yield best
+    if run.args.mask_truncated_completions and run.base.cut == 1.0 and (best is None or best.level != "error"):
+        yield _all_masked(run)
+
+
+def _all_masked(run: ExaminedRun) -> Finding:
+    """A loss over nothing, which no experiment need prove."""
+    count = len(run.base.rollouts)
+    return Finding(
+        "completions-cut",
+        "error",
+        f"all of {count} completions are cut at max_completion_length={run.base.limit}, and"
+        " mask_truncated_completions=True leaves those out of the loss: nothing is trained.",
+        "Raise max_completion_length until some completions end by themselves, or set"
+        " mask_truncated_completions=False.",
+        f"0 of {count} completions count in the loss.",
+    )
+
+
+def calls(run: ExaminedRun) -> Iterator[Finding]:
+    """Calls of tools among the samples: none, ones that cannot be read, ones that fail."""
+    if not run.needs_calls:
+        return
+    args, rollouts = SimpleNamespace(**{**vars(run.args), "output_dir": run.place}), run.base.rollouts
+    log = {name: stat.value() for name, stat in call_stats(rollouts).items()}
+    log["rollouts/tool_budget"] = fmean(float(one.finish is FinishReason.TOOL_BUDGET) for one in rollouts)
+    for code, evidence, fix in said_of(log, args):
+        if code.startswith("tools-"):
+            level = "warning" if run.base.spread.any() else "error"
+            counted = sum((Counter(one.calls) for one in rollouts), Counter[str]())
+            shown = ", ".join(f"{times} {kind}" for kind, times in counted.most_common()) or "no call"
+            yield Finding(code, level, f"of {len(rollouts)} samples: {evidence}", fix, f"The samples made: {shown}.")
 
 
 def temperature(run: ExaminedRun) -> Iterator[Finding]:
@@ -126,7 +162,7 @@ def temperature(run: ExaminedRun) -> Iterator[Finding]:
     open_: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     other = run.again(**open_)
     after, signal, now = _different(other), base.signal(run.group), other.signal(run.group)
-    if after - before < 0.2:
+    if after - before < 0.2 and now - signal <= 0.15:  # where few answers are possible, few differ at any temperature
         return
     settings = ", ".join(f"{name}={value:g}" for name, value in narrow.items())
     yield Finding(

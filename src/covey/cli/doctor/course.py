@@ -13,10 +13,10 @@ from covey.cli.doctor.learning import MUCH, rate_within
 from covey.core.advantages import nanstd
 from covey.core.likeness import answer_of, common_share, most_common, reference_of
 from covey.core.records import FinishReason, PromptSample, ScoredRollouts
+from covey.observability.diagnostics import RISEN, Course, collapsed, entropy_is_lost, lost
 from covey.observability.findings import Effect, Finding
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
-ONE_ANSWER = 0.8  # share of completions with the same answer, over different prompts
 SMALL = 0.02  # nats a token in the first update, by which no policy is destroyed
 MOST_ASKED = 24  # prompts to which a constant answer is given
 
@@ -52,6 +52,12 @@ class Point:
     def references(self) -> list[str | None]:
         return [reference_of(draw.row) for draw in self.scored.draws]
 
+    @property
+    def log(self) -> dict[str, Any]:
+        """Metrics of the batch by which a run judges its course."""
+        equal = (nanstd(self.totals, dim=1)[:, 0].nan_to_num() == 0).double().mean().item()
+        return {"step": self.step, "reward": self.mean, "frac_reward_zero_std": equal}
+
 
 def findings(read: Any, run: ExaminedRun | None) -> Iterator[Finding]:
     """Findings of the record of a run; `run` makes experiments, where its parts can be made again."""
@@ -59,12 +65,12 @@ def findings(read: Any, run: ExaminedRun | None) -> Iterator[Finding]:
     if len(points) < LEAST:
         return
     rate = read.settings.get("learning_rate", 1e-6)
-    found = _destroyed(points, rate, run) or _one_answer(points, run) or _lost(points, read.settings)
+    found = _destroyed(points, rate, run) or _one_answer(points, run) or _lost(points, read.args)
     if found is not None:
         yield found
 
 
-def _thirds(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]]:
+def thirds(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]]:
     third = max(1, len(points) // 3)
     return points[:third], points[-third:]
 
@@ -75,12 +81,19 @@ def rose(points: Sequence[Point]) -> bool:
     if len(points) < LEAST:
         return False
     sides = []
-    for side in _thirds(points):
+    for side in thirds(points):
         values = [value for point in side for value in point.totals.flatten().tolist() if value == value]
         sides.append((fmean(values), _variance(values) / len(values)))
     (first, before), (last, after) = sides
     every = [value for point in points for value in point.totals.flatten().tolist() if value == value]
-    return last - first > max(2 * (before + after) ** 0.5, 0.1 * (max(every) - min(every))) > 0
+    return last - first > max(2 * (before + after) ** 0.5, RISEN * (max(every) - min(every))) > 0
+
+
+def fell(begin: Sequence[Point], end: Sequence[Point]) -> bool:
+    """The mean reward of groups fell by more than chance."""
+    first, last = (_groups(side) for side in (begin, end))
+    error = (_variance(first) / len(first) + _variance(last) / len(last)) ** 0.5
+    return fmean(first) - fmean(last) > max(2 * error, 1e-9)
 
 
 def _variance(values: Sequence[float]) -> float:
@@ -90,14 +103,13 @@ def _variance(values: Sequence[float]) -> float:
 
 def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) -> Finding | None:
     """A reward that fell by more than chance, with an entropy that vanished or exploded, or after huge updates."""
-    begin, end = _thirds(points)
-    first, last = (_groups(side) for side in (begin, end))
-    error = (_variance(first) / len(first) + _variance(last) / len(last)) ** 0.5
-    if fmean(first) - fmean(last) <= max(2 * error, 1e-9) or rose(points):
+    begin, end = thirds(points)
+    if not fell(begin, end) or rose(points):
         return None
+    first, last = (_groups(side) for side in (begin, end))
     entropies = [[point.entropy for point in side if point.entropy is not None] for side in (begin[:1], end)]
     before, after = (fmean(side) if side else float("nan") for side in entropies)
-    broken = (after < 0.1 * before and before > 0.1) or after > 3 * before + 1
+    broken = entropy_is_lost(before, after) or after > 3 * before + 1
     trial = rate_within(run, rate) if run is not None and run.has_time("learning-rate-high") else None
     if trial is not None and trial[1].finite and trial[1].moved < SMALL:
         return None
@@ -112,17 +124,17 @@ def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) ->
         f"from the first to the last rollout batches the mean reward went from {fmean(first):.3g} to"
         f" {fmean(last):.3g} and the entropy from {before:.2g} to {after:.2g} nats, at learning_rate={rate:g}{shown}."
     )
-    fell = f"The reward fell most before step {points[worst].step}, from {means[worst - 1]:.3g} to {means[worst]:.3g}."
+    most = f"The reward fell most before step {points[worst].step}, from {means[worst - 1]:.3g} to {means[worst]:.3g}."
     advice = "Lower learning_rate: a tenth of it is a first guess."
     if trial is None or trial[0] >= rate:
-        return Finding("learning-rate-high", "error", evidence, advice, fell)
+        return Finding("learning-rate-high", "error", evidence, advice, most)
     better, high, low = trial
     return Finding(
         "learning-rate-high",
         "error",
         evidence,
         f"Set learning_rate={better:g}.",
-        f"{fell} A first update at learning_rate={rate:g} changes log-probs by {high.moved:.2g} nats a token, and at"
+        f"{most} A first update at learning_rate={rate:g} changes log-probs by {high.moved:.2g} nats a token, and at"
         f" {better:g} by {low.moved:.2g}.",
         Effect(high.moved if high.finite else float("inf"), low.moved, higher_is_better=False),
         otherwise=advice,
@@ -136,7 +148,7 @@ def _groups(points: Sequence[Point]) -> list[float]:
 
 def _one_answer(points: Sequence[Point], run: ExaminedRun | None) -> Finding | None:
     """One answer to all prompts at the end, where there were others at the beginning and should be."""
-    begin, end = _thirds(points)
+    begin, end = thirds(points)
     answers, prompts, references = ([one for p in end for one in getattr(p, n)] for n in _COLUMNS)
     if len(set(prompts)) < 3:
         return None
@@ -144,7 +156,7 @@ def _one_answer(points: Sequence[Point], run: ExaminedRun | None) -> Finding | N
     known = [one for one in references if one is not None]
     right = most_common(references)[1] if len(known) == len(references) else 0.0
     started = common_share([one for p in begin for one in p.answers], [one for p in begin for one in p.prompts])
-    if share < ONE_ANSWER or share - right < 0.25 or started > 0.6 * share:
+    if not collapsed(started, share, right):
         return None
     answer = most_common(answers)[0]
     mean, best = (
@@ -152,6 +164,8 @@ def _one_answer(points: Sequence[Point], run: ExaminedRun | None) -> Finding | N
         max(point.totals.nan_to_num(-1e30).max().item() for point in points),
     )
     satisfied = mean >= best - 0.05 * abs(best)  # by the constant answer, so that it is what the reward asks for
+    if satisfied and not known:
+        return None  # and rows without right answers may all be answered alike
     of_rows = f" The rows have {len(set(known))} different right answers." if known else ""
     evidence = (
         f"{share:.0%} of the completions of the last rollout batches are {answer[:60]!r}, to {len(set(prompts))}"
@@ -192,21 +206,22 @@ def _constant(points: Sequence[Point], run: ExaminedRun, answer: str) -> str:
     )
 
 
-def _lost(points: Sequence[Point], settings: dict[str, Any]) -> Finding | None:
+def _lost(points: Sequence[Point], args: Any) -> Finding | None:
     """All rewards equal at the end and as low as any, after groups had a signal and rewards were higher."""
-    begin, end = _thirds(points)
-    lowest = min(point.totals.nan_to_num(1e30).min().item() for point in points)
+    begin, end = thirds(points)
     means = [point.mean for point in points]
-    peak = max(range(len(points)), key=lambda n: means[n])
-    dead = not any(point.signal for point in end) and all(point.mean <= lowest + 1e-9 for point in end)
-    if not dead or means[peak] <= lowest or len(end) < 2 or not any(point.signal for point in points):
+    peak, lowest = max(range(len(points)), key=lambda n: means[n]), means[-1]
+    course = Course(len(begin), len(end))
+    for point in points:
+        course.add(point.log, args)
+    if len(end) < 2 or not lost(course) or not fell(begin, end):
         return None
     rows = [{draw.prompt for point in side for draw in point.scored.draws} for side in (begin, end)]
     evidence = (
         f"the mean reward was {means[peak]:.3g} at step {points[peak].step}, and all completions of the last rollout"
         f" batches, from step {end[0].step} on, get {lowest:g}."
     )
-    if settings.get("shuffle_dataset") is False and not rows[0] & rows[1]:
+    if args.shuffle_dataset is False and not rows[0] & rows[1]:
         fix = "Set shuffle_dataset=True: the last rows of the dataset are harder than the first."
         return Finding("reward-lost", "error", evidence, fix, "No row of the first batches is among those of the last.")
     return Finding(

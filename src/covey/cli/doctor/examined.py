@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -28,6 +29,8 @@ from covey.rollout.vision import Encoded
 from covey.trainer.rollout_reports import RewardLog
 
 PROMPTS, SAMPLES = 6, 8  # looked at first, and least samples of each
+FEWEST = 3  # prompts that are looked at where rewards take long
+CALLS = 30  # of the rewards, about, for all experiments
 MOST_ROWS = 1000  # of the dataset, whose columns are compared
 Encode = Callable[[dict[str, Any]], list[int]]  # a row to the tokens of its prompt
 quiet = functools.partial(warnings.catch_warnings, action="ignore")
@@ -66,6 +69,10 @@ class SampleBatch:
     @property
     def spread(self) -> Tensor:  # [P], deviation of the rewards of each group
         return nanstd(self.totals, dim=1)[:, 0]
+
+    @property
+    def seconds_of_rewards(self) -> float:
+        return sum(stat.value() for name, stat in self.stats.items() if re.fullmatch("rewards/.*/seconds", name))
 
     @property
     def cut(self) -> float:
@@ -125,6 +132,8 @@ class ExaminedRun:
     summary: dict[str, Any] = field(default_factory=dict)  # figures for the report
     recorded: SampleBatch | None = None  # of the first generation on record; None: sampled here
     others: list[Rollout] = field(default_factory=list)  # of the last generation on record
+    place: str = "output_dir"  # of the run, for people
+    evaluations: dict[str, Any] = field(default_factory=dict)  # rows of evaluation sets by name
     own_engine: bool = False  # those on record were sampled by an engine with weights of its own
 
     def __post_init__(self) -> None:
@@ -138,7 +147,8 @@ class ExaminedRun:
         self.weights = self.suite.weights
         play = self.collector.spec and self.collector.spec.play
         self.single = play is None and self.codec.vision is None  # one turn of text: prompts can be written otherwise
-        self.rescores = play is None or isinstance(play, ToolAgent)  # rewards read the completion alone
+        self.needs_calls = isinstance(play, ToolAgent)  # of tools, which a text of one turn does not make
+        self.rescores = play is None or self.needs_calls  # rewards read the completion alone
 
     @property
     def steps(self) -> int:
@@ -164,12 +174,28 @@ class ExaminedRun:
         for code in codes:
             self.summary.setdefault("not_examined", {}).setdefault(code, reason)
 
+    @property
+    def rows_read(self) -> int:
+        """Number of rows that the run comes to: unshuffled, a short run ends before the last ones."""
+        args, algebra = self.args, self.trainer.context.algebra
+        if args.shuffle_dataset or args.prompt_sampler != "uniform" or args.dynamic_sample:
+            return len(self.rows)
+        batches = math.ceil(self.steps / algebra.updates_per_generation)
+        return min(len(self.rows), max(batches * (algebra.generation_batch_size // self.group), PROMPTS))
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Numbers of the rows in `taken`."""
+        if not hasattr(self.rows, "__len__"):
+            return list(range(len(self.taken)))
+        return _evenly(self.rows_read, MOST_ROWS)
+
     @cached_property
     def taken(self) -> list[dict[str, Any]]:
-        """Rows of the dataset, evenly over it."""
+        """Rows of the dataset, evenly over those that the run comes to."""
         if not hasattr(self.rows, "__len__"):
             return [dict(row) for row in islice(iter(self.rows), MOST_ROWS)]
-        return [dict(self.rows[number]) for number in _evenly(len(self.rows), MOST_ROWS)]
+        return [dict(self.rows[number]) for number in self.numbers]
 
     @cached_property
     def step_seconds(self) -> float:
@@ -197,7 +223,11 @@ class ExaminedRun:
         while prompts > 2 and self.tokens_within(self.seconds / 4, prompts * size) < self.limit:
             prompts -= 1
         limit = min(self.limit, max(self.tokens_within(self.seconds / 4, prompts * size), 16))
-        return self.sample(prompts, size, max_tokens=limit)
+        batch = self.sample(prompts, size, max_tokens=limit)
+        if batch.seconds_of_rewards > self.seconds / CALLS and prompts > FEWEST:
+            batch = batch.first(FEWEST)
+            batch.stats = self.score(batch.samples, batch.rollouts)[1]
+        return batch
 
     def sample(
         self, prompts: int, size: int, encode: Encode | None = None, start: int = 0, **changes: Any
@@ -206,7 +236,14 @@ class ExaminedRun:
         if "base" in self.__dict__ and not start:
             asked = [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
         else:
-            asked = [(number, self.taken[number]) for number in _evenly(len(self.taken), prompts, start)]
+            places = _evenly(len(self.taken), prompts, start)
+            asked = [(self.numbers[place], self.taken[place]) for place in places]
+        return self.sampled_of(asked, size, encode, **changes)
+
+    def sampled_of(
+        self, asked: Sequence[tuple[int, dict[str, Any]]], size: int, encode: Encode | None = None, **changes: Any
+    ) -> SampleBatch:
+        """Sample and reward completions of rows, given with their numbers."""
         samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
         params = replace(self.trainer.rollouts.params, **changes)
         self._experiments += 1

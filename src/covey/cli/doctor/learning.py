@@ -23,6 +23,7 @@ SHORT = 50  # steps that a run is taken to have at least: one to try things out 
 LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
 PENALTIES = ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size")  # of generation_kwargs
 SURPRISE = 0.1  # nats a token by which samples are less probable than those of the policy
+HIGHEST = 0.1  # learning rate of Adam that is ever proposed: it moves each weight by about as much in a step
 MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 
@@ -141,6 +142,7 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     elif one.finite and whole < LITTLE:
         better = _aim(trials, rate, one.moved)
         other = trials.update(better)
+        enough = other.finite and other.moved * steps * 0.5 >= LITTLE
         yield Finding(
             "learning-rate-low",
             "error" if whole < LITTLE / 2 else "warning",
@@ -148,8 +150,9 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
             f" {whole:.2g} in all of {steps} steps.",
             f"Set learning_rate={better:g}.",
             f"At learning_rate={better:g} the same update changes them by {other.moved:.2g} nats.",
-            Effect(one.moved, other.moved),
-            otherwise="Raise learning_rate, and look at what else holds updates back (max_grad_norm, the optimizer).",
+            Effect(float(one.moved * steps * 0.5 >= LITTLE), float(enough)),
+            otherwise="No learning rate helps: look at what else holds updates back (temperature, max_grad_norm, frozen"
+            " weights).",
         )
     elif run.base.spread.any() and (not one.finite or one.moved > MUCH / 4):
         yield from _too_high(run, trials, one)
@@ -169,12 +172,12 @@ def _aim(trials: Trials, rate: float, moved: float, tries: int = 2) -> float:
     """A learning rate of one digit whose updates would change log-probs by about two nats over the run."""
     wanted = min(max(2.0 / trials.run.steps, 0.005), 0.15)
     guess = max(rate, 1e-9) * (wanted / max(moved, 1e-12))
-    guess = min(max(guess, 1e-6), 1e-2)
+    guess = min(max(guess, 1e-6), HIGHEST)
     for _ in range(tries):
         found = trials.update(guess).moved
         if not found or 0.4 < found / wanted < 2.5:
             break
-        guess *= min(max(wanted / found, 0.05), 20.0)
+        guess = min(guess * min(max(wanted / found, 0.05), 20.0), HIGHEST)
     return float(f"{guess:.0e}")
 
 

@@ -6,6 +6,7 @@ Nothing is written into the run's folder, and its script is not run again.
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import islice
@@ -19,7 +20,9 @@ import torch
 from transformers import AutoTokenizer
 
 from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
+from covey.cli.data import load_evaluations
 from covey.cli.doctor import course, rewards
+from covey.cli.doctor.data import sets_of
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
 from covey.core.advantages import weighted_total
@@ -53,9 +56,13 @@ ALONE = ("reward-failing", "signal-sparse", "groups-small", "reward-scale")  # w
 OF_THE_COURSE = ("collapse", "reward-lost")
 SLOW_TO_LEARN = (
     *("signal-sparse", "groups-small", "learning-rate-low", "reward-unreachable", "reward-saturated", "kl-scale"),
-    *("temperature-low", "completions-cut"),
+    *("temperature-low", "completions-cut", "reward-order"),
 )
 """Causes of learning nothing: no errors in a run whose reward rose."""
+
+FEW_TRAINED = 0.01  # of the weights, as few as an adapter has
+SEEN_IN_LOGS = ("completions-cut", "engine-mismatch", *(code for code in CODES if code.startswith("tools-")))
+"""Causes that logs of a whole run show better than a few samples do."""
 
 Staged = Callable[..., Iterator[Finding]]
 
@@ -72,12 +79,14 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
         examined = examined_again(read, trainer, seconds, summary)
     try:
         found = [*course.findings(read, examined)]
-        grave = any(one.level == "error" for one in found)
+        grave = any(one.grave for one in found)
+        destroyed = any(one.grave and one.code == "learning-rate-high" for one in found)
         if len(read.points) < course.LEAST:
             missing = {code: f"{len(read.points)} rollout batches" for code in OF_THE_COURSE}
             summary["too_short_for"] = missing
         if examined is not None:
-            found += staged(examined, 1 if grave else None)
+            stages = staged(examined, 1 if destroyed else None)  # else what the untrained policy shows may be the cause
+            found += (one for one in stages if one.code != "learning-rate-high" or read.has_fallen)
         else:
             summary |= {"rebuilt": False, "problem": read.problem}
             seen = {*ALONE, *OF_THE_COURSE, *(one.code for one in found)}
@@ -85,21 +94,47 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
                 if code not in seen and not code.startswith("tools-") and code != "memory":
                     summary.setdefault("not_examined", {}).setdefault(code, "part")
             found += alone(read, summary) if not grave else ()
-        settings = read.args if trainer is None else trainer.args
-        found += (one for one in advice(read.metrics, settings, ended=True) if "tools" in one.code)
+        found += (
+            *frozen(read),
+            *(one for one in advice(read.metrics, read.args, ended=True) if one.code in SEEN_IN_LOGS),
+        )
     finally:
         if trainer is not None:
             trainer.rollouts.close()
     summary["signal"] = summary.get("signal", False) or any(point.signal for point in read.points)
     if read.has_learned:
-        found = [replace(one, level="warning") if one.code in SLOW_TO_LEARN else one for one in found]
+        found = [
+            replace(one, level="warning") if one.level == "error" and one.code in SLOW_TO_LEARN else one
+            for one in found
+        ]
     yield from found
+
+
+def frozen(read: "PastRun") -> Iterator[Finding]:
+    """Few trained weights, by the counts of the record, where they are not those of an adapter."""
+    model = read.described.get("model", {})
+    trained, weights = model.get("trained"), model.get("weights")
+    if model.get("adapter") or not weights or trained is None or trained > FEW_TRAINED * weights:
+        return
+    yield Finding(
+        "weights-frozen",
+        "warning" if read.has_learned else "error",
+        f"{trained:,} of the model's {weights:,} weights are trained ({trained / weights:.2%}), and they are no adapter"
+        " of peft: the others have requires_grad=False.",
+        "Set requires_grad=True for the weights that are to learn before the trainer is made, or train an adapter"
+        " (`peft`).",
+        "So the record counts them at the start of the run.",
+    )
 
 
 def examined_again(read: "PastRun", trainer: Any, seconds: float, summary: dict[str, Any]) -> ExaminedRun:
     """The run with the completions on record, where their tokens are there; else with new samples."""
     base = read.batch() if read.tokens else None
-    examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base)
+    parts, place = parts_of_record(read.described), str(read.run)
+    examined = ExaminedRun(trainer, trainer.train_dataset, seconds, summary, base, place=place)
+    with suppress(Exception):  # files of an evaluation that are gone, or a user's function
+        renamed = (parts.get("columns"), parts.get("system_prompt"))
+        examined.evaluations = sets_of(load_evaluations(parts.get("eval_dataset"), *renamed))
     cuts = any(name in read.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
     if read.tokens and not (cuts and read.traits.reports_after_cut):  # else scores are of another distribution
         examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
@@ -126,8 +161,8 @@ def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     further: dict[str, Any] = {}
     try:
         with quiet(), script_of_run(script), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:
-            if tokenizer:
-                further["processing_class"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+            if (own := own_tokenizer(tokenizer or str(parts["model"]), described)) is not None:
+                further["processing_class"] = own
             if "dataset" not in parts:
                 further["train_dataset"] = datasets.Dataset.from_list(list(read_data(read.folder).values()))
             again = load_run({**kept, "output_dir": place, "report_to": "none", "record": "off"})
@@ -142,11 +177,29 @@ def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     return trainer
 
 
+def own_tokenizer(place: str, described: dict[str, Any]) -> Any:
+    """The tokenizer of a folder with the chat template that the run had.
+
+    None for a folder without one, or with a processor of images: the trainer loads these.
+    """
+    if not any(
+        (Path(place) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
+        return None
+    if (Path(place) / "preprocessor_config.json").exists() or (Path(place) / "processor_config.json").exists():
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+    if "chat_template" in described and tokenizer.chat_template != described["chat_template"]:
+        tokenizer.chat_template = described["chat_template"]
+    return tokenizer
+
+
 class PastRun:
     """The record of a run, read rank by rank, by whatever columns it has."""
 
     def __init__(self, run: Path, described: dict[str, Any]):
         self.run, self.settings, self.problem = run, settings_of(described), ""
+        self.described = described
         self.folder = run / FOLDER
         self.by_number: dict[int, list[Path]] = {}
         for path in all_files(self.folder):
@@ -222,6 +275,14 @@ class PastRun:
         return course.Point(
             number, step, totals.view(-1, self.size), scored, logged if entropy is None else entropy, *norms[:1]
         )
+
+    @property
+    def has_fallen(self) -> bool:
+        """The reward fell from the first batch to the last third by more than chance; True where few are on record.
+
+        The first batch was sampled before any update.
+        """
+        return len(self.points) < course.LEAST or course.fell(self.points[:1], course.thirds(self.points)[1])
 
     @property
     def has_learned(self) -> bool:

@@ -1,6 +1,7 @@
 """Rewards: called again, in another order and on other texts, which shows what they depend on."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
-from covey.core.advantages import EPSILON, centred, nanstd
+from covey.core.advantages import EPSILON, centred, nanstd, weighted_total
 from covey.core.likeness import REFERENCES
 from covey.core.records import FinishReason
 from covey.observability.findings import Effect, Finding
@@ -35,6 +36,8 @@ FORMS = (
 )
 """Ways to write an answer that rewards ask for."""
 
+NOISY = 0.5  # share of the differences within groups from which on most of what is learnt is chance
+LENGTH_ALONE = 0.95  # correlation with the reward of filler: less than a tenth of the variance is left to content
 TEXTS = ("", "?", "yes", "42", "I do not know.", "so " * 200, "AaZz 0123456789 .,;:!?()[]{}<>\"'\n" * 3)
 
 
@@ -144,9 +147,11 @@ def slow(run: ExaminedRun) -> Iterator[Finding]:
     base = run.base
     count, algebra = len(base.rollouts), run.trainer.context.algebra
     factor = algebra.generation_batch_size / count
-    others = run.summary.get("seconds_of_sampling_and_updates", 0.0)
+    others = run.summary.get("seconds_of_sampling_and_updates", base.seconds * factor)
+    shown = "sampling and updates take" if "seconds_of_sampling_and_updates" in run.summary else "sampling takes"
     for name in run.suite.names:
-        seconds = base.stats[f"rewards/{name}/seconds"].value()
+        stat = base.stats.get(f"rewards/{name}/seconds")
+        seconds = stat.value() if stat is not None else 0.0
         whole = seconds * factor
         if seconds < 0.3 or whole < 1.0 or whole < 0.5 * others:
             continue
@@ -157,8 +162,7 @@ def slow(run: ExaminedRun) -> Iterator[Finding]:
         yield Finding(
             "reward-slow",
             "warning",
-            f"{name} takes {seconds:.2g} s for {count} completions: {whole:.2g} s of a step; sampling and updates take"
-            f" {others:.2g} s.",
+            f"{name} takes {seconds:.2g} s for {count} completions: {whole:.2g} s of a step; {shown} {others:.2g} s.",
             "Score completions while others are sampled and concurrently: `async def` with `covey.per_completion`;"
             " stream_rewards=True for functions of a group; keep what is computed again.",
             f"{few} of the completions take {part:.2g} s: the time is spent on each completion."
@@ -185,9 +189,15 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
         return int((differs | (first.isnan() != other.isnan())).any(1).sum())
 
     repeated, reversed_, parted, count = changed(again), changed(back), changed(halves), len(rollouts)
+    chance = _chance(run, again)
     if repeated > count / 10:
-        evidence = f"called twice on the same {count} completions, rewards of {repeated} change."
+        evidence = (
+            f"called twice on the same {count} completions, rewards of {repeated} change: {chance:.0%} of what differs"
+            " within groups differs between calls as well."
+        )
         fix = "Remove what it keeps between calls, or draws at random: equal completions must get equal rewards."
+        if chance < NOISY:
+            fix += " Where that is how it judges, larger groups and batches average it out."
     elif reversed_ > count / 10 or (reversed_ > 1 and not repeated):
         evidence = f"with the same {count} completions in reverse order, rewards of {reversed_} change."
         fix = "Let it judge a completion by itself and by its own row: pair lists with zip, without global positions."
@@ -199,7 +209,7 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
     varied = torch.stack([first, again, back, halves]).double().std(0).mean().item()
     yield Finding(
         "reward-order",
-        "error" if max(repeated, reversed_) > count / 10 else "warning",
+        "error" if (chance >= NOISY if repeated > count / 10 else reversed_ > count / 10) else "warning",
         evidence,
         fix,
         f"Over four orders a reward moves by {varied:.3g} on average, in a range of {scale:.3g}; called again,"
@@ -207,11 +217,22 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
     )
 
 
+def _chance(run: ExaminedRun, again: Tensor) -> float:
+    """Share of the variance of rewards within groups that another call changes; 1 where there is none."""
+    base = run.base
+    other = weighted_total(again.double(), base.weights.double()).view_as(base.totals)
+    between = ((base.totals - other) ** 2).nanmean().item() / 2
+    within = (base.spread**2).nanmean().item()
+    return min(between / within, 1.0) if within > 0 else 1.0
+
+
 def flat(run: ExaminedRun) -> Iterator[Finding]:
     """Rewards without a difference in any group: constant, saturated or out of reach, as other texts show."""
     base = run.base
     if not len(base.known):
         return
+    if run.needs_calls and not any(one.calls for one in base.rollouts):
+        return  # texts call no tool, so they tell nothing of a reward that may be for calls: see `tools.calls`
     if len(run.suite.names) > 1:
         if (cancelled := _cancelling(base, run.suite.names)) is not None:
             yield cancelled
@@ -220,7 +241,11 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     value = base.known.max().item()
     share = (base.known == value).double().mean().item()
     high = value > base.known.min().item() or share == 1.0
-    if (base.signal(run.group) > 0.2 and share < 0.9) or not run.rescores:
+    if base.signal(run.group) > 0.2 and share < 0.9:
+        return
+    if not run.rescores:
+        if share == 1.0:
+            yield from _whatever_is_played(run, value)
         return
     tried = texts_tried(run)
     lowest, best = min(low for low, _, _ in tried), max(tried, key=lambda one: one[1])
@@ -251,6 +276,23 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
         )
     elif share == 1.0 and best[1] > value:
         yield from _unreachable(run, value, best)
+
+
+def _whatever_is_played(run: ExaminedRun, value: float) -> Iterator[Finding]:
+    """Rollouts in environments, or by functions, that all earn the same."""
+    hits, further = _further(run)
+    count, played = len(run.base.known), len(set(run.base.texts))
+    if hits:
+        yield _rare(f"groups with another reward than {value:g} are {hits} among {count + further} rollouts", "")
+        return
+    yield Finding(
+        "reward-constant" if value > 0 else "reward-unreachable",
+        "error",
+        f"all of {count} rollouts get {value:g}, though {played} of them differ in what the policy says.",
+        "Play an episode by hand with the right moves: does `reset` keep what the reward reads, and does a good episode"
+        " get more? If it does, begin with tasks that the policy solves now and then.",
+        f"No group among {further} rollouts of further prompts has another reward.",
+    )
 
 
 def _cancelling(base: SampleBatch, names: Sequence[str]) -> Finding | None:
@@ -525,9 +567,30 @@ def _follows(totals: Tensor, values: Tensor) -> float:
 
 def sign(run: ExaminedRun) -> Iterator[Finding]:
     """Right answers that get less than other rows' answers, in the same words."""
-    if not run.rescores or not len(run.base.known):
+    shown = [one for one in turned(run) if one]
+    if not shown:
         return
-    worse, better, shown = 0, 0, ""
+    weights = run.weights.tolist()
+    negative = [name for name, weight in zip(run.suite.names, weights, strict=True) if weight < 0]
+    fix = (
+        f"Set reward_weights={[abs(weight) for weight in weights]}: that of {' and '.join(negative)} is negative."
+        if negative
+        else "Turn the reward's sign: a higher reward is a better one."
+    )
+    yield Finding(
+        "reward-sign",
+        "warning",
+        f"wrong answers get more than right ones: {shown[0]}.",
+        fix,
+        f"So it is for {len(shown)} of {min(run.base.prompts, 4)} prompts, and the reverse for none.",
+    )
+
+
+def turned(run: ExaminedRun) -> list[str]:
+    """Of each of a few prompts the words in which a wrong answer gets more; nothing where one gets less, too."""
+    if not run.rescores or not len(run.base.known):
+        return []
+    shown: list[str] = []
     rows = [sample.row for sample in run.base.samples[:: run.base.size]]
     answers = [right_answer(row) for row in rows]
     for row, own in zip(rows[:4], answers, strict=False):
@@ -540,29 +603,15 @@ def sign(run: ExaminedRun) -> Iterator[Finding]:
         run.failure = kept
         differs = ((totals[0] - totals[1]).abs() > 1e-12).nonzero().flatten().tolist()
         lower = [place for place in differs if totals[0, place] < totals[1, place]]
-        worse, better = worse + bool(lower), better + (len(differs) > len(lower))
-        if lower and not shown:
+        if len(differs) > len(lower):
+            return []
+        if lower:
             first = lower[0]
-            shown = (
+            shown.append(
                 f"{texts[first][:60]!r} gets {totals[0, first]:.3g} and {texts[first + len(FORMS)][:60]!r}"
                 f" {totals[1, first]:.3g}, where {own[:40]!r} is right"
             )
-    if worse < 2 or better:
-        return
-    weights = run.weights.tolist()
-    negative = [name for name, weight in zip(run.suite.names, weights, strict=True) if weight < 0]
-    fix = (
-        f"Set reward_weights={[abs(weight) for weight in weights]}: that of {' and '.join(negative)} is negative."
-        if negative
-        else "Turn the reward's sign: a higher reward is a better one."
-    )
-    yield Finding(
-        "reward-sign",
-        "warning",
-        f"wrong answers get more than right ones: {shown}.",
-        fix,
-        f"So it is for {worse} of {min(len(rows), 4)} prompts, and the reverse for none.",
-    )
+    return shown if len(shown) > 1 else []
 
 
 def right_answer(row: dict[str, Any]) -> str | None:
@@ -573,7 +622,8 @@ def right_answer(row: dict[str, Any]) -> str | None:
 
 def length(run: ExaminedRun) -> Iterator[Finding]:
     """Rewards that a text gets as well whose words are as many and as long, but without content."""
-    if (found := paid_for_length(run, run.base)) is not None:
+    found = paid_for_length(run, run.base) or _repeats(run)
+    if found is not None:
         yield found
 
 
@@ -585,23 +635,61 @@ def paid_for_length(run: ExaminedRun, batch: SampleBatch) -> Finding | None:
     correlation = _follows(batch.totals, lengths.view_as(batch.totals))
     if abs(correlation) < 0.8:
         return None
-    filled = []
-    for sample, rollout in zip(batch.samples, batch.rollouts, strict=True):
-        text, tokens = completion_text(rollout.completion), len(rollout.completion_ids)
-        other = run.answering(sample.row, re.sub(r"\w", "a", text))
-        other.completion_ids = (other.completion_ids * (tokens // max(len(other.completion_ids), 1) + 1))[:tokens]
-        other.sampled = [True] * len(other.completion_ids)
-        filled.append(other)
-    totals = run.totals([sample.row for sample in batch.samples], filled)
-    equal = int(((totals - batch.totals.flatten()).abs() < 0.05 * (batch.known.max() - batch.known.min())).sum())
-    if equal < 0.8 * len(filled):
+    texts = [completion_text(one.completion) for one in batch.rollouts]
+    filled, blocks = (_filler(run, batch, [re.sub(kind, "a", text) for text in texts]) for kind in (r"\w", r"\S"))
+    explains = _follows(filled, batch.totals)
+    if explains < LENGTH_ALONE or abs(_follows(blocks, batch.totals)) < 0.5:  # the second: it is for marks, not length
         return None
     return Finding(
         "reward-length",
         "warning",
         f"within groups the reward follows the length of completions (correlation {correlation:.2f}).",
         "Add a reward for content that weighs more, or remove the length from the reward if that is not the aim.",
-        f"With every letter and digit replaced by 'a' {equal} of {len(filled)} completions get the same reward.",
+        f"With every letter and digit replaced by 'a' rewards are the same but for {max(1 - explains**2, 0):.0%} of"
+        " what differs within groups.",
+    )
+
+
+def _filler(run: ExaminedRun, batch: SampleBatch, texts: Sequence[str]) -> Tensor:
+    """Rewards [P, G] of other texts in the place of completions, with as many tokens as these."""
+    filled = []
+    for sample, rollout, text in zip(batch.samples, batch.rollouts, texts, strict=True):
+        tokens = len(rollout.completion_ids)
+        other = run.answering(sample.row, text)
+        other.completion_ids = (other.completion_ids * (tokens // max(len(other.completion_ids), 1) + 1))[:tokens]
+        other.sampled = [True] * len(other.completion_ids)
+        filled.append(other)
+    return run.totals([sample.row for sample in batch.samples], filled).view_as(batch.totals)
+
+
+def _repeats(run: ExaminedRun) -> Finding | None:
+    """Good completions, written once, twice and three times."""
+    base = run.base
+    if not run.rescores or run.needs_calls or not base.spread.any() or not run.has_time("reward-repeats"):
+        return None
+    best = [  # of each prompt with a signal
+        group * base.size + int(totals.nan_to_num(-math.inf).argmax())
+        for group, totals in enumerate(base.totals)
+        if base.spread[group] > 0
+    ]
+    rows = [base.samples[place].row for place in best]
+    said = [completion_text(base.rollouts[place].completion).strip() for place in best]
+    paid = [
+        run.totals(rows, [run.answering(row, " ".join([text] * times)) for row, text in zip(rows, said, strict=True)])
+        for times in (1, 2, 3)
+    ]
+    rises = (paid[1] > paid[0] + 1e-9) & (paid[2] > paid[1] + 1e-9)
+    if int(rises.sum()) < max(2, 0.7 * len(best)):
+        return None
+    shown = int(rises.nonzero()[0])
+    return Finding(
+        "reward-repeats",
+        "warning",
+        f"a completion gets more the more often it says the same: {said[shown][:60]!r} gets"
+        f" {paid[0][shown]:.3g}, twice {paid[1][shown]:.3g}, and three times {paid[2][shown]:.3g}. Repeating without"
+        " end is what pays most.",
+        "Count what is right once (`in` instead of `count`), or take off for what is too much.",
+        f"So it is for the best completions of {int(rises.sum())} of {len(best)} prompts.",
     )
 
 
