@@ -64,7 +64,7 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     metrics = json.loads((folder / "out" / "evaluation.json").read_text())
     assert metrics["model"] == str(tiny_folder)
     assert metrics["eval_greedy_prompts"] == 4 and 0 <= metrics["eval_votes_maj@3"] <= 1
-    assert (folder / "out" / "evaluations" / "eval_votes_00000.parquet").is_file()
+    assert (folder / "out" / "record" / "evaluations" / "eval_votes_00000.parquet").is_file()
     printed = capsys.readouterr().out
     assert f"pass@1 {metrics['eval_greedy_pass@1']:.1%} (" in printed and "evaluation.json" in printed
     assert f"evaluating {tiny_folder}\n" in printed
@@ -82,7 +82,10 @@ def test_eval_of_a_trained_model_keeps_those_of_the_untrained(folder, tiny_folde
     settings |= {"eval_dataset": "rows.jsonl", "max_completion_length": 4, "use_cpu": True}
     (folder / "run.json").write_text(json.dumps(settings))
     assert main(["eval", "run.json"]) == 0 and main(["eval", "run.json", "--model", str(trained)]) == 0
-    names = {place: [path.name for path in (folder / place / "evaluations").iterdir()] for place in ("out", "trained")}
+    names = {
+        place: [path.name for path in (folder / place / "record" / "evaluations").iterdir()]
+        for place in ("out", "trained")
+    }
     assert names == {"out": ["eval_00000.parquet"], "trained": ["eval_00020.parquet"]}
 
 

@@ -99,4 +99,4 @@ def test_an_evaluation_of_a_model_is_written_beside_it(trained, monkeypatch):
     after = hashes(trained / "run")
     assert {name: after[name] for name in of_run} == of_run and not (trained / "ran_again").exists()
     assert json.loads((trained / "run" / "evaluation.json").read_text())["model"] == "run"
-    assert {Path(name).parts[0] for name in after.keys() - of_run} <= {"evaluation.json", "evaluations"}
+    assert {Path(name).parts[0] for name in after.keys() - of_run} <= {"evaluation.json", "record"}

@@ -163,7 +163,7 @@ def test_conversations_are_edited_in_their_text(examined):
 def test_completions_of_a_run_are_read(tmp_path, capsys):
     from covey.observability.completions import CompletionLog
 
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     texts = {name: [row[name] for row in ROWS] for name in ("prompt", "completion")}
     log.add(
         1,

@@ -169,6 +169,7 @@ WITH: dict[str, dict[str, Any]] = {
     **each(("speculative_lenience", "speculative_max_tokens"), {"speculative_reuse": "lenient"}),
     "keep_sampling_mask": {"top_p": 0.9},
     "log_unique_prompts": {"log_completions": True},
+    "log_completions_total_limit": {"export_completions": True},
     "warmup_steps": {"lr_scheduler_type": "linear"},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
     "optim_args": {"optim": "sgd"},

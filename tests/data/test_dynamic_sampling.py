@@ -250,7 +250,7 @@ def odd(prompts, completion_ids, **kwargs):
 def test_batches_are_full_of_signal_if_enough_prompts_have_one(tmp_path, method):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
     settings = {"dynamic_sample": True, "max_resample_times": 8, "max_steps": 4, "beta": 0.05}
-    run = runs.trainer(tmp_path, method, parts=parts, **settings)
+    run = runs.trainer(tmp_path, method, parts=parts, export_completions=True, **settings)
     run.train()
     assert runs.history(run, "dynamic_sampling/trained_signal") == [1.0] * 4
     assert min(runs.history(run, "dynamic_sampling/first_signal")) < 1
@@ -306,10 +306,13 @@ def test_logs_of_rewards_go_with_the_kept_completions(tmp_path):
         return odd(prompts, completion_ids)
 
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": noted}
-    run = runs.trainer(tmp_path, parts=parts, dynamic_sample=True, max_steps=3, num_iterations=2)
+    settings = {"dynamic_sample": True, "max_steps": 3, "num_iterations": 2, "export_completions": True}
+    run = runs.trainer(tmp_path, parts=parts, **settings)
     run.train()
     assert max(runs.history(run, "dynamic_sampling/rounds")) > 0
-    for file in tmp_path.rglob("completions_*.parquet"):
+    exported = sorted(tmp_path.rglob("completions_*.parquet"))
+    assert exported
+    for file in exported:
         assert all(row["tokens"] == row["length"] for row in pq.read_table(file).to_pylist())
 
 

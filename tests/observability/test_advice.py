@@ -26,7 +26,7 @@ def logs(count, **changes):
 
 def test_equal_rewards_are_reported_with_value_and_advice():
     text = advice(logs(5), ARGS)["signal-sparse"]
-    assert "5 logs (steps 1 to 5)" in text and "every reward was 0." in text and "out/completions/" in text
+    assert "5 logs (steps 1 to 5)" in text and "every reward was 0." in text and "covey view out" in text
 
 
 def test_rewards_that_differ_between_prompts_are_not_equal():
@@ -192,7 +192,7 @@ LEARNS = {"frac_advantage_zero": 0.0, "tools/call_frequency": 2.0}
     ("name", "changes", "says"),
     [
         ("tools-unused", {"tools/call_frequency": 0.0}, "no rollout called a tool, .*now chosen by the chat template"),
-        ("tools-malformed", {"tools/failures/malformed": 0.6}, "could not be read .*out/completions/"),
+        ("tools-malformed", {"tools/failures/malformed": 0.6}, "could not be read .*covey view out"),
         ("tools-failing", {"tools/failures/exception": 0.6}, "raised an exception"),
         (
             "tools-failing",

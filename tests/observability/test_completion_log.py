@@ -15,7 +15,7 @@ from covey.runtime.safe_text import shorten
 
 
 def filled(tmp_path, **options) -> CompletionLog:
-    log = CompletionLog(tmp_path, **options)
+    log = CompletionLog(tmp_path, **{"export": True, **options})
     log.add(
         3,
         ["2+2=", "2+2="],
@@ -78,7 +78,7 @@ def test_files_of_sets_with_like_names_are_counted_apart(tmp_path):
 
 
 def test_messages_become_text(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, [[{"role": "user", "content": "Hi"}]], [[{"role": "assistant", "content": "Yo"}]], {}, [0.0])
     columns = read(log.write(0))
     assert columns["prompt"] == ["user: Hi"] and columns["completion"] == ["Yo"]
@@ -93,7 +93,7 @@ CONVERSATION = [
 
 
 def test_conversations_have_columns_for_people_and_for_programs(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     lone = [{"role": "assistant", "content": "Birds."}]
     log.add(0, ["p", "p"], [CONVERSATION, lone], {}, [0.5, -0.5], finish=["tool_budget", "stop"], lengths=[9, 2])
     columns = read(log.write(0))
@@ -107,7 +107,7 @@ def test_conversations_have_columns_for_people_and_for_programs(tmp_path):
 
 def test_console_shows_first_call_and_answer_of_conversations(tmp_path):
     middle = [{"role": "tool", "name": "search", "content": "words " * 200}, {"role": "assistant", "content": "Hm."}]
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, ["p"], [[CONVERSATION[0], *middle * 20, CONVERSATION[-1]]], {}, [0.0])
     text = " ".join(rendered(log.table()).split())
     assert '→ search(query="covey")' in text and "more" in text and "A flock of partridges." in text
@@ -115,7 +115,7 @@ def test_console_shows_first_call_and_answer_of_conversations(tmp_path):
 
 
 def test_text_that_cannot_be_encoded_does_not_stop_the_run(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, ["a", "b"], ["fine", "half \ud800"], {}, [0.0, 0.0])
     assert read(log.write(0))["completion"] == ["fine", "half ?"]
 
@@ -131,7 +131,7 @@ def test_a_record_that_cannot_be_written_ends_no_run(tmp_path):
 
 
 def test_what_names_hold_reaches_no_terminal_raw(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     texts = {"finish": ["\x1b[31m"], "errors": ["\x9b2J"]}
     log.add(1, ["\u202e"], ["\x1b]52;c;x\x07"], rewards={"r\x1b[2J": [1.0]}, advantages=[0.0], **texts)
     assert not {"\x1b", "\x9b", "\x07", "\u202e"} & set(rendered(log.table()))
@@ -150,13 +150,13 @@ def test_what_names_hold_reaches_no_terminal_raw(tmp_path):
     ],
 )
 def test_what_no_column_can_hold_is_written_as_text(tmp_path, values, written):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, ["p", "q"], ["a", "b"], rewards={}, advantages=[0.0, 0.0], extras={"extra": values})
     assert read(log.write(0))["extra"] == written
 
 
 def test_mixed_types_are_written_as_text(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, ["a", "b", "c"], ["d", "e", "f"], {}, [0.0, 0.0, 0.0], extras={"x": [1, "one", None], "y": [{}, 2, []]})
     columns = read(log.write(0))
     assert columns["x"] == ["1", "one", None]
@@ -164,7 +164,7 @@ def test_mixed_types_are_written_as_text(tmp_path):
 
 
 def test_names_that_are_taken_get_a_suffix(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     extras = {"prompt": [1], "right": [2]}
     log.add(0, ["a"], ["b"], {"length": [1.0], "right": [0.0]}, [0.0], extras=extras, lengths=[9])
     columns = read(log.write(0))
@@ -190,7 +190,7 @@ def test_a_disabled_log_leaves_no_trace(tmp_path):
 
 
 def test_the_console_table_fits_and_shows_both_ends_of_texts(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, ["begin" + "x" * 900 + "end"], ["[bold]" + "y" * 2000 + "done"], {"right": [0.25]}, [1.5])
     text = rendered(log.table())
     assert max(len(line) for line in text.splitlines()) <= 100
@@ -199,7 +199,7 @@ def test_the_console_table_fits_and_shows_both_ends_of_texts(tmp_path):
 
 
 def test_many_reward_functions_share_a_column(tmp_path):
-    log = CompletionLog(tmp_path)
+    log = CompletionLog(tmp_path, export=True)
     log.add(0, ["p"], ["c"], {f"reward_{i}": [float(i)] for i in range(6)}, [0.0])
     text = rendered(log.table())
     assert "reward_5 5.00" in text and max(len(line) for line in text.splitlines()) <= 100

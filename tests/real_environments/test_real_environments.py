@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from covey.core.records import FinishReason
+from covey.core.transcript import as_text
 from covey.rollout.environments import OpenEnvironment, VerifiersEnvironment
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
-from tests.support import tiny
+from tests.support import records, tiny
 from tests.support.playing import TOKENIZER, play, says
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,8 +60,8 @@ def test_openenvs_echo_is_learned_from_in_ten_steps(tmp_path, example):
     with example("environment_openenv.py")["echo_server"]() as address:
         show = lambda observation: observation["echoed_message"]  # noqa: E731
         echo = OpenEnvironment(address, "message", show=show, max_turns=1, max_environments=1)
-        made, rewards, failed = trained(tmp_path, echo, echo.dataset(16), max_completion_length=10)
-        prompts = {row["prompt"] for row in made.completions.rows}
+        _, rewards, failed = trained(tmp_path, echo, echo.dataset(16), max_completion_length=10)
+        prompts = {as_text(row["prompt"]) for row in records.rows(tmp_path)}
     # A tenth for each character, ten tokens at most, some of which are the end or no character.
     assert len(rewards) == 10 and failed == [0.0] * 10
     assert sum(rewards[-3:]) > sum(rewards[:3]) and rewards[-1] <= 1

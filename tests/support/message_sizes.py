@@ -1,4 +1,4 @@
-"""Bytes that each of two processes receives in a run with long texts, by the setting of `record`.
+"""Bytes that each of two processes receives in a run with long texts, with and without an export of completions.
 
 Usage under a launcher: message_sizes.py OUTPUT.
 """
@@ -25,23 +25,23 @@ if __name__ == "__main__":
 
     collectives.unpack = counting
     found = {}
-    for record in ("off", "rollouts"):
+    for kind in ("recorded", "exported"):
         rows = [{**row, "solution": LONG} for row in tiny.rows()]
         suites = {"own": EvalSuite(rows[:2], num_generations=2)}
         trained = runs.trainer(
-            output / record,
+            output / kind,
             parts={"train_dataset": rows, "eval_dataset": suites},
             max_steps=1,
-            record=record,
+            export_completions=kind == "exported",
             per_device_train_batch_size=4,
             gradient_accumulation_steps=1,
         )
         received[0] = 0
         trained.train()
-        found[record] = received[0]
+        found[kind] = received[0]
         received[0] = 0
         trained.evaluate()
-        found[f"evaluation {record}"] = received[0]
+        found[f"evaluation {kind}"] = received[0]
     rank = torch.distributed.get_rank()
     (output / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()

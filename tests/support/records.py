@@ -11,7 +11,8 @@ import torch
 from covey.algorithms import grpo
 from covey.core.batch import collate
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
-from covey.observability.record import FOLDER, Recorder
+from covey.observability.record import Recorder
+from covey.observability.record_files import FOLDER, files, read_rows
 from tests.support import runs, tiny
 
 HOSTILE = (
@@ -27,6 +28,11 @@ HOSTILE = (
 def state(step: int) -> Any:
     """The trainer's state, as callbacks get it."""
     return SimpleNamespace(global_step=step)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Rollouts of the last generation that a run has on record."""
+    return read_rows(files(folder / FOLDER)[-1])
 
 
 def write(

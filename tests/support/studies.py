@@ -1,5 +1,6 @@
 """Studies of a tiny model."""
 
+from covey.observability.record_files import FOLDER, files, read_rows
 from covey.study.study import Study
 from tests.support import runs, tiny
 
@@ -22,8 +23,6 @@ def adapters(folder):
 
 
 def completions(folder):
-    import pyarrow.parquet as parquet
-
-    files = sorted(folder.rglob("completions_*.parquet"))
-    assert files
-    return [row["completion"] for file in files for row in parquet.read_table(file).to_pylist()]
+    recorded = files(folder / FOLDER)
+    assert recorded
+    return [row["completion"] for path in recorded for row in read_rows(path)]

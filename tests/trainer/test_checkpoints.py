@@ -208,8 +208,8 @@ def test_other_things_under_names_of_checkpoints_do_no_harm(run, saved):
     (run / "checkpoint-9").mkdir()
     for name in ("checkpoint-3", "checkpoint-8", ".saving"):
         (run / name).write_text("")
-    shutil.rmtree(run / "completions")
-    (run / "completions").write_text("")
+    shutil.rmtree(run / "record")
+    (run / "record").write_text("")
     with pytest.warns(UserWarning, match="could not be written into"):
         resumed = resume(run, True, **SAVING)
     assert same(runs.weights(resumed), saved[1]) and (run / "checkpoint-3" / MANIFEST).exists()
@@ -284,7 +284,7 @@ def test_a_full_disk_ends_the_run_and_costs_nothing(small_disk, tmp_path, saved)
     filling.write_bytes(bytes(900_000))  # room for one checkpoint
     with pytest.raises(OSError, match=r"checkpoint-2 could not be written into .*: the disk is full\. Earlier"):
         runs.trainer(small_disk / "run", **SAVING, max_steps=3, log_completions=False).train()
-    assert sorted(path.name for path in (small_disk / "run").glob("*")) == ["checkpoint-1", "completions", "record"]
+    assert sorted(path.name for path in (small_disk / "run").glob("*")) == ["checkpoint-1", "record"]
     filling.unlink()
     shutil.copytree(small_disk / "run", tmp_path / "run")
     assert same(runs.weights(resume(tmp_path / "run", "auto")), saved[1])

@@ -239,7 +239,9 @@ def test_async_rewards_and_extra_logs_work(tmp_path):
         log_extra("shout", [text.upper() for text in completions])
         return [float(len(text)) for text in completions]
 
-    trained = runs.trainer(tmp_path, parts={"reward_funcs": [slow, runs.longer]}, reward_weights=[0.5, 2.0])
+    trained = runs.trainer(
+        tmp_path, parts={"reward_funcs": [slow, runs.longer]}, reward_weights=[0.5, 2.0], export_completions=True
+    )
     trained.train()
     assert runs.history(trained, "my_metric") == [3.0, 3.0]
     import pyarrow.parquet
@@ -540,7 +542,7 @@ def test_entropies_of_completions_are_logged(tmp_path, reported):
 
     rows = [{**row, "solution": row["answer"] + "!"} for row in tiny.rows()]
     parts = {"train_dataset": rows} if reported else {"train_dataset": rows, "engine": Unmeasured(tiny.model())}
-    trained = runs.trainer(tmp_path, parts=parts, max_steps=1, logging_steps=1, log_entropy=True)
+    trained = runs.trainer(tmp_path, parts=parts, max_steps=1, export_completions=True, log_entropy=True)
     trained.train()
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pydict()
     assert all(text.endswith("!") for text in table["solution"])

@@ -107,6 +107,8 @@ def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        log_completions=True,  # for the table at the end
+        num_completions_to_print=0,
         seed=seed,
         **{"record": "tokens", **further},
     )
@@ -188,7 +190,6 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
         "timeline.png": "the timeline of the latest rollout batch",
         "summary.html": "curves, samples before and after, metrics and settings on one page",
         "summary.json": "the figures above",
-        "completions": "every completion of the run",
         "record": "every token, for covey view, covey replay and covey diff",
     }
     for name, what in results.items():

@@ -122,7 +122,7 @@ def train(run: RunConfig) -> Any:
         trainer.report.write()
     if trainer.is_world_process_zero():
         assert run.args.output_dir is not None, "transformers fills it in"
-        for name, place in (("model", ""), ("report", "summary.html"), ("curves", "curves.png"), ("completions",) * 2):
+        for name, place in (("model", ""), ("report", "summary.html"), ("curves", "curves.png")):
             if (path := Path(run.args.output_dir, place)).exists():
                 print(f"{name + ':':<13}{path}")
         if Path(run.args.output_dir, FOLDER).exists():

@@ -167,6 +167,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return [] if self.sglang_device else ["http://127.0.0.1:30000"]
 
     @property
+    def exports_completions(self) -> bool:
+        """Completions are also written as TRL writes them, for a reader of these files or for the hub."""
+        return self.export_completions or self.log_completions_hub_repo is not None
+
+    @property
     def samples_elsewhere(self) -> bool:
         """Another engine than the built-in one samples, as async rollouts require."""
         return bool(self.use_vllm or self.use_sglang or self.max_staleness > 0)

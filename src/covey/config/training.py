@@ -109,19 +109,23 @@ class LoggingFields:
     """With `log_completions`: how many to print; 0 prints none, unset all."""
     log_unique_prompts: bool = False
     """With `log_completions`: one completion of each prompt only."""
+    export_completions: bool = False
+    """At every log also write `completions/completions_{step}.parquet`, as TRL does, and at every evaluation a file in
+    `evaluations/`: the latest rollout batch of all processes as text. The same completions are in `record/`."""
     log_completions_total_limit: int | None = limited(None, ge=1)
-    """Number of parquet files of completions to keep, those of the latest logs and evaluations; unset keeps all."""
+    """With `export_completions`: number of these files to keep, of the latest logs and evaluations; unset keeps all."""
     record: str = limited("rollouts", choices=("rollouts", "tokens", "off"))
     """What `record/` of the output folder keeps for `covey view`: `rollouts` (prompts, completions, rewards and metrics
-    of every step), `tokens` (in addition every token with its log-probs, which `replay_from` and `covey diff` read) or
-    `off`, which leaves the parquet files of logged completions out, too."""
+    of every step and evaluation), `tokens` (in addition every token of training with its log-probs, which `replay_from`
+    and `covey diff` read) or `off`."""
     record_max_gb: float = limited(20.0, gt=0)
     """Size of `record/` in gigabytes, for each process, at which nothing more is recorded."""
     replay_from: str | None = None
     """Folder of a run with `record="tokens"`: train on its completions and rewards instead of sampling. The same
     settings give the same weights, bit by bit; others show what they would have learned from the same samples."""
     log_completions_hub_repo: str | None = None
-    """Hub data set to which the parquet files of completions are pushed while training, such as me/completions."""
+    """Hub data set to which the files of `export_completions` are pushed while training, such as me/completions; they
+    are written for it."""
 
 
 describe_fields(__name__)
@@ -246,6 +250,11 @@ def printing_needs_log_completions(args: Args) -> None:
     if not args.log_completions:
         names = ["log_unique_prompts", *["num_completions_to_print"] * (args.num_completions_to_print != 0)]
         ignored(args, names, "log_completions is False")
+
+
+def limiting_files_needs_an_export(args: Args) -> None:
+    if not args.exports_completions:
+        ignored(args, ["log_completions_total_limit"], "export_completions is False")
 
 
 def supervised_options_are_off(args: Args) -> None:

@@ -1,4 +1,4 @@
-"""Log of completions: a parquet file for every logged step, a table on the console, tables for trackers."""
+"""Completions for people and trackers: a table on the console, tables for trackers, and files as TRL writes them."""
 
 import importlib
 import json
@@ -53,7 +53,8 @@ class CompletionLog:
     _: KW_ONLY
     limit: int | None = None  # maximum number of stored rows, usually those of one rollout batch; None stores all
     total_limit: int | None = None  # maximum number of files, of the latest steps; None keeps all
-    show: bool = False  # also print a table, and send one to trackers, when published
+    export: bool = False  # write a parquet file when published
+    show: bool = False  # print a table, and send one to trackers, when published
     num_to_print: int | None = None  # maximum rows of the printed table; None prints all
     unique_prompts: bool = False  # one row per prompt in printed and sent tables
     report_to: Sequence[str] = ()  # names of trackers, as in `TrainingArguments`; those without tables are skipped
@@ -107,13 +108,13 @@ class CompletionLog:
         self._unpublished = True
 
     def publish(self, step: int) -> Path | None:
-        """Write the parquet file if rows came since the last call, and show them if that was asked for."""
+        """Write a file and show a table, as far as asked for, if rows came since the last call."""
         if not (self.enabled and self._unpublished):
             return None
         self._unpublished = False
         path: Path | None = None
         try:
-            path = self.write(step)
+            path = self.write(step) if self.export else None
         except (OSError, UnicodeError) as error:  # a full disk, say; the next checkpoint names it, too
             warn(
                 f"the completions of step {step} could not be written into {str(self.folder)!r}:"

@@ -151,8 +151,8 @@ def _no_advantage(logs: list[Log], args: Any) -> Iterator[str]:
         return
     yield f"""all completions of a prompt got the same reward{which}. So rewards give no completion an advantage, and
     nothing is learnt from them."""
-    yield f"""The task may be too hard or too easy, or the reward may never fire: read the completions in
-    {args.output_dir}/completions/, or let `covey doctor {args.output_dir}` look for the cause."""
+    yield f"""The task may be too hard or too easy, or the reward may never fire: look at the
+    completions with `covey view {args.output_dir}`, or let `covey doctor {args.output_dir}` find the cause."""
 
 
 def _masked(logs: list[Log], args: Any) -> Iterator[str]:
@@ -180,15 +180,15 @@ def _masked_by_mismatch(logs: list[Log], args: Any) -> Iterator[str]:
 def _no_calls(logs: list[Log], args: Any) -> Iterator[str]:
     yield "no rollout called a tool, so the model learns nothing about them."
     yield f"""Let the prompts say what the tools are for and show a call, or begin with a model that calls them now and
-    then. If calls stand in the completions ({args.output_dir}/completions/) as text, they are written in another
+    then. If calls stand in the completions as text (`covey view {args.output_dir}`), they are written in another
     notation than they are read in: set tool_parser ({_parser(args)})."""
 
 
 def _malformed(logs: list[Log], args: Any) -> Iterator[str]:
     yield "more than half of the tool calls could not be read (tools/failures/malformed)."
-    yield f"""The completions in {args.output_dir}/completions/ show what was written and why it could not be read. If
-    it is another notation, set tool_parser ({_parser(args)}); if the model does not know the notation, let the
-    prompts show a call."""
+    yield f"""`covey view {args.output_dir}` shows what was written and why it could not be read. If it is another
+    notation, set tool_parser ({_parser(args)}); if the model does not know the notation, let the prompts show a
+    call."""
 
 
 def _parser(args: Any) -> str:
@@ -199,7 +199,7 @@ def _failing_tools(logs: list[Log], args: Any) -> Iterator[str]:
     slow, raised = (sum(log.get(f"tools/failures/{kind}", 0) for log in logs) for kind in ("timeout", "exception"))
     what = f"took longer than tool_timeout={args.tool_timeout:g} s" if slow > raised else "raised an exception"
     yield f"more than half of the tool calls failed although they could be read: most of those {what} (tools/failures)."
-    yield f"""That may be the tools' doing rather than the model's: read the errors in {args.output_dir}/completions/,
+    yield f"""That may be the tools' doing rather than the model's: read the errors with `covey view {args.output_dir}`,
     and make such a call yourself."""
 
 

@@ -1,18 +1,20 @@
 """Record of a run: its rollouts, and with every token, from which it can be trained again without an engine.
 
 `output_dir/record/` holds `run.json` (settings, versions, dataset, rewards), `metrics.jsonl` and a parquet file for
-each generation and process, which is there as a whole or not at all. A row is a rollout; columns of tokens are lists,
-one value for each token of the completion. `covey.observability.updates` adds the log-probs of the updates.
+each generation, each evaluation and process, which is there as a whole or not at all. A row is a rollout; columns of
+tokens are lists, one value for each token of the completion. `covey.observability.updates` adds the log-probs of the
+updates.
 """
 
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -31,6 +33,8 @@ from covey.observability.record_files import (
     OF_THE_RUN,
     REWARD,
     VOCABULARY,
+    evaluation_file,
+    evaluation_files,
     file_name,
     files,
     number_of,
@@ -53,6 +57,9 @@ LISTS |= dict.fromkeys(("logprobs", "entropies"), "float32")
 OF_TOKENS = ("old_logprobs", "ref_logprobs", "advantages", "weights", "entropy_weights", "mismatch_weights")
 """Columns of `TrainBatch` [N]; a column that the run does not compute is missing."""
 GIGABYTE = 10**9
+Grades = Sequence[
+    tuple[bool | None, Any]
+]  # of each rollout of an evaluation: right or not, and the answer read from it
 
 
 @dataclass(eq=False)
@@ -71,6 +78,11 @@ class Recorder(TrainerCallback):
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
     _config: str = field(default="", init=False)
+    _evaluated: dict[str, list[tuple[ScoredRollouts, list[float | None] | None, Grades]]] = field(
+        default_factory=dict, init=False
+    )
+    _own: set[Path] = field(default_factory=set, init=False)  # files of evaluations before training began
+    _is_training: bool = field(default=False, init=False)
     _training_since: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +95,24 @@ class Recorder(TrainerCallback):
             batch = self.updates.numbered(batch, generation, entropies=unknown)
         self._pending.append((step, generation, scored, batch))
         return batch
+
+    def begin_evaluation(self, name: str) -> None:
+        """Forget what an evaluation of this name has left that did not end."""
+        self._evaluated[name] = []
+
+    def add_evaluated(
+        self, name: str, scored: ScoredRollouts, batch: TrainBatch | None = None, grades: Grades = ()
+    ) -> None:
+        """Take rollouts of the evaluation that has begun, with their advantages or with grades."""
+        advantages = None if batch is None else [advantage for _, advantage in _outcomes(scored.rollouts, batch)]
+        self._evaluated[name].append((scored, advantages, grades))
+
+    def end_evaluation(self, name: str, step: int) -> None:
+        """Write the rollouts of an evaluation after `step` optimizer steps."""
+        if parts := self._evaluated.pop(name, []):
+            path = self.folder / evaluation_file(name, step, self.rank, self.processes)
+            begins = 0 if self._is_training and step == 0 else None
+            self._keep(step, begins, lambda: self._write_evaluation(path, step, parts))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []
@@ -103,10 +133,11 @@ class Recorder(TrainerCallback):
             file.write(json.dumps(line, default=str) + "\n")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training_since = time.monotonic()
+        self._training_since, self._is_training = time.monotonic(), True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_log(args, state, control, {"event": "end"})
+        self._is_training = False
 
     def _keep(self, step: int, generation: int | None, write: Callable[[], Path | None]) -> None:
         """Write a file, unless the record is full; a failure is a warning, as the run goes on."""
@@ -131,14 +162,28 @@ class Recorder(TrainerCallback):
     def _begin(self, step: int, generation: int) -> None:
         """Describe the run; a new one keeps an earlier record elsewhere, a resumed one goes on from here."""
         self._begun = True
-        if generation == 0 and (earlier := files(self.folder, self.rank)):
+        evaluations = {
+            path: step
+            for steps in evaluation_files(self.folder).values()
+            for step, paths in steps.items()
+            for path in paths
+            if path not in self._own and _rank_of(path) == self.rank
+        }
+        if generation == 0 and (earlier := [*files(self.folder, self.rank), *evaluations]):
             places = (self.folder.with_name(f"{self.folder.name}_{number}") for number in itertools.count(1))
-            kept = next(place for place in places if not (place / earlier[0].name).exists())
-            kept.mkdir(exist_ok=True)
+            kept = next(place for place in places if not (place / earlier[0].relative_to(self.folder)).exists())
             others = [self.folder / name for name in OF_THE_RUN if self.rank == 0]
             for path in [*earlier, *files(self.folder, self.rank, "update"), *others]:
                 if path.exists():
-                    path.rename(kept / path.name)
+                    place = kept / path.relative_to(self.folder)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    path.rename(place)
+            evaluations = {}
+        for path, after in evaluations.items():
+            if after >= step:
+                path.unlink()
+            else:
+                self._bytes += path.stat().st_size
         for kind, first in (("generation", generation), ("update", step)):
             for path in files(self.folder, self.rank, kind):
                 if number_of(path) >= first:
@@ -146,10 +191,7 @@ class Recorder(TrainerCallback):
                 else:
                     self._bytes += path.stat().st_size
         if self.rank == 0:
-            described = {**self.describe(), "processes": self.processes, "versions": versions(LIBRARIES)}
-            self._config = sha256(json.dumps(described["settings"]).encode()).hexdigest()[:12]
-            with written_whole(self.folder / "run.json") as new:
-                new.write_text(json.dumps(described, indent=1))
+            self._describe()
             if lines := read_metrics(self.folder):  # the last one may have been cut off
                 kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
                 with written_whole(self.folder / METRICS) as new:
@@ -157,16 +199,46 @@ class Recorder(TrainerCallback):
             if self.tokens and self.tokenizer is not None:
                 write_table(self.folder / VOCABULARY, {"bytes": vocabulary_of(self.tokenizer)})
 
+    def _describe(self) -> None:
+        described = {**self.describe(), "processes": self.processes, "versions": versions(LIBRARIES)}
+        self._config = sha256(json.dumps(described["settings"]).encode()).hexdigest()[:12]
+        with written_whole(self.folder / "run.json") as new:
+            new.write_text(json.dumps(described, indent=1))
+
+    def _write_evaluation(
+        self, path: Path, step: int, parts: list[tuple[ScoredRollouts, list[float | None] | None, Grades]]
+    ) -> Path:
+        columns: dict[str, list[Any]] = {}
+        for number, (scored, advantages, grades) in enumerate(parts):
+            rollouts = scored.rollouts
+            fates = ["failed" if rollout.finish is FinishReason.ERROR else "evaluated" for rollout in rollouts]
+            part = self._of_rollouts(step, number, scored, fates, advantages or [None] * len(rollouts))
+            graded = grades or [(None, None)] * len(rollouts)
+            part |= {"right": [right for right, _ in graded], "answer": [answer for _, answer in graded]}
+            for name, values in part.items():
+                columns.setdefault(name, []).extend(values)
+        if not self._begun:
+            self._own.add(path)
+            if self.rank == 0 and not (self.folder / "run.json").exists():
+                self._describe()
+        return write_table(path, _typed(columns))
+
     def _write(self, path: Path, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> Path:
-        columns = self._of_rollouts(step, generation, scored, batch)
-        columns |= {name: [*map(_to_json, columns[name])] for name in AS_JSON}
+        fates, advantages = zip(*_outcomes(scored.rollouts, batch), strict=True)
+        columns = _typed(self._of_rollouts(step, generation, scored, fates, advantages))
         if self.tokens:
             columns |= _of_tokens(scored.rollouts, batch)
         return write_table(path, columns)
 
-    def _of_rollouts(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> dict[str, Any]:
+    def _of_rollouts(
+        self,
+        step: int,
+        generation: int,
+        scored: ScoredRollouts,
+        fates: Sequence[str],
+        advantages: Sequence[float | None],
+    ) -> dict[str, list[Any]]:
         rollouts = scored.rollouts
-        outcomes = [*_outcomes(rollouts, batch)]
         return {
             "step": [step] * len(rollouts),
             "generation": [generation] * len(rollouts),
@@ -178,12 +250,13 @@ class Recorder(TrainerCallback):
             "steps": [{str(function): pairs for function, pairs in steps.items()} for steps in scored.steps],
             "columns": [{name: cells[i] for name, cells in scored.columns.items()} for i in range(len(rollouts))],
             "finish": [str(rollout.finish) for rollout in rollouts],
-            "error": pa.array([rollout.error for rollout in rollouts], pa.string()),
-            "fate": [fate for fate, _ in outcomes],
-            "advantage": [advantage for _, advantage in outcomes],
+            "error": [rollout.error for rollout in rollouts],
+            "fate": [*fates],
+            "advantage": [*advantages],
             "length": [len(rollout.completion_ids) for rollout in rollouts],
+            "entropy": [*map(_mean_entropy, rollouts)],
             "images": [len(rollout.images) for rollout in rollouts],
-            "image_files": pa.array(self._image_files(rollouts), pa.list_(pa.string())),
+            "image_files": self._image_files(rollouts),
         }
 
     def _image_files(self, rollouts: list[Rollout]) -> list[list[str]]:
@@ -197,6 +270,18 @@ class Recorder(TrainerCallback):
                     with written_whole(path) as new:
                         new.write_bytes(known[id(image)])
         return names
+
+
+def _typed(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """Columns of a file: messages and data as JSON, and the types of those that may have no value."""
+    types = {"error": pa.string(), "right": pa.bool_(), "image_files": pa.list_(pa.string())}
+    types |= dict.fromkeys(("advantage", "entropy"), pa.float64())
+    typed = {name: pa.array(columns[name], kind) for name, kind in types.items() if name in columns}
+    return {**columns, **{name: [*map(_to_json, columns[name])] for name in AS_JSON if name in columns}, **typed}
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.partition("_rank")[2] or 0)
 
 
 def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
@@ -312,6 +397,12 @@ def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str,
         else:
             fate = "trained" if known.any() else "no signal"
         yield fate, float(known.mean()) if len(known) else None
+
+
+def _mean_entropy(rollout: Rollout) -> float | None:
+    """Mean entropy over a completion's sampled tokens, in nats; None where it was not measured."""
+    known = [*itertools.compress(rollout.entropies or (), rollout.sampled)]
+    return fmean(known) if known else None
 
 
 def _memory() -> int:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -11,13 +13,15 @@ from typing import Any
 from covey.runtime.files import written_whole
 from covey.runtime.user_code import format_error
 
-FOLDER = "record"
+FOLDER, EVALUATIONS = "record", "evaluations"  # of a run's output folder, and of the record
 METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
 FINDINGS, WARNINGS = "findings.json", "warnings.json"  # of `covey doctor`, and of the run itself
 OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS)  # rather than of a generation and process
-AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls")
+AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls", "answer")
+"""Columns that hold JSON; `answer` in evaluations alone."""
 REWARD = "reward/"
 """Prefix of the columns of rewards; null where a function abstained."""
+EVALUATION_NAME = re.compile(r"(.+)_(\d{5,})(?:_rank(\d+))?\.parquet")
 
 
 def file_name(number: int, rank: int, processes: int, kind: str = "generation") -> str:
@@ -40,6 +44,22 @@ def all_files(folder: Path, kind: str = "generation") -> list[Path]:
     """Files of all processes, in the order of generations and of ranks."""
     found = folder.glob(f"{kind}_*.parquet")
     return sorted(found, key=lambda path: (number_of(path), int(path.stem.partition("_rank")[2] or 0)))
+
+
+def evaluation_file(name: str, step: int, rank: int, processes: int) -> str:
+    """Path within a record of an evaluation's file: `evaluations/eval_hard_00012.parquet`; a slash becomes a dash."""
+    name = name.replace("/", "-").replace(os.sep, "-")
+    return f"{EVALUATIONS}/{name}_{step:05d}{f'_rank{rank}' if processes > 1 else ''}.parquet"
+
+
+def evaluation_files(folder: Path) -> dict[str, dict[int, list[Path]]]:
+    """Files of all processes by the evaluation's name (`eval_hard`) and step, in the order of steps and ranks."""
+    found: dict[str, dict[int, list[Path]]] = {}
+    named = [(EVALUATION_NAME.fullmatch(path.name), path) for path in (folder / EVALUATIONS).glob("*.parquet")]
+    known = [(one[1], int(one[2]), int(one[3] or 0), path) for one, path in named if one]
+    for name, step, _, path in sorted(known):
+        found.setdefault(name, {}).setdefault(step, []).append(path)
+    return found
 
 
 def columns_of(path: Path) -> list[str]:
@@ -129,9 +149,17 @@ def read_data(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(rows.items()))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rollouts of a file, one dictionary each; columns that hold messages and data are Python objects again."""
+def read_rows(path: Path, of_tokens: bool = True) -> list[dict[str, Any]]:
+    """Rollouts of a file, one dictionary each; columns that hold messages and data are Python objects again.
+
+    `of_tokens=False` leaves out the columns with a value for each token.
+    """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return [{**row, **{name: json.loads(row[name]) for name in AS_JSON}} for row in rows]
+    chosen = None
+    if not of_tokens:
+        schema = pq.read_schema(path)
+        chosen = [one.name for one in schema if one.name == "image_files" or not pa.types.is_list(one.type)]
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=chosen).to_pylist()
+    return [{**row, **{name: json.loads(row[name]) for name in AS_JSON if name in row}} for row in rows]

@@ -326,6 +326,7 @@ def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
         args.output_dir or ".",
         limit=args.generation_batch_size,
         total_limit=args.log_completions_total_limit,
+        export=args.exports_completions,
         show=args.log_completions,
         num_to_print=args.num_completions_to_print,
         unique_prompts=args.log_unique_prompts,

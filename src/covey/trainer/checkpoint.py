@@ -298,7 +298,7 @@ def _copied(value: Any) -> Any:
 def _warn_of_earlier_run(folder: Path, args: Any, checkpoints: list[str], begins: bool) -> None:
     """Say once what an earlier run has left in this one's folder; a run that is resumed finds its own files there."""
     found = checkpoints if args.save_strategy != "no" else []
-    if begins and any(folder.glob("completions/completions_*.parquet")):
+    if begins and args.exports_completions and any(folder.glob("completions/completions_*.parquet")):
         found = [*found, "completions"]
     if begins and args.record != "off" and any(folder.glob(f"{RECORD}/generation_*.parquet")):
         found = [*found, "its record, which is kept next to the new one"]

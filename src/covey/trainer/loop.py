@@ -154,7 +154,11 @@ class TrainingLoop(Trainer):
         behaviour = self.behaviour.score(rollouts.scored.rollouts, mode)  # old and reference log-probs, where needed
         rollouts = replace(rollouts, scored=replace(rollouts.scored, rollouts=behaviour.rollouts))
         experience = self.credit.experience(rollouts, behaviour, mode, log)  # advantages and token weights
-        if self.recorder is None or mode != "train":
+        if self.recorder is None:
+            return experience
+        if mode == "eval":
+            assert log is not None, "an evaluation has a log, which has its name"
+            self.recorder.add_evaluated(log.name, rollouts.scored, experience.batch)
             return experience
         numbered = self.recorder.add(
             self.state.global_step + 1, int(rollouts.key[1]), rollouts.scored, experience.batch

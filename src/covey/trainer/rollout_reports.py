@@ -186,8 +186,8 @@ def as_logged(columns: dict[str, list[Any]], rewards: Tensor, functions: Sequenc
 
 
 def logs_completions(args: OnlineConfig) -> bool:
-    """True where the first process writes or shows the completions of all."""
-    return args.record != "off" or args.log_completions
+    """True where the first process shows, sends or exports the completions of all."""
+    return args.log_completions or args.exports_completions
 
 
 def mean_entropies(rollouts: Sequence[Rollout], args: OnlineConfig) -> list[float | None]:

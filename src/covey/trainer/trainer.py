@@ -222,6 +222,7 @@ class OnlineTrainer(TrainingLoop):
             experience=self._evaluated,
             loss_of=lambda experience: self.updates.evaluate(self.model, experience),
             prompts_required=prompts_required,
+            recorder=self.recorder,
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
         parts: dict[str, Stateful] = {n: getattr(self, n) for n in stateful} | {"failures": self.rollouts.failures}

@@ -169,7 +169,7 @@ def test_text_environments_need_no_prompts(tmp_path, kind):
     if kind != "list":
         rows = datasets.Dataset.from_list(rows)
         rows = rows.to_iterable_dataset() if kind == "stream" else rows
-    trained = trainer(tmp_path, Talk, says("12", "3"), rows=rows, log_completions=False)
+    trained = trainer(tmp_path, Talk, says("12", "3"), rows=rows, export_completions=True)
     trained.train()
     logged = trained.state.log_history[0]
     assert logged["rewards/Talk/mean"] == 3 and logged["rollouts/turns"] == 2
@@ -425,7 +425,7 @@ def test_an_environment_whose_reset_returns_nothing_needs_no_prompt(tmp_path):
             pass
 
     rows = [{"seed": i} for i in range(8)]
-    trained = trainer(tmp_path, Mute, says("done"), rows=rows, max_steps=1)
+    trained = trainer(tmp_path, Mute, says("done"), rows=rows, max_steps=1, export_completions=True)
     trained.train()
     assert trained.state.log_history[0]["rollouts/failed"] == 0
     assert {row["prompt"] for row in trained.completions.rows} == {"user:"}

@@ -380,7 +380,8 @@ def test_losses_that_keep_it_are_not(tmp_path, loss_type, level):
 
 
 def test_logs_have_sums_and_the_table_has_steps(tmp_path):
-    trained = runs.trainer(tmp_path, parts={"reward_funcs": [places, runs.longer]}, max_steps=1)
+    parts = {"reward_funcs": [places, runs.longer]}
+    trained = runs.trainer(tmp_path, parts=parts, max_steps=1, export_completions=True)
     trained.train()
     row = trained.state.log_history[0]
     table = pq.read_table(next(tmp_path.rglob("completions_*.parquet"))).to_pylist()

@@ -69,7 +69,13 @@ def trainer(folder, engine=None, method="grpo", seen=None, parts=None, **changes
         "engine": engine,
         **(parts or {}),
     }
-    settings = {"max_completion_length": 150, "max_steps": 1, "engine_parity": "off", **changes}
+    settings = {
+        "max_completion_length": 150,
+        "max_steps": 1,
+        "engine_parity": "off",
+        "export_completions": True,
+        **changes,
+    }
     return runs.trainer(folder, method, parts=arguments, **settings)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from covey import EvalSuite
 from covey.core.estimates import interval_of_share
+from covey.observability.record_files import evaluation_files, read_rows
 from covey.rewards import answers, numeric_match_reward
 from covey.trainer.evaluation.suites import Graded, estimates, suite_of
 from tests.support import runs, tiny
@@ -133,11 +134,12 @@ def test_suites_are_evaluated_while_training_and_logged(tmp_path, capsys):
 def test_what_was_answered_is_written_down(tmp_path):
     suite = EvalSuite(tiny.rows(3), num_generations=2, pass_at=1, maj_at=2)
     _, metrics = evaluated(tmp_path, {"me/letters": suite})
-    table = pq.read_table(tmp_path / "evaluations" / "eval_me-letters_00000.parquet").to_pydict()
-    assert table["prompt"] == [row["prompt"] for row in tiny.rows(3) for _ in range(2)]
-    assert [float(right) for right in table["right"]] == table["even"]
-    assert sum(table["even"]) / 6 == pytest.approx(metrics["eval_me/letters_pass@1"])
-    assert table["answer"] == [text[:1] or None for text in table["completion"]] and "advantage" not in table
+    rows = read_rows(tmp_path / "record" / "evaluations" / "eval_me-letters_00000.parquet")
+    assert [row["data"]["prompt"] for row in rows] == [row["prompt"] for row in tiny.rows(3) for _ in range(2)]
+    assert [float(row["right"]) for row in rows] == [row["reward/even"] for row in rows]
+    assert sum(row["reward/even"] for row in rows) / 6 == pytest.approx(metrics["eval_me/letters_pass@1"])
+    assert [row["answer"] for row in rows] == [row["completion"][:1] or None for row in rows]
+    assert {(row["fate"], row["advantage"]) for row in rows} == {("evaluated", None)}
 
 
 def test_training_is_the_same_with_suites_as_without(tmp_path):
@@ -221,8 +223,8 @@ def test_settings_of_run_files():
         suite_of({"n_generations": 4}, [])
 
 
-def test_plain_evaluations_write_their_completions_too(tmp_path):
-    settings = {"per_device_eval_batch_size": 4, "log_completions_total_limit": 1}
+def test_completions_of_evaluations_are_exported(tmp_path):
+    settings = {"per_device_eval_batch_size": 4, "export_completions": True, "log_completions_total_limit": 1}
     trainer = runs.trainer(tmp_path, parts={"eval_dataset": {"plain": tiny.rows(2)}}, **settings)
     (tmp_path / "evaluations").mkdir()
     (tmp_path / "evaluations" / "eval_plain_00007.parquet").touch()
@@ -231,6 +233,8 @@ def test_plain_evaluations_write_their_completions_too(tmp_path):
     table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")
     assert len(table) == 2 * trainer.context.algebra.eval_group
     assert {"prompt", "completion", "advantage"} <= set(table.column_names)
+    (recorded,) = evaluation_files(tmp_path / "record")["eval_plain"][0]
+    assert [row["completion"] for row in read_rows(recorded)] == table["completion"].to_pylist()
 
 
 def test_an_infinite_top_k_is_refused():

@@ -5,70 +5,14 @@ import signal
 import sys
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 from transformers import TrainerCallback
 
-from covey.trainer.integrations.report import CompletionFiles, RunReport, command, key_figures, resume_command
+from covey.trainer.integrations.report import RunReport, command, key_figures, resume_command
 from tests.support import runs
 
 pytestmark = pytest.mark.pages
-REWARDS = SimpleNamespace(names=["r"], weights=torch.tensor([2.0]))
 SAVED = {"save_strategy": "steps", "save_steps": 1}
-
-
-def write(folder, name, step, rows):
-    path = folder / f"{name}_{step:05d}.parquet"
-    path.parent.mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def row(prompt, completion, reward):
-    return {"prompt": prompt, "completion": completion, "r": reward, "finish": "stop"}
-
-
-def shown(samples):
-    return [(sample.completion, sample.reward, sample.note) for sample in samples]
-
-
-def test_pairs_are_first_answers_to_prompts_that_came_again(tmp_path):
-    write(tmp_path, "completions/completions", 1, [row("a", "a1", 0.0), row("b", "b1", 1.0), row("b", "b2", 1.0)])
-    write(tmp_path, "completions/completions", 2, [row("z", "z1", 0.0)])
-    write(tmp_path, "completions/completions", 3, [row("c", "c3", None), row("b", "b3", 1.0)])
-    write(tmp_path, "completions/completions", 9, [row("b", "of another run", 0.0)])
-    before, after = CompletionFiles(tmp_path, REWARDS, last_step=3).pairs()
-    assert shown(before) == [("b1", 2.0, "step 1, stop")]
-    assert shown(after) == [("b3", 2.0, "step 3, stop")]
-
-
-def test_evaluations_come_before_rollouts_of_training(tmp_path):
-    for step, answer in ((10, "old"), (20, "middle"), (30, "new")):
-        write(tmp_path, "evaluations/eval_hard", step, [row("a", answer, 1.0)])
-    for step in (1, 30):
-        write(tmp_path, "completions/completions", step, [row("b", str(step), 0.0)])
-    before, after = CompletionFiles(tmp_path, REWARDS, last_step=30).pairs()
-    assert [sample.completion for sample in before] == ["old", "1"]
-    assert [sample.completion for sample in after] == ["new", "30"]
-
-
-def test_completions_of_an_earlier_run_are_passed_over(tmp_path):
-    old = write(tmp_path, "completions/completions", 1, [row("a", "old", 0.0)])
-    earlier = {old: old.stat().st_mtime_ns}
-    new = write(tmp_path, "completions/completions", 2, [row("a", "new", 0.0)])
-    os.utime(new, (1000, 1000))  # the clock was set back meanwhile
-    before, after = CompletionFiles(tmp_path, REWARDS, last_step=2, earlier=earlier).pairs()
-    assert before == [] and [sample.completion for sample in after] == ["new"]
-
-
-def test_the_group_shown_has_the_most_different_rewards(tmp_path):
-    files = CompletionFiles(tmp_path, REWARDS, last_step=3)
-    assert files.group() == []
-    equal = [row("a", "x", 1.0), row("a", "y", 1.0)]
-    write(tmp_path, "completions/completions", 3, [*equal, row("b", "z", 0.0), row("b", "w", 1.0), row("c", "v", None)])
-    assert [(one["completion"], one["reward"]) for one in files.group()] == [("z", 0.0), ("w", 2.0)]
 
 
 def test_key_figures_compare_the_ends_of_the_run():
@@ -103,7 +47,7 @@ def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_continue(tmp_path, ca
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.endswith("checkpoint-1 with: trainer.train(resume_from_checkpoint=True)")
     page = (tmp_path / "summary.html").read_text()
-    assert "One whole group" in page and "<th>seed</th>" in page and "<th>versions</th><td>covey " in page
+    assert "<th>seed</th>" in page and "<th>versions</th><td>covey " in page
 
 
 def interrupted_report(folder):

@@ -19,10 +19,11 @@ from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, generation_stats
+from covey.observability.record import Recorder
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of, with_user_messages
 from covey.trainer.rollout_phase import RolloutPhase
-from covey.trainer.rollout_reports import as_logged, columns_of, summarize
+from covey.trainer.rollout_reports import as_logged, columns_of, logs_completions, summarize
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class EvaluationPhase:
     experience: Callable[[list[PromptSample], CompletionLog], Experience]
     loss_of: Callable[[Experience], tuple[float, list[dict[str, Stat]]]]  # with metrics; collective
     prompts_required: bool  # an environment may give them otherwise
+    recorder: Recorder | None
     completions: CompletionLog | None = field(default=None, init=False)
 
     def loader(self, datasets: Any, chosen: Any) -> Any:
@@ -74,8 +76,11 @@ class EvaluationPhase:
             sent_as=next(iter(rewrite_logs({f"{prefix}_completions": 0.0}))),
             folder=Path("evaluations"),
             name=prefix,
-            enabled=context.collectives.rank == 0,
+            export=args.exports_completions,
+            enabled=context.collectives.rank == 0 and logs_completions(args),
         )
+        if self.recorder is not None:
+            self.recorder.begin_evaluation(log.name)
         try:
             with context.phases(EVALUATE), self._recommended_weights():
                 if dataloader.suite is None:
@@ -88,6 +93,8 @@ class EvaluationPhase:
             if not context.loop.is_in_train:
                 self.rollouts.close()
         log.publish(context.step)
+        if self.recorder is not None:
+            self.recorder.end_evaluation(log.name, context.step)
         metrics = context.metrics.drain("eval", prefix=f"{prefix}_")
         metrics |= {f"{prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
@@ -155,9 +162,14 @@ class EvaluationPhase:
                 lengths += [length for length, _, _ in rows]
                 truncated += [cut for _, cut, _ in rows]
                 likeness += [keys for _, _, keys in rows]
-            summaries = context.collectives.to_first(summarize(scored, context.args), "put the completions together")
-            for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
-                self._record(log, grades, scores, columns_of(texts))
+            if self.recorder is not None:
+                self.recorder.add_evaluated(log.name, scored, grades=[(grade.right, grade.answer) for grade in mine])
+            if logs_completions(context.args):
+                summaries = context.collectives.to_first(
+                    summarize(scored, context.args), "put the completions together"
+                )
+                for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
+                    self._log(log, grades, scores, columns_of(texts))
             on_batch()
         stats = generation_stats(
             lengths=lengths,
@@ -173,7 +185,7 @@ class EvaluationPhase:
         context.metrics.add(stats, "eval")
         return len(lengths), estimates(suite, completions, graded)
 
-    def _record(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
+    def _log(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
         if not log.enabled or not grades:
             return
         logged = as_logged(columns, scores, self.rollouts.rewards.names)

@@ -1,19 +1,16 @@
 """The page and the curves of a run, written at every save, at its end and when it is interrupted."""
 
 import inspect
-import json
 import math
 import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from statistics import pstdev
 from typing import Any
 
 import torch
@@ -26,12 +23,12 @@ from covey.engines.native.recurrent_engine import RecurrentEngine
 from covey.observability.dashboard import ProgressDisplay, duration
 from covey.observability.diagnostics import advice
 from covey.observability.metric_docs import all_sets, evaluation_sets, metrics_of, with_interval
+from covey.observability.pairs import pairs
 from covey.observability.plots import plot_curves
 from covey.observability.record_files import FOLDER as RECORD
 from covey.observability.record_files import ends_of
 from covey.observability.report import Sample, write_report
 from covey.observability.timeline import plot_timeline
-from covey.rewards import RewardSuite
 from covey.runtime.definitions import main_script
 from covey.runtime.packages import versions
 from covey.runtime.safe_text import is_secret, without_secrets
@@ -78,15 +75,11 @@ class RunReport(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        written = Path(trainer.args.output_dir).glob("*/*.parquet")
-        self.earlier = {path: path.stat().st_mtime_ns for path in written}  # another run's
         self.named: dict[str, Any] = {}  # settings of a run file, in addition to the config's
         self.saves = False  # something is saved, so there is a page
         self._due, self._step = 0.0, -1  # clock from which, and step after which, another one may be written
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step:
-            self.earlier = {}  # resumed: earlier completions are the run's own
         if state.is_world_process_zero and (promise := exactness(self.trainer)):
             for display in self.trainer.callback_handler.callbacks:
                 if isinstance(display, ProgressDisplay):
@@ -153,8 +146,12 @@ class RunReport(TrainerCallback):
     def _write(self, folder: Path, own: dict[str, Any]) -> None:
         trainer, args, history = self.trainer, self.trainer.args, self.trainer.state.log_history
         model = getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__
-        logs = CompletionFiles(folder, trainer.rewards, trainer.state.global_step, self.earlier)
-        before, after = logs.pairs()
+        record = folder / RECORD
+        shown_pairs = pairs(record, trainer.rewards.weights.tolist()) if trainer.recorder is not None else []
+        samples = [[None if row is None else _sample(row, record) for row in pair] for pair in shown_pairs]
+        before, after = (
+            [one for one in column if one] for column in (zip(*samples, strict=True) if samples else ((), ()))
+        )
         shown: dict[str, Any] = {
             "title": f"{args.method.upper()}: {os.path.basename(model.rstrip('/'))}",
             "config": {"method": args.method, "model": model, **self.named, **changed(args)},
@@ -169,7 +166,6 @@ class RunReport(TrainerCallback):
             folder / "summary.html",
             log_history=history,
             timeline=trainer.timeline,
-            group=logs.group(),
             advice=[finding.sentence for finding in advice(history, args, ended=True)],
             provenance=provenance(args),
             **shown,
@@ -321,60 +317,7 @@ def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-@dataclass
-class CompletionFiles:
-    """Files of completions that this run has written."""
-
-    folder: Path
-    rewards: RewardSuite
-    last_step: int
-    earlier: Mapping[Path, int] = field(default_factory=dict)  # times of another run's files when this one began
-
-    def pairs(self) -> tuple[list[Sample], list[Sample]]:
-        """First completions of the same prompts in the first and the last of several logs; else the last ones alone.
-
-        Evaluations ask the same prompts each time; of prompts in training, those that came again are pairs.
-        """
-        names = sorted({path.stem.rpartition("_")[0] for path in self.folder.glob("evaluations/*.parquet")})
-        logs = [*(self._steps(f"evaluations/{name}") for name in names), self._steps("completions/completions")]
-        before: list[Sample] = []
-        after: list[Sample] = []
-        for steps in (steps for steps in logs if len(steps) > 1):
-            first, last = (self._groups(steps[step]) for step in (min(steps), max(steps)))
-            for prompt in [prompt for prompt in first if prompt in last][: SHOWN - len(after)]:
-                before.append(_sample(first[prompt][0], min(steps)))
-                after.append(_sample(last[prompt][0], max(steps)))
-        if not after and (steps := next(filter(None, logs), {})):
-            after = [_sample(rows[0], max(steps)) for rows in self._groups(steps[max(steps)]).values()][:SHOWN]
-        return before, after
-
-    def group(self) -> list[Row]:
-        """All completions of one prompt in the latest log of training: those with the most different rewards."""
-        steps = self._steps("completions/completions")
-        groups = self._groups(steps[max(steps)]).values() if steps else []
-        return max(groups, key=lambda rows: pstdev(row["reward"] or 0.0 for row in rows), default=[])
-
-    def _steps(self, name: str) -> dict[int, Path]:
-        steps = {}
-        for path in self.folder.glob(f"{name}_*.parquet"):
-            step = path.stem.removeprefix(f"{Path(name).name}_")
-            if step.isdigit() and int(step) <= self.last_step and path.stat().st_mtime_ns != self.earlier.get(path):
-                steps[int(step)] = path
-        return steps
-
-    def _groups(self, path: Path) -> dict[str, list[Row]]:
-        """Rows with their total `reward`, by prompt."""
-        import pyarrow.parquet as pq
-
-        groups: dict[str, list[Row]] = {}
-        weights = dict(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True))
-        for row in pq.read_table(path).to_pylist():
-            scores = [weight * row[name] for name, weight in weights.items() if row.get(name) is not None]
-            groups.setdefault(row["prompt"], []).append({"reward": sum(scores) if scores else None, **row})
-        return groups
-
-
-def _sample(row: Row, step: int) -> Sample:
-    completion = json.loads(row["messages"]) if row.get("messages") else row["completion"]
-    note = ", ".join(filter(None, (f"step {step}", row.get("finish"))))
-    return Sample(row["prompt"], completion, row["reward"], note, row.get("images") or ())
+def _sample(row: Row, record: Path) -> Sample:
+    note = ", ".join(filter(None, (f"step {row['step']}", row["finish"])))
+    images = [path.read_bytes() for name in row["image_files"] if (path := record / "images" / name).exists()]
+    return Sample(row["prompt"], row["completion"], row["reward"], note, images)
