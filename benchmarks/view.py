@@ -19,7 +19,7 @@ from typing import Any
 from tests.support import browser, records
 
 from covey.cli.view.command import export
-from covey.cli.view.runs import RecordedRun
+from covey.observability.page.runs import RecordedRun
 
 SIZES = {"light": (1280, 900, False), "dark": (1280, 900, True), "phone": (400, 800, False)}
 SCROLL = """new Promise((done) => {

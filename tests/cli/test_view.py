@@ -15,11 +15,11 @@ from aiohttp import web
 from PIL import Image
 
 from covey.cli.view import command, server
-from covey.cli.view.runs import RecordedRun, title_of
 from covey.core.batch import collate
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
 from covey.observability.findings import Finding, write_findings
+from covey.observability.page.runs import RecordedRun, title_of
 from covey.observability.record import Recorder
 from covey.observability.record_files import FINDINGS, FOLDER, files, read_rows, spent
 from covey.observability.updates import vocabulary_of

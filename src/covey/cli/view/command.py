@@ -18,8 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
-from covey.cli.view.runs import RecordedRun
 from covey.cli.view.server import PAGE, application, script, serve
+from covey.observability.page.runs import RecordedRun
 from covey.runtime.files import written_whole
 from covey.study.commands import STATE
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from aiohttp import web
 
-from covey.cli.view.runs import NotRecorded, RecordedRun
+from covey.observability.page import runs
+from covey.observability.page.runs import NotRecorded, RecordedRun
 from covey.runtime.user_code import format_error
 
-PAGE = Path(__file__).with_name("page")
+PAGE = Path(runs.__file__).with_name("assets")
 SCRIPTS = ("core.js", "charts.js", "lists.js", "tokens.js", "run.js", "page.js")
 """In the order in which one needs the others; they are sent as one file."""
 MODULE_WORDS = re.compile(r"^import [^;]*;\n|^export ", re.MULTILINE)

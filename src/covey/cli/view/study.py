@@ -10,8 +10,8 @@ from aiohttp import web
 
 from covey.cli.study import changes_of
 from covey.cli.view import server
-from covey.cli.view.runs import RecordedRun
 from covey.cli.view.server import HEADERS, PAGE, guard, send_text
+from covey.observability.page.runs import RecordedRun
 from covey.observability.plots import Panel
 from covey.observability.record_files import FOLDER
 from covey.observability.report import page_of

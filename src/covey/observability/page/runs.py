@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from covey.cli.view.tables import EXCERPT, Generation, Update
 from covey.core.transcript import as_text
 from covey.observability.findings import read_findings
 from covey.observability.metric_docs import evaluation_sets, metrics_of
+from covey.observability.page.tables import EXCERPT, Generation, Update
 from covey.observability.record_files import (
     FINDINGS,
     FOLDER,
