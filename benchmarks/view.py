@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.support import browser, records
 
-from covey.cli.view.command import export
+from covey.observability.page.export import write_page
 from covey.observability.page.runs import RecordedRun
 
 SIZES = {"light": (1280, 900, False), "dark": (1280, 900, True), "phone": (400, 800, False)}
@@ -175,7 +175,7 @@ async def pictures(tab: browser.Tab, base: str, planted: dict[str, Any], out: Pa
 async def exported(tab: browser.Tab, folder: Path, out: Path) -> dict[str, Any]:
     """The page in one file, opened from the disk."""
     file = out.resolve() / "run.html"
-    export([RecordedRun(folder)], file, range(4, 7), 64e6)
+    write_page(file, [RecordedRun(folder)], steps=range(4, 7))
     await tab.size(*SIZES["light"])
     await tab.open(f"file://{file}")
     opened = await tab.until("document.querySelector('.look a') !== null")

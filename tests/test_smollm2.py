@@ -61,7 +61,7 @@ def test_the_demo_learns(tmp_path, real):
 
     summary = run(tmp_path, seed=0, max_steps=10, minutes=20)
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
-    for name in ("curves.png", "summary.html", "summary.json", "record/generation_00000.parquet"):
+    for name in ("report.html", "summary.json", "record/generation_00000.parquet"):
         assert (tmp_path / name).exists()
 
 

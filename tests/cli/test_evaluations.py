@@ -8,7 +8,6 @@ import pytest
 from covey import EvalSuite
 from covey.cli.data import load_evaluations
 from covey.cli.main import main
-from covey.trainer.integrations.report import key_figures
 
 REWARD = """
 from covey.rewards import answers
@@ -87,12 +86,6 @@ def test_eval_of_a_trained_model_keeps_those_of_the_untrained(folder, tiny_folde
         for place in ("out", "trained")
     }
     assert names == {"out": ["eval_00000.parquet"], "trained": ["eval_00020.parquet"]}
-
-
-def test_the_report_of_a_run_has_estimates_and_intervals():
-    entry = {"eval_hard_reward": 0.5, "eval_hard_runtime": 1.0, "eval_hard_pass@8": 0.75, "step": 3}
-    figures = key_figures([{**entry, "eval_hard_pass@8_low": 0.5, "eval_hard_pass@8_high": 0.875}])
-    assert figures["pass@8 hard"] == "75.0% (50.0 to 87.5)" and figures["Reward in evaluation hard"] == 0.5
 
 
 def test_eval_needs_something_to_evaluate(tmp_path, capsys):

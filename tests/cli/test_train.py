@@ -16,6 +16,7 @@ from covey.cli.run_help import help_text
 from covey.cli.train import adapter, build_trainer, read_run, rewards, train
 from covey.config.base import OLD
 from covey.observability.record_files import FOLDER, files
+from covey.observability.record_files import read_run as read_record
 from covey.trainer.checkpoint import resume_from
 
 ACTING = '''
@@ -88,14 +89,14 @@ def run_file(tmp_path, tiny_folder, monkeypatch):
 def test_a_run_leaves_model_curves_report_and_completions(run_file, capsys):
     assert main(["grpo", "--config", str(run_file), "--learning_rate", "1e-4"]) == 0
     out = run_file.parent / "out"
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "model.safetensors").exists() and (out / "trainer_state.json").exists()
     assert not (out / "completions").exists()  # the record has them
     assert len(files(out / FOLDER)) == 2
-    report = (out / "summary.html").read_text()
-    assert "Latest completions" in report and "learning_rate" in report and "brief" in report
+    described = read_record(out)
+    assert described["changed"]["learning_rate"] == 1e-4 and "brief" in described["rewards"]
+    assert not (out / "curves.png").exists()  # of `draw_curves`
     printed, noise = capsys.readouterr()
-    assert "step 1/2  reward" in printed and "out/summary.html" in printed
+    assert "step 1/2  reward" in printed and "out/report.html" in printed
     assert printed.splitlines()[0] == f"covey {__version__}: grpo by {run_file}"
     assert "loading" in printed.splitlines()[1] and "to step 2, output: out" in printed.splitlines()[2]
     assert "%|" not in noise and "Generating" not in noise  # no bars of libraries
@@ -164,8 +165,8 @@ def test_tools_are_named_like_rewards(acting, capsys):
     assert list(trained.collector.spec.play.toolbox.tools) == ["add", "look"]
     assert trained.collector.spec.play.max_iterations == 2
     assert "rollouts/turns" in trained.state.log_history[0]
-    report = (Path(trained.args.output_dir) / "summary.html").read_text()
-    assert "acting.py:add, acting.py:by_hand" in report
+    named = read_record(Path(trained.args.output_dir))["parts"]["tools"]
+    assert [name.rpartition("/")[2] for name in named] == ["acting.py:add", "acting.py:by_hand"]
 
 
 def test_a_rollout_function_is_named_like_a_reward(acting):
@@ -184,7 +185,7 @@ def test_environments_are_named_like_rewards_and_may_need_none(acting):
     flags = ["--environment_factory", "acting.py:Room", "--max_steps", "1"]
     trained = train(read_run(acting[0], [*acting[1:], *flags], "grpo"))
     assert trained.rewards.names == ["Room"]
-    assert "acting.py:Room" in (Path(trained.args.output_dir) / "summary.html").read_text()
+    assert read_record(Path(trained.args.output_dir))["parts"]["environment_factory"].endswith("acting.py:Room")
 
 
 def test_an_agent_is_a_command_or_is_named(acting):

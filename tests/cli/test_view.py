@@ -19,6 +19,7 @@ from covey.core.batch import collate
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
 from covey.observability.findings import Finding, write_findings
+from covey.observability.page.export import digest
 from covey.observability.page.runs import RecordedRun, title_of
 from covey.observability.record import Recorder
 from covey.observability.record_files import FINDINGS, FOLDER, files, read_rows, spent
@@ -155,6 +156,22 @@ def test_evaluations_are_curves_with_their_intervals(tmp_path):
     assert [point["x"] for point in curves["plain", "reward"]] == [1, 2]
     assert [point["y"] for point in curves["held", "pass@1"]] == runs.history(trained, "eval_held_pass@1")
     assert all(one["low"] <= one["y"] <= one["high"] for one in curves["held", "pass@1"])
+
+
+def test_completions_of_evaluations_are_pairs_with_their_images(tmp_path):
+    parts = {"eval_dataset": tiny.rows(2)}
+    runs.trainer(tmp_path, parts=parts, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=1).train()
+    found = RecordedRun(tmp_path).pairs()
+    assert [pair["prompt"] for pair in found] == [row["prompt"] for row in tiny.rows(2)]
+    assert {(pair["before"]["step"], pair["after"]["step"]) for pair in found} == {(0, 1)}
+    assert all(isinstance(pair["after"]["reward"], float) for pair in found)
+
+
+def test_the_timeline_of_the_latest_rollout_batch_is_shown(tmp_path):
+    runs.trainer(tmp_path, max_steps=1).train()
+    timeline = RecordedRun(tmp_path).described()["timeline"]
+    assert timeline["seconds"] > 0 and {"generate"} <= {name for name, _, _ in timeline["phases"]}
+    assert len(timeline["rollouts"]) == timeline["parts"] and max(timeline["rollouts"]) > 0
 
 
 SYSTEM = {"role": "system", "content": "Name the department that should answer."}
@@ -295,16 +312,17 @@ def test_an_export_is_one_file_with_its_data(recorded, tmp_path):
     assert command.main([str(folder), "--export", str(tmp_path / "run.html"), "--steps", "2:3"]) == 0
     page = (tmp_path / "run.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-    assert data.keys() == {"state", "run/0", "blocks/0", "generation/0/1.0", "generation/0/2.0"}
+    blocks = {f"blocks/0/{number}.0" for number in range(3)}
+    assert data.keys() == {"state", "run/0", "pairs/0", *blocks, "generation/0/1.0", "generation/0/2.0"}
     rollouts = json.loads(gzip.decompress(base64.b64decode(data["generation/0/2.0"])))
     assert rollouts == json.loads(json.dumps(RecordedRun(folder).generation("2.0")))
     code = re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)[1]
-    assert command._digest(code) in page and "src=" not in page.split("</head>")[0]
+    assert digest(code) in page and "src=" not in page.split("</head>")[0]
 
 
 def test_an_export_says_what_did_not_fit(recorded, tmp_path, capsys):
-    command.main([str(recorded[0]), "--export", str(tmp_path / "small.html"), "--max_mb", "0.01"])
-    assert "without the tokens of 3 rollout batches" in capsys.readouterr().out
+    command.main([str(recorded[0]), "--export", str(tmp_path / "small.html"), "--max_mb", "0.02"])
+    assert "without the texts of 3 rollout batches" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_record_is_an_error(tmp_path):

@@ -1,14 +1,17 @@
 """`covey view STUDY`: its page shows the latest round, and sends commands that act while the study trains."""
 
 import asyncio
+import base64
+import gzip
 import json
-import shutil
+import re
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from covey.cli.view import command, study
+from covey.study.page import page_of
 from tests.support import studies
 
 JSON = {"Content-Type": "application/json"}
@@ -32,7 +35,7 @@ def answers(folder, *requests):
                 if isinstance(one, str):
                     response = await session.get(base + one)
                 else:
-                    response = await session.post(base + "/command", data=one[0], headers=one[1])
+                    response = await session.post(base + "/api/command", data=one[0], headers=one[1])
                 found.append((response.status, await response.text()))
         await runner.cleanup()
         return found
@@ -50,35 +53,26 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_commands_of_the_page_act_after_the_step(tmp_path):
     made = studies.study(tmp_path, {"a": {}, "b": {}}, max_steps=4)
-    play, said, drawn_before = made.play_round, [], []
+    play, said = made.play_round, []
 
     def play_round():
         if made.round == 1:
-            wanted = "learning_rate=1e-3\n"
-            drawn_before.append((tmp_path / "study.html").read_text())
-            said.extend(
-                answers(tmp_path, "/", (asked("stop", "a"), JSON), (asked("clone", "b", to="c", changes=wanted), JSON))
-            )
+            clone = asked("clone", "b", to="c", changes="learning_rate=1e-3\n")
+            said.extend(answers(tmp_path, "/api/state", (asked("stop", "a"), JSON), (clone, JSON)))
         play()
 
     made.play_round = play_round
     variants = made.train()
-    assert [status for status, _ in said] == [200, 200, 200] and "Study after round 1" in said[0][1]
-    assert "Reward in training" in said[0][1]  # the curves of this very round, of which the folder's page has none
-    assert "<svg" not in drawn_before[0]
+    assert [status for status, _ in said] == [200, 200, 200]
+    shown = json.loads(said[0][1])["study"]
+    assert shown["title"] == "Study after round 1" and shown["takes_commands"]
+    assert "Reward in training" in [chart["title"] for chart in shown["curves"]]
     assert said[1][1] == "queued: it acts when the step of the next round ends"
     assert (variants["a"].status, variants["a"].step) == ("stopped", 2)
     assert variants["c"].parent == "b" and variants["c"].changes["learning_rate"] == 1e-3
-    ((_, page),) = answers(tmp_path, "/")
-    assert "<svg" in page and "&nbsp;&nbsp;c" in page and "<li>" in page
-
-
-@pytest.mark.slow
-def test_studies_of_earlier_releases_have_curves(trained, tmp_path):
-    for name in ("study.md", "study.json"):
-        shutil.copy(trained / name, tmp_path)
-    assert study.live_page(tmp_path, []) == study.live_page(trained, [])
-    assert "Reward in training" in study.live_page(tmp_path, [])
+    ((_, state),) = answers(tmp_path, "/api/state")
+    shown = json.loads(state)["study"]
+    assert "&nbsp;&nbsp;c" in [row[0] for row in shown["rows"]] and shown["history"]
 
 
 @pytest.mark.parametrize(
@@ -119,23 +113,28 @@ def test_the_page_of_a_study_that_has_ended_queues_nothing(trained):
 
 
 def test_variants_lead_to_the_pages_of_their_runs(trained):
-    (_, page), (_, state), (status, text) = answers(trained, "/", "/runs/api/state", "/runs/")
-    assert 'data-runs="[&quot;a&quot;, &quot;b&quot;]"' in page and "<form>" in page
-    assert [run["name"] for run in json.loads(state)["runs"]] == ["a", "b"]
-    assert status == 200 and "page.js" in text
-    assert "<form" not in (trained / "study.html").read_text()  # the page to send has no controls
+    ((_, state),) = answers(trained, "/api/state")
+    found = json.loads(state)
+    assert [run["name"] for run in found["runs"]] == ["a", "b"]
+    assert [row[0] for row in found["study"]["rows"]] == ["a", "b"]
+
+
+def test_the_page_to_send_has_all_variants_and_takes_no_commands(trained, tmp_path):
+    assert command.main([str(trained), "--export", str(tmp_path / "study.html")]) == 0
+    for page in (tmp_path / "study.html", trained / "report.html"):
+        data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+        state = json.loads(gzip.decompress(base64.b64decode(data["state"])))
+        assert [run["name"] for run in state["runs"]] == ["a", "b"] and "run/1" in data
+        assert "takes_commands" not in state["study"] and state["study"]["rows"][0][0] == "a"
 
 
 def test_names_are_text(tmp_path):
     (tmp_path / "study.md").write_text(
         "# Study after round 1\n\nvariant | status\n-|-\n<script>alert(1)</script> | x\n"
     )
-    (tmp_path / "curves.json").write_text("[]")
-    ((_, page),) = answers(tmp_path, "/")
-    assert "&lt;script&gt;" in page and "alert(1)</script>" not in page
+    assert page_of(tmp_path)["rows"] == [["<script>alert(1)</script>", "x"]] and page_of(tmp_path)["curves"] == []
 
 
 def test_a_study_is_shown_alone(trained):
-    with pytest.raises(ValueError, match=r"is a study, which is shown alone; its page to send is study\.html"):
-        command.main([str(trained), "--export", "x.html"])
-    assert answers(trained / "a", "/")[0][0] == 404
+    with pytest.raises(ValueError, match="is a study, which is shown alone"):
+        command.main([str(trained), str(trained / "a")])

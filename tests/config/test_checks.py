@@ -278,6 +278,7 @@ WITHOUT_EFFECT = [
         "vllm_importance_sampling_correction is False",
     ),
     (GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
+    (GRPOConfig, {"log_completions_total_limit": 3}, "export_completions is False"),
     (GRPOConfig, {"pad_to_multiple_of": 8}, "padded"),
     (GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
     (GRPOConfig, {"optim": "adamw_torch", "optim_args": "a=1"}, "optim='adamw_torch' reads none"),

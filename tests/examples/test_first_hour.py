@@ -97,7 +97,7 @@ def test_the_first_hour_ends_with_a_trained_model(tmp_path, tiny_folder, monkeyp
             assert done.returncode == 0, f"{content}\n{done.stdout}\n{done.stderr}"
             said.append(done.stdout)
     output = folder / "runs" / "tickets"
-    assert {"model.safetensors", "summary.html", "curves.png", "evaluation.json"} <= set(os.listdir(output))
+    assert {"model.safetensors", "report.html", "record", "evaluation.json"} <= set(os.listdir(output))
     assert "pass@1" in said[-1]
     asked = subprocess.run([sys.executable, "ask.py"], cwd=folder, capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr

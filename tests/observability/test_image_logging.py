@@ -10,7 +10,6 @@ from rich.console import Console
 from covey.observability import completions
 from covey.observability.completions import CompletionLog
 from covey.observability.excerpts import thumbnails
-from covey.observability.report import Sample, write_report
 from tests.support import tiny_vision
 
 PNG = thumbnails([tiny_vision.picture(1)])
@@ -68,16 +67,3 @@ def test_trackers_get_pictures_where_their_tables_hold_them(tmp_path, monkeypatc
     made.to_trackers(["wandb", "swanlab"], 1)
     assert [row[at] for row in sent["wandb"]] == [[(20, 28)], []]
     assert [row[at] for row in sent["swanlab"]] == ["1 image", None]
-
-
-def test_the_report_shows_them_above_the_prompt(tmp_path):
-    one, other = (Sample("What?", text, 1.0, images=PNG) for text in "ab")
-    page = write_report(
-        tmp_path / "summary.html", title="t", config={}, log_history=[], before=[one], after=[other]
-    ).read_text()
-    assert page.count('<img class="shown"') == 1  # both cards share it
-    other = Sample("What?", "b", 1.0, images=thumbnails([tiny_vision.picture(2)]))
-    page = write_report(
-        tmp_path / "summary.html", title="t", config={}, log_history=[], before=[one], after=[other]
-    ).read_text()
-    assert page.count('<img class="shown"') == 2

@@ -5,8 +5,7 @@ import doctest
 import pytest
 
 from covey.observability import metrics as module
-from covey.observability.metrics import ROLLOUTS, TRAINER, PhaseTimer, Timeline, covered
-from covey.observability.timeline import plot_timeline
+from covey.observability.metrics import BINS, ROLLOUTS, TRAINER, PhaseTimer, Timeline, covered, drawn
 
 
 def test_examples():
@@ -75,13 +74,16 @@ def test_overlaps_add_up_until_they_are_drained():
     assert timeline.drain() == {"reward": 1.5} and timeline.drain() == {}
 
 
-def test_the_picture_is_a_png_and_needs_something_to_show(tmp_path):
+def test_what_is_drawn_is_in_parts_of_equal_length():
     timeline = Timeline()
-    assert plot_timeline(timeline, tmp_path / "none.png") is None
+    assert drawn(timeline) is None
     timeline.begin(100.0)
     timeline.add(TRAINER, "generate", [(100.0, 104.0)])
-    timeline.add(TRAINER, "train", [(104.0, 106.0)])
+    timeline.add(TRAINER, "train", [(104.5, 106.0)])
     timeline.add(ROLLOUTS, "", [(100.0, 102.0), (100.0, 104.0)])
-    timeline.add("judge", "", [(102.0, 105.0)])
-    path = plot_timeline(timeline, tmp_path / "new" / "timeline.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    timeline.add("judge", "", [(102.0, 102.001), (105.0, 106.0)])
+    found = drawn(timeline)
+    assert found["seconds"] == 6.0 and found["parts"] == BINS == 480  # 80 parts in a second
+    assert found["phases"] == [("generate", 0, 320), ("train", 360, 480)]
+    assert found["rollouts"] == [2] * 160 + [1] * 160 + [0] * 160
+    assert found["rewards"] == {"judge": [(160, 161), (400, 480)]}  # a short call has a part

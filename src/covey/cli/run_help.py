@@ -45,7 +45,7 @@ def _introduction(method: str) -> str:
         usage: covey {method} --config run.yaml [--field value ...]
 
         Train a model. The run file is YAML or JSON and holds any of the settings below; a flag wins over
-        the file. Results go to `output_dir`: the model, curves.png, summary.html and record/.
+        the file. Results go to `output_dir`: the model, report.html and record/.
 
         example run.yaml:
           model: HuggingFaceTB/SmolLM2-135M-Instruct

@@ -96,7 +96,7 @@ def read_run(
 
 @without_bars()
 def train(run: RunConfig) -> Any:
-    from covey.trainer.integrations.report import public_command
+    from covey.trainer.integrations.report import CURVES, REPORT, public_command
 
     if run.args.process_index == 0:
         print(f"loading {run.model}", flush=True)
@@ -122,7 +122,7 @@ def train(run: RunConfig) -> Any:
         trainer.report.write()
     if trainer.is_world_process_zero():
         assert run.args.output_dir is not None, "transformers fills it in"
-        for name, place in (("model", ""), ("report", "summary.html"), ("curves", "curves.png")):
+        for name, place in (("model", ""), ("report", REPORT), ("curves", CURVES)):
             if (path := Path(run.args.output_dir, place)).exists():
                 print(f"{name + ':':<13}{path}")
         if Path(run.args.output_dir, FOLDER).exists():

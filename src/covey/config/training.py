@@ -118,6 +118,8 @@ class LoggingFields:
     """What `record/` of the output folder keeps for `covey view`: `rollouts` (prompts, completions, rewards and metrics
     of every step and evaluation), `tokens` (in addition every token of training with its log-probs, which `replay_from`
     and `covey diff` read) or `off`."""
+    draw_curves: bool = False
+    """Draw `curves.png` at every save and at the end: the curves of `report.html` as a picture. Needs matplotlib."""
     record_max_gb: float = limited(20.0, gt=0)
     """Size of `record/` in gigabytes, for each process, at which nothing more is recorded."""
     replay_from: str | None = None

@@ -5,10 +5,12 @@ Letters: N rollouts of all processes, F reward functions, P prompts, G rollouts 
 
 import math
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -262,6 +264,56 @@ class Timeline:
             return []
         cut = [(name, (max(begin, window[0]), min(end, window[1]))) for name, (begin, end) in self._lanes.get(lane, ())]
         return [(name, (begin, end)) for name, (begin, end) in cut if begin < end]
+
+
+BINS = 480  # of a timeline that is drawn
+
+
+def drawn(timeline: Timeline) -> dict[str, Any] | None:
+    """The latest rollout batch in parts of equal length, however many spans it has; None before anything has run.
+
+    `seconds` is its length; `phases` (name, begin, end) are those of the trainer, `rollouts` the number in flight in
+    the middle of each part, and `rewards` the spans (begin, end) in which each reward function worked.
+    """
+    window = timeline.window()
+    if window is None or not timeline.spans(TRAINER):
+        return None
+    begin, seconds = window[0], window[1] - window[0]
+    middles = [begin + (number + 0.5) * seconds / BINS for number in range(BINS)]
+
+    def places(lane: str) -> list[tuple[str, int, int]]:
+        """Name, first and last part of each span."""
+        parts = [(name, [int((at - begin) / seconds * BINS) for at in span]) for name, span in timeline.spans(lane)]
+        return [(name, min(first, BINS - 1), min(last, BINS - 1)) for name, (first, last) in parts]
+
+    phases: list[str | None] = [None] * BINS
+    for name, (start, end) in timeline.spans(TRAINER):
+        first, last = bisect_left(middles, start), bisect_left(middles, end)
+        phases[first:last] = [name] * (last - first)
+    flights = [span for _, span in timeline.spans(ROLLOUTS)]
+    starts, ends = (sorted(span[end] for span in flights) for end in (0, 1))
+    rewards = {}
+    for lane in timeline.lanes():
+        if lane not in (TRAINER, ROLLOUTS) and (found := places(lane)):
+            busy = {part for _, first, last in found for part in range(first, last + 1)}
+            rewards[lane] = [(first, last) for _, first, last in _runs([part in busy or None for part in range(BINS)])]
+    return {
+        "seconds": seconds,
+        "parts": BINS,
+        "phases": _runs(phases),
+        "rollouts": [bisect_right(starts, at) - bisect_right(ends, at) for at in middles] if starts else [],
+        "rewards": rewards,
+    }
+
+
+def _runs(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Value, begin and end of each run of equal values that are not None."""
+    found, at = [], 0
+    for value, run in groupby(values):
+        length = len([*run])
+        found += [] if value is None else [(value, at, at + length)]
+        at += length
+    return found
 
 
 def covered(spans: Iterable[Span], until: float = float("inf")) -> float:

@@ -1,8 +1,6 @@
 """Curves of a run as one picture: small multiples over optimizer steps. Needs no screen."""
 
-import io
 import math
-import re
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -37,7 +35,6 @@ class Panel:
     curves: dict[str, str]  # metric names and their labels
     band: tuple[str, ...] = ()  # metrics drawn as a shade: ("low", "high"), or ("deviation",) around the first curve
     percent: bool = False  # the axis shows shares
-    zero: bool = False  # the axis shows 0, so that small differences look small
 
 
 PANELS = (
@@ -88,10 +85,12 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
         return None
     columns = min(len(panels), 2)  # readable where the picture is as wide as a page
     rows = math.ceil(len(panels) / columns)
-    figure = new_figure(4.6 * columns, 3.0 * rows + 0.5, title, fontsize=14)
+    figure = _new_figure(4.6 * columns, 3.0 * rows + 0.5, title)
     for place, panel in enumerate(panels, 1):
         _draw_panel(figure.add_subplot(rows, columns, place), log_history, panel)
-    return save(figure, path)
+    with written_whole(path := Path(path)) as new:
+        figure.savefig(new)
+    return path
 
 
 def drawn_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
@@ -105,44 +104,16 @@ def drawn_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
     return panels + [PHASES_PANEL] * timed
 
 
-def draw_panel(log_history: list[dict[str, Any]], panel: Panel) -> Any:
-    figure = new_figure(3.8, 2.5)
-    _draw_panel(figure.add_subplot(), log_history, panel)
-    return figure
-
-
-def as_svg(figure: Any) -> str:
-    """A figure as an element of a page, in the page's own colours of ink, faint ink and lines."""
-    import matplotlib
-
-    buffer, unsaid = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "covey"}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata=unsaid)
-    figure.clear()  # its parts refer to one another: they would stay until the next garbage collection
-    text = "<svg" + buffer.getvalue().partition("<svg")[2]
-    text = re.sub(r' id="[a-z]+\w*_\d+"| (width|height)="[\d.]+pt"', "", text)
-    for colour, name in ((INK, "ink"), (FAINT, "faint"), (GRID, "line")):
-        text = text.replace(colour, f"var(--{name})")
-    return text
-
-
-def new_figure(width: float, height: float, title: str = "", fontsize: int = 12) -> Any:
+def _new_figure(width: float, height: float, title: str) -> Any:
     from matplotlib.figure import Figure  # unlike pyplot it needs no screen
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
-    style = {"fontsize": fontsize, "fontweight": "bold", "color": INK, "x": 0.01, "ha": "left"}
+    style = {"fontsize": 14, "fontweight": "bold", "color": INK, "x": 0.01, "ha": "left"}
     figure.suptitle(title, parse_math=False, **style)  # names may hold `$`
     return figure
 
 
-def save(figure: Any, path: str | Path) -> Path:
-    with written_whole(path := Path(path)) as new:
-        figure.savefig(new)
-    figure.clear()
-    return path
-
-
-def strip(axis: Any, grid: str) -> None:
+def _strip(axis: Any, grid: str) -> None:
     axis.grid(axis=grid, color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8, colors=FAINT, length=0)
@@ -151,7 +122,7 @@ def strip(axis: Any, grid: str) -> None:
     axis.spines["bottom"].set_color(GRID)
 
 
-def add_legend(axis: Any, **place: Any) -> None:
+def _add_legend(axis: Any, **place: Any) -> None:
     axis.legend(fontsize=7.5, frameon=False, labelcolor=INK, **place)
 
 
@@ -207,15 +178,12 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
     if panel.percent:
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%" if value <= 1 else "")
         axis.set_ylim(bottom=0)
-    if panel.zero:
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0.0), max(high, 0.0))
     drawn = len(axis.get_legend_handles_labels()[1])
     if drawn > 1:
         low, high = axis.get_ylim()
         columns = 1 if drawn < 4 else 2
         axis.set_ylim(low, high + (high - low) * 0.11 * math.ceil(drawn / columns))  # room above the curves
-        add_legend(axis, loc="upper left", ncols=columns)
+        _add_legend(axis, loc="upper left", ncols=columns)
 
 
 def _draw_band(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
@@ -258,7 +226,7 @@ def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
         if per_step[name].any():
             label = f"{name.removeprefix('overlap/')} overlapped"
             axis.hlines(per_step[name], steps - widths, steps, color=INK, linewidth=1.2, linestyle=":", label=label)
-    add_legend(axis, loc="upper left", ncols=3, columnspacing=1)
+    _add_legend(axis, loc="upper left", ncols=3, columnspacing=1)
 
 
 def _style(axis: Any, title: str) -> None:
@@ -269,4 +237,4 @@ def _style(axis: Any, title: str) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axis.margins(x=0.02)
-    strip(axis, grid="y")
+    _strip(axis, grid="y")

@@ -26,12 +26,14 @@ from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
 from covey.observability.excerpts import thumbnails
+from covey.observability.metrics import Timeline, drawn
 from covey.observability.record_files import (
     AS_JSON,
     FOLDER,
     METRICS,
     OF_THE_RUN,
     REWARD,
+    TIMELINE,
     VOCABULARY,
     evaluation_file,
     evaluation_files,
@@ -74,6 +76,7 @@ class Recorder(TrainerCallback):
     max_bytes: float = 20 * GIGABYTE  # of this process's files; beyond it nothing more is written
     tokens: bool = True  # keep the columns of tokens, which a replay needs
     tokenizer: Any = None  # its vocabulary is written with the tokens
+    timeline: Timeline | None = None  # of which the latest rollout batch is written at every log
     _pending: list[tuple[int, int, ScoredRollouts, TrainBatch]] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
@@ -131,6 +134,9 @@ class Recorder(TrainerCallback):
         line = {"step": state.global_step, "time": time.time(), "config": self._config, **spent, **logs}
         with suppress(OSError), (self.folder / METRICS).open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
+        if self.timeline is not None and (lanes := drawn(self.timeline)) is not None:
+            with suppress(OSError), written_whole(self.folder / TIMELINE) as new:
+                new.write_text(json.dumps(lanes))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training_since, self._is_training = time.monotonic(), True

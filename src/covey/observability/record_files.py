@@ -16,7 +16,8 @@ from covey.runtime.user_code import format_error
 FOLDER, EVALUATIONS = "record", "evaluations"  # of a run's output folder, and of the record
 METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
 FINDINGS, WARNINGS = "findings.json", "warnings.json"  # of `covey doctor`, and of the run itself
-OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS)  # rather than of a generation and process
+TIMELINE = "timeline.json"  # of the latest rollout batch
+OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS, TIMELINE)  # rather than of a generation and process
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls", "answer")
 """Columns that hold JSON; `answer` in evaluations alone."""
 REWARD = "reward/"

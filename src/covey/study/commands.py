@@ -17,8 +17,8 @@ ENDED = ("stopped", "failed", "finished")
 QUEUE = "commands"
 STATE = "study.json"
 ANYWHERE = {"use_cpu": True, "bf16": False, "fp16": False, "tf32": None}  # a command may be typed where no GPU is
-CURVES_FILE = "curves.json"
-OWN_FILES = (QUEUE, STATE, CURVES_FILE, "study.md", "study.html")
+CURVES_FILE, PAGE = "curves.json", "report.html"
+OWN_FILES = (QUEUE, STATE, CURVES_FILE, "study.md", PAGE)
 
 
 @dataclass(frozen=True)

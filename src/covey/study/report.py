@@ -1,12 +1,11 @@
 """The report of a study: which variant is ahead, whether the difference is real, and the tree of descent."""
 
-import html
 import json
 import math
 import statistics
 from bisect import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any
 from rich.text import Text
 
 from covey.core.estimates import interval_of_mean
-from covey.observability.plots import Panel, as_svg, draw_panel
-from covey.observability.report import figures, write_page
+from covey.observability.page.export import PageWriter
 from covey.runtime.files import written_whole
-from covey.runtime.safe_text import shorten
 from covey.runtime.user_code import warn
 from covey.study.commands import CURVES_FILE
+from covey.study.page import page_of, recorded
 from covey.study.variants import Variant
 
 CURVES = {
@@ -142,68 +140,40 @@ def descent(variants: Mapping[str, Variant]) -> list[tuple[int, Variant]]:
     return below(None, 0)
 
 
-def write_report(folder: Path, number: int, variants: Mapping[str, Variant], page: bool = True) -> None:
-    """Write `study.md`: the table, and the history of each variant; `curves.json`; and `study.html`, a `page` of both.
-
-    Drawing takes a second, so that `covey view` does it from `curves.json` between the times that the page is written.
-    """
+def write_report(folder: Path, number: int, variants: Mapping[str, Variant], page: PageWriter | None = None) -> None:
+    """Write `study.md`: the table, and the history of each variant; `curves.json`; and the `page` of both."""
     history = [f"- {variant.name}, {_one_line(line)}" for variant in variants.values() for line in variant.history]
     parts = [f"# Study after round {number}", table(variants)]
     if history:
         parts += ["## Interventions", "\n".join(history)]
-    text, curves = "\n\n".join(parts) + "\n", curves_of(variants)
     with written_whole(folder / CURVES_FILE) as new:
-        new.write_text(json.dumps([(points, asdict(panel)) for points, panel in curves]))
+        new.write_text(json.dumps(curves_of(variants)))
     with written_whole(folder / "study.md") as new:
-        new.write_text(text)
-    if not page:
+        new.write_text("\n\n".join(parts) + "\n")
+    if page is None:
         return
     try:
-        write_page(folder / "study.html", *title_and_sections(text, drawn(curves)))
-    except Exception as error:  # a picture ends no study
+        page.write(recorded(folder), page_of(folder))
+    except Exception as error:  # a page ends no study
         warn(f"the page of the study could not be written: {error!r}")
 
 
-def drawn(curves: Sequence[tuple[list[dict[str, float]], Panel]]) -> str:
-    return figures("Curves", [as_svg(draw_panel(points, panel)) for points, panel in curves])
+def curves_of(variants: Mapping[str, Variant]) -> list[dict[str, Any]]:
+    """Charts of all variants, with points (step, value) of each; a clone's curve begins where its parent was."""
+    charts: dict[str, dict[str, list[tuple[int, float]]]] = {}
 
+    def add(title: str, name: str, step: int, value: float) -> None:
+        if math.isfinite(value):
+            charts.setdefault(title, {}).setdefault(name, []).append((step, value))
 
-def title_and_sections(text: str, curves: str) -> tuple[str, list[str]]:
-    """Title and HTML of a page that shows what `study.md` says."""
-    title, rows, *history = text.split("\n\n", 3)
-    head, _, *rest = rows.splitlines()
-    sections = [
-        f'<div class="scroll"><table class="metrics study"><thead>{_row(head, "th")}</thead><tbody>',
-        *(_row(row, "td") for row in rest),
-        "</tbody></table></div>",
-        curves,
-    ]
-    if history:
-        lines = "".join(f"<li>{html.escape(line[2:])}</li>" for line in history[-1].splitlines())
-        sections.append(f"<h2>Interventions</h2><ul>{lines}</ul>")
-    return title.removeprefix("# "), sections
-
-
-def _row(line: str, cell: str) -> str:
-    cells = (html.escape(one).replace("&amp;nbsp;", "&nbsp;") for one in line.split(" | "))
-    return f"<tr>{''.join(f'<{cell}>{one}</{cell}>' for one in cells)}</tr>"
-
-
-def curves_of(variants: Mapping[str, Variant]) -> list[tuple[list[dict[str, float]], Panel]]:
-    """Panels that show all variants, with the points to draw; a clone's curve begins where its parent was."""
-    logs: dict[str, list[dict[str, float]]] = {}
     for name, variant in variants.items():
         for step, rewards in variant.evaluations.items():
-            logs.setdefault("Mean reward in evaluations", []).append({"step": step, f"eval_{name}": _mean(rewards)})
+            add("Mean reward in evaluations", name, step, _mean(rewards))
         for point in variant.curve:
             for key, title in CURVES.items():
                 if key in point:
-                    logs.setdefault(title, []).append({"step": point["step"], f"train_{name}": point[key]})
-    panels = []
-    for title, points in logs.items():
-        start = next(iter(points[0].keys() - {"step"})).partition("_")[0]
-        curves = {f"{start}_{name}": shorten(name, 28) for name in variants}  # of all: each has its own colour
-        drawn = [label for key, label in curves.items() if any(one.get(key) for one in points)]
-        if drawn:
-            panels.append((points, Panel(title if len(drawn) > 1 else f"{title}: {drawn[0]}", curves, zero=True)))
-    return panels
+                    add(title, name, int(point["step"]), point[key])
+    drawn = {
+        title: series for title, series in charts.items() if any(y for points in series.values() for _, y in points)
+    }
+    return [{"title": title, "series": series} for title, series in drawn.items()]

@@ -26,6 +26,7 @@ from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.engines.servers.errors import RETRIED, NoServerLeft
 from covey.observability.dashboard import ProgressDisplay
+from covey.observability.page.export import PageWriter
 from covey.policy.adapters import has_adapter, low_rank_matrices
 from covey.policy.loading import end_token_ids, load_policy, load_processing_class, max_context
 from covey.rewards import resolve_reward
@@ -112,6 +113,7 @@ class Study:
         share_one_heap()
         self.common = {name: value for name, value in args.items() if name != "output_dir"}
         self.folder = Path(args.get("output_dir") or "study")
+        self._page = PageWriter(self.folder / commands.PAGE)
         self.eval_rows = [dict(row) for row in eval_dataset or ()]
         if len(self.eval_rows) < (2 if isinstance(halving, Halving) else bool(eval_steps)):
             raise ValueError(
@@ -219,7 +221,8 @@ class Study:
             self._display.doing(f"training {name}")
             self._go_on(self.variants[name], outcome)
         if not self._cut or any(variant.must_save for variant in self._live()):
-            write_report(self.folder, self.round, self.variants, page=self._evaluated() > evaluated)
+            due = self._evaluated() > evaluated and self._page.is_due
+            write_report(self.folder, self.round, self.variants, self._page if due else None)
             return
         self._cut = False
         for command in self._asked:
@@ -435,7 +438,7 @@ class Study:
         taken = [path.name for path in self._taken]
         state = {"round": self.round, "base": self._base, "requested": requested, "taken": taken, "variants": records}
         commands.write_json(self.folder / commands.STATE, state)
-        write_report(self.folder, self.round, self.variants)
+        write_report(self.folder, self.round, self.variants, self._page)
         self._saved = self.round
 
     def _load(self, resume: bool) -> None:

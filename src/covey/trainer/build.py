@@ -50,7 +50,7 @@ from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.hub import PushCompletions
-from covey.trainer.integrations.report import RunReport, named_parts
+from covey.trainer.integrations.report import RunReport, changed, named_parts, provenance
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.rollout_reports import logs_completions
 
@@ -357,11 +357,13 @@ def build_recorder(
             },
             "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
             "parts": named_parts(context.loop),
+            "changed": changed(args),
+            "provenance": provenance(args),
         }
 
     folder, limit = Path(args.output_dir or ".", FOLDER), args.record_max_gb * GIGABYTE
     rank, size, keeps_tokens = collectives.rank, collectives.size, args.record == "tokens"
-    return Recorder(folder, rewards.names, describe, rank, size, limit, keeps_tokens, tokenizer)
+    return Recorder(folder, rewards.names, describe, rank, size, limit, keeps_tokens, tokenizer, context.timeline)
 
 
 def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:

@@ -1,6 +1,10 @@
 """A run's page is there while the run goes on, pairs what is a pair, and an interruption says how to go on."""
 
+import base64
+import gzip
+import json
 import os
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -8,21 +12,21 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerCallback
 
-from covey.trainer.integrations.report import RunReport, command, key_figures, resume_command
-from tests.support import runs
+from covey.observability.page.export import write_page
+from covey.observability.page.runs import RecordedRun
+from covey.trainer.integrations.report import RunReport, command, resume_command
+from tests.support import records, runs
 
 pytestmark = pytest.mark.pages
+
+
+def chunk(folder, name):
+    """A part of the data in `report.html`."""
+    data = json.loads(re.search(r'id="data">(.*?)</script>', (folder / "report.html").read_text(), re.DOTALL)[1])
+    return json.loads(gzip.decompress(base64.b64decode(data[name])))
+
+
 SAVED = {"save_strategy": "steps", "save_steps": 1}
-
-
-def test_key_figures_compare_the_ends_of_the_run():
-    history = [{"step": i, "reward": float(i)} for i in range(1, 21)] + [{"step": 20, "train_runtime": 65.0}]
-    assert key_figures(history) == {
-        "Reward at first": 1.5,  # two of twenty logs: (1 + 2) / 2
-        "Reward at last": 19.5,
-        "Optimizer steps": 20,
-        "Training time": "1m05s",
-    }
 
 
 class Interrupts(TrainerCallback):
@@ -33,7 +37,7 @@ class Interrupts(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            assert "<svg" in (self.folder / "summary.html").read_text()
+            assert [line["step"] for line in chunk(self.folder, "run/0")["metrics"]] == [1]
             assert (self.folder / "curves.png").exists()
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -41,13 +45,35 @@ class Interrupts(TrainerCallback):
 def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_continue(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("COVEY_COMMAND", raising=False)
     callbacks = [Interrupts(tmp_path)]
-    trainer = runs.trainer(tmp_path, parts={"callbacks": callbacks}, max_steps=4, logging_steps=1, **SAVED)
+    settings = {"max_steps": 4, "logging_steps": 1, "draw_curves": True, **SAVED}
+    trainer = runs.trainer(tmp_path, parts={"callbacks": callbacks}, **settings)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.endswith("checkpoint-1 with: trainer.train(resume_from_checkpoint=True)")
-    page = (tmp_path / "summary.html").read_text()
-    assert "<th>seed</th>" in page and "<th>versions</th><td>covey " in page
+    described = chunk(tmp_path, "run/0")["described"]
+    assert described["provenance"]["seed"] == 42 and described["provenance"]["versions"].startswith("covey ")
+    assert described["changed"]["max_steps"] == 4 and "beta" not in described["changed"]
+
+
+def test_pages_do_not_grow_with_the_run(tmp_path):
+    """Of many rollout batches every second, fourth, ... is listed, and the last; of these the latest have texts."""
+    records.write(tmp_path, steps=12, prompts=1, size=2, length=8, tokens=False)
+    path, run = tmp_path / "report.html", RecordedRun(tmp_path)
+    assert write_page(path, [run]) == (0, 0)
+    size = len(run.packed_blocks(["0.0"])["0.0"])
+    left_out = write_page(path, [run], max_bytes=2 * 5 * 1.2 * size, most_texts=0)
+    listed = [key for key, _ in chunk(path.parent, "state")["runs"][0]["blocks"]]
+    assert listed == ["0.0", "4.0", "8.0", "11.0"] and left_out.batches == 8
+    assert chunk(path.parent, "state")["runs"][0]["left_out"] == 8
+    few = chunk(path.parent, "blocks/0/11.0")
+    assert few["columns"]["step"] == [12, 12] and path.stat().st_size < 150_000
+
+
+def test_pages_have_some_lines_of_a_long_log(tmp_path):
+    records.write(tmp_path, steps=9, prompts=1, size=2, length=8, tokens=False)
+    lines = RecordedRun(tmp_path).described(most_lines=4)["metrics"]
+    assert [(line["step"], line.get("event")) for line in lines] == [(1, None), (5, None), (9, None), (9, "end")]
 
 
 def interrupted_report(folder):
@@ -74,14 +100,12 @@ def test_a_run_goes_on_from_no_later_step_than_its_own(tmp_path, capfd, monkeypa
 
 def test_a_run_that_saves_nothing_writes_no_page(tmp_path):
     runs.trainer(tmp_path, max_steps=1).train()
-    assert not (tmp_path / "summary.html").exists()
+    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow
-def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
-    for drawn in ("plot_curves", "plot_timeline"):
-        monkeypatch.setattr(f"covey.trainer.integrations.report.{drawn}", lambda *given: None)
-    (tmp_path / "summary.html").mkdir()
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "report.html").mkdir()
     trainer = runs.trainer(tmp_path, max_steps=1, **SAVED)
     with pytest.warns(UserWarning, match="the page of the run could not be written: IsADirectoryError"):
         trainer.train()

@@ -2,24 +2,18 @@
 
 import asyncio
 import json
-import re
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from covey.observability.page import runs
+from covey.observability.page.export import ASSETS, script
 from covey.observability.page.runs import NotRecorded, RecordedRun
 from covey.runtime.user_code import format_error
 
-PAGE = Path(runs.__file__).with_name("assets")
-SCRIPTS = ("core.js", "charts.js", "lists.js", "tokens.js", "run.js", "page.js")
-"""In the order in which one needs the others; they are sent as one file."""
-MODULE_WORDS = re.compile(r"^import [^;]*;\n|^export ", re.MULTILINE)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,26 +27,23 @@ NAMES = ("127.0.0.1", "localhost")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def script() -> str:
-    return "".join(MODULE_WORDS.sub("", (PAGE / name).read_text()) for name in SCRIPTS)
-
-
 async def send_text(kind: str, read: Callable[[], str], request: web.Request) -> web.Response:
     return web.Response(text=read(), content_type=kind)
 
 
-def application(runs: list[RecordedRun]) -> web.Application:
-    """The server's paths; what reads files runs in threads, one at a time."""
+def application(runs: list[RecordedRun], study: Callable[[], Any] = lambda: None) -> web.Application:
+    """The server's paths; what reads files runs in threads, one at a time. `study` may add runs, and is shown first."""
     lock = asyncio.Lock()
     texts: dict[str, tuple[str, Callable[[], str]]] = {
-        "/": ("text/html", (PAGE / "index.html").read_text),
-        "/style.css": ("text/css", (PAGE / "style.css").read_text),
+        "/": ("text/html", (ASSETS / "index.html").read_text),
+        "/style.css": ("text/css", (ASSETS / "style.css").read_text),
         "/page.js": ("text/javascript", script),
     }
     values: dict[str, Callable[[web.Request], Any]] = {
-        "state": lambda request: {"runs": [run.state() for run in runs]},
+        "state": lambda request: {"study": study(), "runs": [run.state() for run in runs]},
         "run/{run}": lambda request: run_of(request).described(),
         "blocks/{run}": lambda request: run_of(request).blocks(request.query.get("keys", "").split(",")),
+        "pairs/{run}": lambda request: run_of(request).pairs(),
         "rollout/{run}/{id}": lambda request: run_of(request).rollout(request.match_info["id"]),
         "search/{run}": lambda request: run_of(request).search(request.query.get("q", "")),
     }

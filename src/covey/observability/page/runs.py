@@ -1,6 +1,8 @@
 """Reading of recorded runs for the page, while they are written."""
 
 import ast
+import base64
+import gzip
 import json
 import math
 import os
@@ -16,15 +18,18 @@ import pyarrow.parquet as pq
 
 from covey.core.transcript import as_text
 from covey.observability.findings import read_findings
-from covey.observability.metric_docs import evaluation_sets, metrics_of
+from covey.observability.metric_docs import OF_THE_LOOP, all_sets, evaluation_sets, meaning, metrics_of, place, prefix
 from covey.observability.page.tables import EXCERPT, Generation, Update
+from covey.observability.pairs import pairs
 from covey.observability.record_files import (
     FINDINGS,
     FOLDER,
     METRICS,
+    TIMELINE,
     VOCABULARY,
     WARNINGS,
     ends_of,
+    evaluation_files,
     number_of,
     read_metrics,
     read_run,
@@ -43,21 +48,29 @@ class NotRecorded(LookupError):
 
 
 class RecordedRun:
-    """A run's record; what is read is kept until its files change."""
+    """A run's record; what is read is kept until its files change.
 
-    def __init__(self, folder: Path):
+    Args:
+        folder: the run's `output_dir`.
+        cached: tables of generations that are kept in memory.
+    """
+
+    def __init__(self, folder: Path, cached: int = CACHED):
         read_run(folder)
         self.folder, self.record = folder, folder / FOLDER
         self._read: dict[Path, int] = {}  # files of updates and when they were written
         self._updates: dict[str, list[Update]] = {}  # by generation and process, in the order of steps
-        self._tables = lru_cache(CACHED)(self._table)
+        self._tables = lru_cache(cached)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._packed: dict[str, tuple[str, str]] = {}  # blocks as an exported page holds them, with their versions
         self._metrics = lru_cache(1)(lambda written: read_metrics(self.record))
 
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
         files = self._files()
-        times = [_written(self.record / name) for name in ("run.json", METRICS, FINDINGS, WARNINGS)]
+        names = ("run.json", METRICS, FINDINGS, WARNINGS, TIMELINE)
+        evaluations = [path for steps in evaluation_files(self.record).values() for path in steps[max(steps)]]
+        times = [*(_written(self.record / name) for name in names), *map(_written, evaluations)]
         written = max(times[1], *(map(_written, [*files.values()][-1:] or [self.record]))) / 1e9
         lines = self._lines()
         ended = bool(lines) and lines[-1].get("event") == "end"
@@ -68,10 +81,14 @@ class RecordedRun:
             "written": written,
             "version": "-".join(map(str, times)),
             "blocks": [[key, self._version(key, path)] for key, path in files.items()],
+            "left_out": 0,
         }
 
-    def described(self) -> dict[str, Any]:
-        """Settings, metrics, evaluations, totals, and findings: the doctor's, and warnings of the run itself."""
+    def described(self, most_lines: int | None = None) -> dict[str, Any]:
+        """Settings, metrics, evaluations, totals, the latest timeline, and findings: the doctor's and the run's own.
+
+        Of more than `most_lines` lines of metrics every second, fourth, ... is left out.
+        """
         described = read_run(self.folder)
         described["settings"] = {name: _literal(text) for name, text in described.get("settings", {}).items()}
         findings = read_findings(self.record / FINDINGS)
@@ -84,29 +101,63 @@ class RecordedRun:
             "seconds": None if math.isnan(seconds) else seconds,
             "core_seconds": None if math.isnan(cores) else cores,
         }
+        stride = 1
+        while most_lines is not None and len(lines) > stride * most_lines:
+            stride *= 2
         return {
             "described": described,
-            "metrics": lines,
+            "metrics": [*lines[::stride], *lines[len(lines) - 1 : (len(lines) - 1) // stride * stride : -1][:1]],
             "evaluations": evaluations_of(lines),
+            "meanings": meanings_of(lines),
             "totals": totals,
             "findings": findings,
+            "timeline": self._timeline(),
         }
+
+    def _timeline(self) -> dict[str, Any] | None:
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.record / TIMELINE).read_text()))
+        return None
+
+    def pairs(self) -> list[dict[str, Any]]:
+        """Completions of the same prompts early and late in the run."""
+        shown = ("completion", "reward", "step", "finish", "fate", "image_files")
+
+        def cell(row: dict[str, Any] | None) -> dict[str, Any] | None:
+            return None if row is None else {name: row[name] for name in shown}
+
+        weights = _literal(read_run(self.folder).get("settings", {}).get("reward_weights")) or []
+        return [
+            {"prompt": after["prompt"], "before": cell(before), "after": cell(after)}
+            for before, after in pairs(self.record, weights)
+        ]
 
     def blocks(self, keys: list[str]) -> dict[str, Any]:
         """Summaries of the rollouts of generations, by key."""
         files, found = self._files(), {}
-        weights = _literal(read_run(self.folder).get("settings", {}).get("reward_weights")) or []
         for key in keys:
             if (path := files.get(key)) is None:
                 continue
             version = self._version(key, path)
             if self._blocks.get(key, ("",))[0] != version:
-                generation = self._generation(key, path)
-                block = generation.block(weights)
-                block["columns"]["prompt"] = [title[:EXCERPT] for title in generation.prompts(self._title)]
-                self._blocks[key] = version, block
+                self._blocks[key] = version, self._block(key, path)
             found[key] = self._blocks[key][1]
         return found
+
+    def _block(self, key: str, path: Path) -> dict[str, Any]:
+        generation = self._generation(key, path)
+        block = generation.block(_literal(read_run(self.folder).get("settings", {}).get("reward_weights")) or [])
+        block["columns"]["prompt"] = [title[:EXCERPT] for title in generation.prompts(self._title)]
+        return block
+
+    def packed_blocks(self, keys: Sequence[str]) -> dict[str, str]:
+        """Summaries of generations as an exported page holds them, which are kept for the next page of the same."""
+        files, known, self._packed = self._files(), self._packed, {}
+        for key in keys:
+            version = self._version(key, files[key])
+            one = known.get(key, ("", ""))
+            self._packed[key] = one if one[0] == version else (version, packed(self._block(key, files[key])))
+        return {key: text for key, (_, text) in self._packed.items()}
 
     @cached_property
     def _title(self) -> Callable[[Any], str]:
@@ -236,6 +287,22 @@ def evaluations_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 point |= {end: metrics[f"{key}_{end}"] for end in ("low", "high") if f"{key}_{end}" in metrics}
                 curves.setdefault((name, key), []).append(point)
     return [{"set": name, "metric": metric, "points": points} for (name, metric), points in curves.items()]
+
+
+def meanings_of(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Names of metrics with their meanings, in the order of the docs: training, evaluations, and own metrics last."""
+    names = {key for line in lines for key, value in line.items() if isinstance(value, int | float)} - {*OF_THE_LOOP}
+    names -= {name for name in names if "reward/" in name and name.replace("reward/", "rewards/", 1) in names}
+    sets = all_sets([dict(line) for line in lines])
+    starts = sorted(map(prefix, sets), key=len, reverse=True)  # `eval_` begins the others, too
+    base = {name: name.removeprefix(next(filter(name.startswith, starts), "")) for name in names}
+    ordered = sorted(names, key=lambda name: (base[name] != name, place(base[name]), name))
+    return [(name, meaning(base[name]) or "") for name in ordered]
+
+
+def packed(value: Any) -> str:
+    """A value as an exported page holds it."""
+    return base64.b64encode(gzip.compress(json.dumps(value).encode(), 6)).decode()
 
 
 def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:

@@ -166,6 +166,8 @@ class Generation:
         else:
             taught = zip(columns["fate"], columns["length"], strict=True)
             columns["sampled"] = columns["length"]
+            if "entropy" in table.column_names:
+                columns["entropy"] = _numbers(table["entropy"].to_pylist())
             columns["taught"] = [length if fate == "trained" else 0 for fate, length in taught]
         return {"columns": columns, "rewards": rewards}
 

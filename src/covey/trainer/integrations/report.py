@@ -1,4 +1,4 @@
-"""The page and the curves of a run, written at every save, at its end and when it is interrupted."""
+"""The page of a run, written at every save, at its end and when it is interrupted; where it came from, for the page."""
 
 import inspect
 import math
@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import sys
-import time
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime
@@ -20,15 +19,10 @@ from transformers import TrainerCallback
 from covey.core.engine import traits_of
 from covey.core.model import head_size
 from covey.engines.native.recurrent_engine import RecurrentEngine
-from covey.observability.dashboard import ProgressDisplay, duration
-from covey.observability.diagnostics import advice
-from covey.observability.metric_docs import all_sets, evaluation_sets, metrics_of, with_interval
-from covey.observability.pairs import pairs
+from covey.observability.dashboard import ProgressDisplay
+from covey.observability.page.export import PageWriter
 from covey.observability.plots import plot_curves
 from covey.observability.record_files import FOLDER as RECORD
-from covey.observability.record_files import ends_of
-from covey.observability.report import Sample, write_report
-from covey.observability.timeline import plot_timeline
 from covey.runtime.definitions import main_script
 from covey.runtime.packages import versions
 from covey.runtime.safe_text import is_secret, without_secrets
@@ -37,10 +31,7 @@ from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE
 
-SHOWN = 8  # pairs of completions in the page
-SHARE = 0.05  # of a run's time that pages may take
-
-Row = dict[str, Any]
+REPORT, CURVES = "report.html", "curves.png"
 
 
 def exactness(trainer: Any) -> str:
@@ -71,13 +62,14 @@ def _batch_dependence(model: Any, engine: Any) -> str:
 
 
 class RunReport(TrainerCallback):
-    """Writes `summary.html`, `curves.png` and `timeline.png` into the output folder, on the main process."""
+    """Writes `report.html`, and `curves.png` where the config asks for it, on the main process."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.named: dict[str, Any] = {}  # settings of a run file, in addition to the config's
         self.saves = False  # something is saved, so there is a page
-        self._due, self._step = 0.0, -1  # clock from which, and step after which, another one may be written
+        self._page = PageWriter(Path(trainer.args.output_dir or ".") / REPORT)
+        self._step = -1  # of the last page
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and (promise := exactness(self.trainer)):
@@ -87,7 +79,7 @@ class RunReport(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saves = True
-        if time.monotonic() >= self._due:
+        if self._page.is_due:
             self.write()
 
     def end(self) -> None:
@@ -111,7 +103,7 @@ class RunReport(TrainerCallback):
     def _say_places(self) -> None:
         """Tell where the report and the page of a run are that a script has made; a command tells it by itself."""
         folder, callbacks = Path(self.trainer.args.output_dir), self.trainer.callback_handler.callbacks
-        report = [f"report: {folder / 'summary.html'}"] if (folder / "summary.html").exists() else []
+        report = [f"report: {folder / REPORT}"] if (folder / REPORT).exists() else []
         page = [f"look at it: covey view {shlex.quote(str(folder))}"] if (folder / RECORD).exists() else []
         if self.trainer.is_world_process_zero() and (places := "  ".join([*report, *page])):
             for display in (one for one in callbacks if isinstance(one, ProgressDisplay)):
@@ -133,43 +125,19 @@ class RunReport(TrainerCallback):
             way += ", as save_strategy='no'"
         return f"covey: stopped at step {state.global_step} of {state.max_steps}; {way}"
 
-    def write(self, **own: Any) -> None:
-        """Write all three; `own` arguments of `write_report` take the place of what a run shows."""
-        if self.trainer.is_world_process_zero():
-            began, self._step = time.monotonic(), self.trainer.state.global_step
-            try:
-                self._write(Path(self.trainer.args.output_dir), own)
-            except Exception as error:  # a picture ends no run
-                warn(f"the page of the run could not be written: {error!r}")
-            self._due = time.monotonic() + (time.monotonic() - began) / SHARE
-
-    def _write(self, folder: Path, own: dict[str, Any]) -> None:
-        trainer, args, history = self.trainer, self.trainer.args, self.trainer.state.log_history
-        model = getattr(trainer.policy.config, "_name_or_path", "") or type(trainer.policy).__name__
-        record = folder / RECORD
-        shown_pairs = pairs(record, trainer.rewards.weights.tolist()) if trainer.recorder is not None else []
-        samples = [[None if row is None else _sample(row, record) for row in pair] for pair in shown_pairs]
-        before, after = (
-            [one for one in column if one] for column in (zip(*samples, strict=True) if samples else ((), ()))
-        )
-        shown: dict[str, Any] = {
-            "title": f"{args.method.upper()}: {os.path.basename(model.rstrip('/'))}",
-            "config": {"method": args.method, "model": model, **self.named, **changed(args)},
-            "before": before,
-            "after": after,
-            "summary": key_figures(history),
-            **own,
-        }
-        plot_curves(history, folder / "curves.png", shown["title"])
-        plot_timeline(trainer.timeline, folder / "timeline.png")
-        write_report(
-            folder / "summary.html",
-            log_history=history,
-            timeline=trainer.timeline,
-            advice=[finding.sentence for finding in advice(history, args, ended=True)],
-            provenance=provenance(args),
-            **shown,
-        )
+    def write(self) -> None:
+        """Write the page of the record, and the curves."""
+        trainer = self.trainer
+        if not trainer.is_world_process_zero():
+            return
+        self._step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
+        try:
+            if trainer.recorder is not None:
+                self._page.write([folder])
+            if trainer.args.draw_curves:
+                plot_curves(trainer.state.log_history, folder / CURVES, trainer.args.method.upper())
+        except Exception as error:  # a page ends no run
+            warn(f"the page of the run could not be written: {error!r}")
 
 
 def provenance(args: Any) -> dict[str, Any]:
@@ -292,32 +260,3 @@ def changed(args: Any) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(args)}
     plain = {name: value for name, value in args.to_dict().items() if not (name in PRIVATE or is_secret(name))}
     return {name: value for name, value in plain.items() if value not in (defaults.get(name, value), None, [], {})}
-
-
-def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
-    rewards = [entry["reward"] for entry in history if "reward" in entry]
-    figures: dict[str, Any] = {}
-    if ends := ends_of(rewards):
-        figures["Reward at first"], figures["Reward at last"] = (round(value, 4) for value in ends)
-    latest = {key: value for entry in history for key, value in entry.items()}
-    for name in all_sets(history):
-        metrics = metrics_of(name, latest)
-        first = metrics_of(name, next(entry for entry in history if name in evaluation_sets(entry)))
-        changed_to = f"{first.get('reward', math.nan):.4g} → {metrics['reward']:.4g}"
-        same = first.get("reward") == metrics["reward"]
-        figures[f"Reward in evaluation {name}".rstrip()] = metrics["reward"] if same else changed_to
-        for label, text in with_interval(metrics):
-            change = f"{first[label]:.1%} → " if first.get(label, metrics[label]) != metrics[label] else ""
-            figures[f"{label} {name}".rstrip()] = change + text
-    figures["Optimizer steps"] = latest.get("step", 0)
-    if "num_tokens" in latest:
-        figures["Tokens"] = int(latest["num_tokens"])
-    if "train_runtime" in latest:
-        figures["Training time"] = duration(latest["train_runtime"])
-    return figures
-
-
-def _sample(row: Row, record: Path) -> Sample:
-    note = ", ".join(filter(None, (f"step {row['step']}", row["finish"])))
-    images = [path.read_bytes() for name in row["image_files"] if (path := record / "images" / name).exists()]
-    return Sample(row["prompt"], row["completion"], row["reward"], note, images)

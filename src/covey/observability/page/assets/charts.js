@@ -131,6 +131,38 @@ export function stacked(columns, names, colours) {
   return svg;
 }
 
+/**
+ * The latest rollout batch over time: the trainer's phases, rollouts in flight and calls of reward functions, each in a lane.
+ */
+export function lanes({ seconds: length, parts, phases, rollouts, rewards }, colours) {
+  const width = isNarrow() ? WIDTH : 2 * WIDTH, left = isNarrow() ? 72 : 110, row = 20;
+  const names = ["trainer", ...(rollouts.length ? ["rollouts"] : []), ...Object.keys(rewards)];
+  const heights = names.map((name, i) => (i && name === "rollouts" && rollouts.length ? 2 * row : row));
+  const height = heights.reduce((sum, one) => sum + one + 6, 0) + 18;
+  const X = (part) => left + (part / parts) * (width - left - RIGHT);
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `The latest rollout batch, ${seconds(length)}` });
+  let y = 0;
+  names.forEach((name, i) => {
+    const shown = name.replace(/_reward$/, "");
+    svg.append(el("text", { class: "tick", x: left - 6, y: y + heights[i] / 2 + 3.5, "text-anchor": "end" },
+      shown.length > left / 6 ? shown.slice(0, Math.floor(left / 6) - 1) + "…" : shown));
+    const bar = (from, to, colour) => svg.append(el("rect", { x: X(from), width: Math.max(X(to) - X(from), 0.5), y, height: heights[i],
+        style: { fill: colour } }));
+    if (!i) for (const [phase, from, to] of phases) bar(from, to, colours(phase));
+    else if (i === 1 && rollouts.length) {
+      const most = Math.max(...rollouts, 1);
+      const points = rollouts.map((count, part) => `${X(part)},${y + heights[i] * (1 - count / most)}`);
+      svg.append(el("path", { class: "flight", d: `M${X(0)},${y + heights[i]}L${points.join("L")}L${X(parts)},${y + heights[i]}Z` }),
+        el("text", { class: "tick", x: X(parts), y: y + 9, "text-anchor": "end" }, `at most ${number(most)}`));
+    } else for (const [from, to] of rewards[name]) bar(from, to, colours("reward"));
+    y += heights[i] + 6;
+  });
+  for (const value of ticks(0, length))
+    if (value <= length) svg.append(el("text", { class: "tick", x: X((value / length) * parts), y: height - 4, "text-anchor": "middle" },
+        `${number(value, 2)} s`));
+  return svg;
+}
+
 /** Rewards of a group as dots on one line; equal ones stand above one another. */
 export function rewardStrip(members, low, high) {
   const width = 150, height = 26;

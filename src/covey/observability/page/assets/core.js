@@ -144,7 +144,7 @@ export async function get(path) {
   const [kind, run, id] = path.split("/");
   const chunk = `generation/${run}/${(id ?? "").split(".").slice(0, 2).join(".")}`;
   if (kind === "rollout" && chunk in chunks) return (await unpacked(chunk))[Number(id.split(".")[2])];
-  throw new Error("This rollout is not in the exported page, which holds those of other steps.");
+  throw new Error(`This rollout is not in this file, which holds those of other steps. See it with: covey view ${runs[run]?.folder}`);
 }
 export const imageAddress = async (run, name) => (chunks ? get(`image/${run}/${name}`) : `api/image/${run}/${name}`);
 
@@ -159,25 +159,28 @@ export async function search(run, words) {
 }
 
 export const runs = []; // {index, name, described, metrics, findings, live, blocks: Map, rollouts: []}
+export const whole = { study: null }; // of which the runs are variants
 export const isExport = chunks !== null;
 
 /** Fetch what is new; returns true if anything was. */
 export async function refresh(onProgress = () => {}) {
   const state = await get("state");
-  let changed = false;
+  let changed = JSON.stringify(state.study) !== JSON.stringify(whole.study);
+  whole.study = state.study;
   for (const [index, now] of state.runs.entries()) {
     const run = (runs[index] ??= { index, blocks: new Map(), version: "", rollouts: [], metrics: [], described: {},
         groups: new Map(), steps: new Map() });
-    Object.assign(run, { name: now.name, folder: now.folder, live: now.live, written: now.written });
+    Object.assign(run, { name: now.name, folder: now.folder, live: now.live, written: now.written, leftOut: now.left_out });
     if (run.version !== now.version) {
-      Object.assign(run, await get(`run/${index}`), { version: now.version });
+      Object.assign(run, await get(`run/${index}`), { version: now.version, pairs: null });
       changed = true;
     }
     const wanted = now.blocks.filter(([key, version]) => run.blocks.get(key)?.version !== version).reverse();
     let shown = performance.now();
     for (let first = 0; first < wanted.length; first += 32) {
       const keys = wanted.slice(first, first + 32).map(([key]) => key);
-      const fetched = chunks ? await get(`blocks/${index}`) : await get(`blocks/${index}?keys=${keys.join(",")}`);
+      const fetched = chunks ? Object.fromEntries(await Promise.all(keys.map(async (key) => [key, await get(`blocks/${index}/${key}`)])))
+        : await get(`blocks/${index}?keys=${keys.join(",")}`);
       for (const key of keys) run.blocks.set(key, { ...fetched[key], version: wanted.find(([one]) => one === key)[1] });
       changed = true;
       if (first + 32 < wanted.length && performance.now() - shown < 2000) continue;
@@ -249,5 +252,5 @@ export const replays = (run) => Boolean(run.described?.settings?.replay_from);
 
 export const stepsOf = (run) => [...run.steps].sort(([a], [b]) => a - b);
 
-export const colourOf = (run) => `var(--run-${run % 4})`;
+export const colourOf = (run) => `var(--run-${run % 8})`;
 export const link = (run, ...parts) => `#/${run}/${parts.join("/")}`;

@@ -1,23 +1,26 @@
 // The page: addresses, the bar at the top, keys, and following a run that goes on.
 
 import { NARROW } from "./charts.js";
-import { colourOf, el, isExport, link, refresh, runs, said } from "./core.js";
+import { colourOf, el, isExport, link, refresh, runs, said, whole } from "./core.js";
 import { groupView, listView, pairView, stepView } from "./lists.js";
 import { runView } from "./run.js";
+import { studyView } from "./study.js";
 import { rolloutView } from "./tokens.js";
 
 const EVERY = 3000; // milliseconds between looks at the runs
 const main = document.getElementById("main");
 let turn = 0;
 
-/** `#/run/view/...?query` in parts. */
+/** `#/run/view/...?query` in parts; without any it is the study, where there is one. */
 function place() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [run = "0", view = "", ...rest] = path.split("/").map(decodeURIComponent);
-  return { run: runs[Number(run)], view, rest, query: new URLSearchParams(query) };
+  const isStudy = !path && whole.study;
+  return { run: isStudy ? null : runs[Number(run)], view: isStudy ? "study" : view, rest, query: new URLSearchParams(query) };
 }
 
 async function viewOf({ run, view, rest, query }) {
+  if (view === "study") return studyView();
   if (view === "rollouts") return listView(run, query);
   if (view === "step") return stepView(run, Number(rest[0]));
   if (view === "group") return groupView(run, rest[0]);
@@ -29,7 +32,7 @@ async function viewOf({ run, view, rest, query }) {
 async function render(keep = false) {
   const mine = ++turn;
   const here = place();
-  if (!here.run) return main.replaceChildren(el("p", { class: "notice" }, "This run is being read, or there is none of this number."));
+  if (!here.run && here.view !== "study") return main.replaceChildren(el("p", { class: "notice" }, "This run is being read, or there is none of this number."));
   const scroll = scrollY;
   let nodes;
   try {
@@ -41,25 +44,26 @@ async function render(keep = false) {
   main.replaceChildren(...[nodes].flat(3).filter(Boolean));
   main.dataset.view = here.view || "run";
   bar(here);
-  document.title = `${here.run.name}${here.view ? ` · ${here.view} ${here.rest[0] ?? ""}` : ""} · covey view`;
+  document.title = `${here.run ? here.run.name : whole.study.name}${here.run && here.view ? ` · ${here.view} ${here.rest[0] ?? ""}` : ""} · covey`;
   scrollTo(0, keep ? scroll : 0);
   if (!keep) main.focus({ preventScroll: true });
 }
 
 function bar({ run, view, rest }) {
   const rollout = view === "rollout" ? run.rollouts.find((one) => one.id === rest[0]) : null;
-  const members = run.groups?.get(rollout?.cluster ?? rest[0]);
+  const members = run?.groups?.get(rollout?.cluster ?? rest[0]);
   const step = view === "step" ? Number(rest[0]) : members?.[0].step;
   const crumbs = [
-    [link(run.index, ""), "run"],
+    whole.study ? ["#", "study"] : null,
+    run ? [link(run.index, ""), whole.study ? run.name : "run"] : null,
     view === "rollouts" ? [null, "rollouts"] : null,
-    step !== undefined && view ? [link(run.index, "step", step), `step ${step}`] : null,
+    run && step !== undefined && view ? [link(run.index, "step", step), `step ${step}`] : null,
     members ? [link(run.index, "group", members[0].cluster), `row ${members[0].row}`] : null,
     rollout ? [null, `rollout ${members.indexOf(rollout) + 1}`] : null,
   ].filter(Boolean);
   document.getElementById("bar").replaceChildren(
-    ...[el("a", { class: "brand", href: link(0, "") }, "covey"),
-    runs.length > 1
+    ...[el("a", { class: "brand", href: whole.study ? "#" : link(0, "") }, "covey"),
+    runs.length > 1 && (!whole.study || run)
       ? el("nav", { class: "runs", "aria-label": "Runs" },
           runs.map((one) => el("a", { href: link(one.index, ""), "aria-current": one === run ? "true" : null },
           el("i", { class: "dot", style: { background: colourOf(one.index) } }), said(one.name))))
@@ -67,7 +71,7 @@ function bar({ run, view, rest }) {
     el("nav", { class: "crumbs", "aria-label": "Place" },
         crumbs.map(([address, text], i) => [i ? el("span", { class: "faint", "aria-hidden": "true" }, " / ") : null,
         address && i < crumbs.length - 1 ? el("a", { href: address }, text) : el("span", { "aria-current": "page" }, text)])),
-    el("form", { role: "search", onsubmit: (event) =>
+    !run ? null : el("form", { role: "search", onsubmit: (event) =>
         { event.preventDefault(); const words = new FormData(event.target).get("q"); location.hash = link(run.index, "rollouts")
         + (words ? `?${new URLSearchParams({ q: words })}` : ""); } },
       el("input", { type: "search", name: "q", placeholder: "Search completions", "aria-label": "Search completions",
@@ -114,7 +118,7 @@ async function follow() {
       const changed = await refresh();
       document.body.classList.remove("lost");
       const { view } = place();
-      if (changed && (view === "" || view === "step")) await render(true);
+      if (changed && (view === "" || view === "step" || view === "study") && !document.querySelector("dialog[open]")) await render(true);
     } catch {
       document.body.classList.add("lost");
     }

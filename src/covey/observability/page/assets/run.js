@@ -1,11 +1,11 @@
 // A run: where to look, curves, cost, phases, findings and settings; several runs in the same charts, with paired differences.
 
-import { curves, legend, stacked } from "./charts.js";
+import { curves, lanes, legend, stacked } from "./charts.js";
 import {
-  colourOf, distinct, el, faint, groupBy, interval, link, mean, number, oneLine, percent, replays, rewardNames, runs, said, seconds, short,
+  colourOf, distinct, el, faint, get, groupBy, imageAddress, interval, isExport, link, mean, messagesOf, number, oneLine, percent, replays, rewardNames, runs, said, seconds, short,
   signed, stepsOf,
 } from "./core.js";
-import { SORTS, heads, rolloutLink, settingsTable, sorted, twinsOf } from "./lists.js";
+import { SORTS, fateChip, heads, rolloutLink, settingsTable, sorted, transcript, twinsOf } from "./lists.js";
 
 const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5"];
 
@@ -26,6 +26,8 @@ const shareOfGroups = (run, holds) =>
   });
 const ofLogs = (run, name) => run.metrics.filter((one) => Number.isFinite(one[name])).map((one) => ({ x: one.step, y: one[name] }));
 const either = (points, others) => (points.some((one) => Number.isFinite(one.y)) ? points : others);
+const unlessZero = (points) => (points.some((one) => one.y) ? points : []);
+const ownMetrics = (run) => (run.meanings ?? []).filter(([name, meaning]) => !meaning && !name.startsWith("eval_")).map(([name]) => name);
 const trained = (members) => members.some((one) => one.fate === "trained");
 
 const asTitle = (name) => { const words = name.replace(/[/_]/g, " "); return words[0].toUpperCase() + words.slice(1); };
@@ -67,10 +69,18 @@ function charts(run, others, open) {
     ["Clipped tokens", "share", (one) => ofSteps(one, (rollout) => (Number.isFinite(rollout.clipped) ? rollout.clipped / Math.max(1,
         rollout.sampled) : NaN)), { zero: true }],
     ["Log-prob minus reference", "nats per token", (one) => ofSteps(one, (rollout) => rollout.drift)],
+    ["KL to the reference", "nats per token", (one) => ofLogs(one, "kl"), { zero: true }],
+    ["Clipped ratios", "share", (one) => unlessZero(ofLogs(one, "clip_ratio/region_mean")), { zero: true }],
+    ["Turns", "per rollout", (one) => (one.rollouts.some((rollout) => rollout.turns > 1) ? ofSteps(one, (rollout) => rollout.turns) : []),
+        { zero: true }],
+    ["Tool calls", "per rollout", (one) => unlessZero(ofSteps(one, (rollout) => rollout.calls)), { zero: true }],
+    ["Failed calls", "share", (one) => unlessZero(ofLogs(one, "tools/failure_frequency")), { zero: true }],
+    ["Failed rollouts", "share", (one) => unlessZero(ofSteps(one, (rollout) => Number(rollout.fate === "failed"))), { zero: true }],
     ["Loss", "", (one) => ofLogs(one, "loss")],
     ["Gradient norm", "", (one) => ofLogs(one, "grad_norm"), { zero: true }],
     ["Learning rate", "", (one) => ofLogs(one, "learning_rate"), { zero: true }],
     ["Memory", "GB", (one) => ofLogs(one, "memory_gb"), { zero: true }],
+    ...ownMetrics(run).map((name) => [name, "your own metric", (one) => ofLogs(one, name)]),
   ];
   return el("div", { class: "charts" }, wanted.map(([title, note, points, more = {}]) => {
     const drawn = series(points);
@@ -78,21 +88,60 @@ function charts(run, others, open) {
   }));
 }
 
-/** Seconds of phases by step; one that is within another's is not counted twice. */
+/** Seconds of phases by step, and the latest rollout batch; what worked while another phase ran is told beside its phase. */
 function phases(run) {
-  const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)).filter((name) => name.startsWith("phase/")
-      && !name.includes("overlap")))];
+  const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)).filter((name) => name.startsWith("phase/")))];
   if (!names.length) return null;
   const columns = run.metrics.filter((line) => names.some((name) => name in line)).map((line) =>
       ({ x: line.step, parts: new Map(names.map((name) => [name, line[name] ?? 0])) }));
   const total = (name) => columns.reduce((sum, { parts }) => sum + parts.get(name), 0);
+  const overlap = (name) => run.metrics.reduce((sum, line) => sum + (line[name.replace("phase/", "overlap/")] ?? 0), 0);
   names.sort((a, b) => total(b) - total(a));
   const all = names.reduce((sum, name) => sum + total(name), 0);
-  const colours = (name) => `var(${PHASES[names.indexOf(name) % PHASES.length]})`;
+  const colours = (name) => `var(${PHASES[Math.max(names.indexOf(name), 0) % PHASES.length]})`;
+  const every = Math.ceil(columns.length / 200);
+  const few = columns.filter((_, i) => i % every === 0);
   return el("section", {}, el("h2", {}, "Time"),
-    el("div", { class: "chart wide" }, stacked(columns, names, colours),
+    el("div", { class: "chart wide" }, stacked(few, names, colours),
       legend(names.map((name) => ({ name: name.replace("phase/", ""), colour: colours(name),
-          value: `${seconds(total(name))}, ${percent(total(name) / all)}` })))));
+          value: `${seconds(total(name))}, ${percent(total(name) / all)}${overlap(name) ? `; ${seconds(overlap(name))} overlapped` : ""}` })))),
+    run.timeline ? el("div", { class: "chart wide" }, el("h3", {}, "The latest rollout batch"),
+      lanes(run.timeline, (name) => colours(`phase/${name}`))) : null);
+}
+
+/** Completions of the same prompts early and late, side by side; they are read once the page is there. */
+function pairs(run) {
+  const section = el("section", { class: "pairs" });
+  const show = (found) => {
+    if (!found.length) return;
+    const both = found.some((pair) => pair.before);
+    const side = (row) => row ? el("div", {}, el("p", {}, el("b", {}, `step ${row.step}`), faint(` reward ${number(row.reward)} `), fateChip(row)),
+      (row.image_files ?? []).map((name, i) => {
+        const image = el("img", { alt: `image ${i + 1} that the model was shown`, loading: "lazy" });
+        imageAddress(run.index, name).then((address) => (image.src = address)).catch(() => image.remove());
+        return image;
+      }),
+      transcript(row.completion, "assistant")) : null;
+    section.replaceChildren(el("h2", {}, both ? "Before and after" : "Latest completions"), ...found.map((pair, i) => el("details", { open: i < 2 },
+      el("summary", {}, said(oneLine(lastMessage(pair.prompt), 150))),
+      el("div", { class: both ? "pair" : "" }, both ? side(pair.before) : null, side(pair.after)))));
+  };
+  if (run.pairs) show(run.pairs);
+  else get(`pairs/${run.index}`).then((found) => show((run.pairs = found))).catch(() => {});
+  return section;
+}
+const lastMessage = (prompt) => (Array.isArray(prompt) ? messagesOf(prompt.slice(-1), "user")[0]?.text ?? "" : String(prompt ?? ""));
+
+/** All metrics with their meanings. */
+function metrics(run) {
+  const known = (run.meanings ?? []).map(([name, meaning]) => [name, meaning, ofLogs(run, name).map((one) => one.y)]).filter(([, , values]) => values.length);
+  if (!known.length) return null;
+  const zeros = known.filter(([, , values]) => !values.some(Boolean)).map(([name]) => name);
+  const rows = known.filter(([, , values]) => values.some(Boolean)).map(([name, meaning, values]) => [name, number(values[0]), number(values.at(-1)),
+    number(values.reduce((a, b) => Math.min(a, b))), number(values.reduce((a, b) => Math.max(a, b))), meaning]);
+  return el("section", {}, el("h2", {}, "Metrics"), el("details", {}, el("summary", {}, `All ${known.length}, with what they mean`),
+    settingsTable(rows, ["metric", "first", "last", "lowest", "highest", "meaning"]),
+    zeros.length ? el("p", { class: "faint" }, `0 in all logs: ${zeros.join(", ")}.`) : null));
 }
 
 /** The change of an evaluation's value from its first to its last, with the interval of the last. */
@@ -151,9 +200,10 @@ function findings(run) {
 
 function settings(run) {
   const body = el("div");
-  const parts = { settings: "Settings", versions: "Versions", rewards: "Rewards", dataset: "Dataset", engine: "Engine", model: "Model" };
+  const parts = { provenance: "Where this run came from", parts: "Model, data and rewards", changed: "Settings that differ from their defaults",
+      settings: "All settings", versions: "Versions", rewards: "Rewards", dataset: "Dataset", engine: "Engine", model: "Model" };
   const show = (words) => body.replaceChildren(...Object.entries(parts).map(([part, name]) => {
-    const rows = Object.entries(run.described[part] ?? {}).sort().filter(([key]) => key.includes(words));
+    const rows = Object.entries(run.described[part] ?? {}).filter(([, value]) => value !== null && String(value) !== "").sort().filter(([key]) => key.includes(words));
     return rows.length ? el("div", {}, el("h3", {}, name), settingsTable(rows)) : "";
   }));
   show("");
@@ -227,7 +277,8 @@ export function runView(run) {
   const others = runs.filter((other) => other !== run);
   const { settings: given = {}, model = {} } = run.described ?? {};
   if (!run.rollouts.length) return [el("h1", {}, run.name),
-      el("p", { class: "notice" }, "No step is on record yet. The page follows the run.")];
+      el("p", { class: "notice" }, run.evaluations?.length || isExport ? "No step of training is on record."
+        : "No step is on record yet. The page follows the run."), evaluations(run, others), pairs(run), settings(run)];
   const open = (step) => { if (run.steps.has(step)) location.hash = link(run.index, "step", step); };
   const about = [model.path?.split("/").at(-1), given.loss_type && `loss ${given.loss_type}`,
       `${number(run.rollouts.length)} rollouts of ${run.steps.size} steps`].filter(Boolean);
@@ -239,12 +290,16 @@ export function runView(run) {
     el("p", { class: "faint about" }, said(about.join(" · ")), " · ", el("span", { class: `live ${run.live}` },
         { running: "running", ended: "ended", stopped: "no news" }[run.live]),
         ` · last written ${new Date(run.written * 1000).toLocaleString()}`),
+    run.leftOut ? el("p", { class: "notice" }, `Of this long run every few rollout batches are in this file, ${number(run.leftOut)} files are not; covey view `
+        + `${run.folder} shows all. Curves of logs are of the whole run.`) : null,
+    findings(run),
     lookAt(run),
     tiles(run),
-    findings(run),
     evaluations(run, others),
+    pairs(run),
     el("section", {}, el("h2", {}, "Curves", el("span", { class: "faint count" }, " a click opens the step")), charts(run, others, open)),
     phases(run),
+    metrics(run),
     el("section", {}, el("h2", {}, "Steps"), el("ul", { class: "chips" }, stepsOf(run).map(([step]) => step).map((step) =>
         el("li", {}, el("a", { href: link(run.index, "step", step) }, String(step)))))),
     settings(run),

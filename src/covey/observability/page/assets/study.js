@@ -1,88 +1,75 @@
-// Page of a study: buttons in each variant's row, which send commands, and the latest table and curves every few seconds.
-"use strict";
+// A study: its table, with a link to each variant's run and buttons for commands, the curves of all variants, and its history.
 
-const dialog = document.querySelector("dialog");
-const form = dialog.querySelector("form");
-const { to, changes, fresh } = form.elements;
-const [status, problem] = document.querySelectorAll("[role=status]");
-let command = {}; // the one that the dialog asks about
-let shown = ""; // table and curves, as they were sent
+import { curves } from "./charts.js";
+import { colourOf, el, faint, link, runs, said, whole } from "./core.js";
 
-async function send() {
-  let sent = false, message = "";
+const status = (text) => (document.getElementById("status").textContent = text);
+const goesOn = (cells) => /^(running|waiting)/.test(cells[1]);
+
+/** Colour of a variant: that of its run, in whose pages it is the same. */
+const colour = (name) => colourOf(Math.max(0, runs.findIndex((one) => one.name === name)));
+
+async function send(command) {
   try {
     const headers = { "Content-Type": "application/json" };
-    const response = await fetch("command", { method: "POST", headers, body: JSON.stringify(command) });
-    [sent, message] = [response.ok, await response.text()];
+    const response = await fetch("api/command", { method: "POST", headers, body: JSON.stringify(command) });
+    return [response.ok, `${command.kind} ${command.name}: ${await response.text()}`];
   } catch (error) {
-    message = `not sent: ${error.message}`;
+    return [false, `${command.kind} ${command.name}: not sent: ${error.message}`];
   }
-  (dialog.open && !sent ? problem : status).textContent = `${command.kind} ${command.name}: ${message}`;
-  if (sent) dialog.close();
 }
 
-function ask(kind, name) {
-  command = { kind, name, to: "", changes: "", fresh: false };
-  if (kind === "stop") return send();
-  form.reset();
-  problem.textContent = "";
-  dialog.querySelector("h2").textContent = `${kind} ${name}`;
-  for (const field of [to, fresh]) field.closest("label").hidden = kind !== "clone";
-  to.required = kind === "clone";
-  changes.required = kind === "change";
+/** Ask for what a command needs, then send it; `stop` needs nothing. */
+async function ask(kind, name, notice) {
+  const command = { kind, name, to: "", changes: "", fresh: false };
+  const told = (text) => { notice.textContent = text; status(text); };
+  if (kind === "stop") return told((await send(command))[1]);
+  const problem = el("p", { role: "status" });
+  const dialog = el("dialog", { "aria-label": `${kind} ${name}` });
+  const to = el("input", { autocomplete: "off", required: true });
+  const changes = el("textarea", { rows: 3, required: kind === "change" });
+  const fresh = el("input", { type: "checkbox" });
+  dialog.append(el("form", { onsubmit: async (event) => {
+    event.preventDefault();
+    Object.assign(command, { to: kind === "clone" ? to.value.trim() : "", changes: changes.value, fresh: fresh.checked });
+    const [sent, text] = await send(command);
+    if (!sent) return (problem.textContent = text);
+    dialog.close();
+    told(text);
+  } }, el("h2", {}, `${kind} ${name}`),
+    kind === "clone" ? el("label", {}, "Name of the clone", to) : null,
+    el("label", {}, "Settings, a field=value in each line", changes),
+    kind === "clone" ? el("label", { class: "inline" }, fresh, "Begin with a new optimizer") : null,
+    problem, el("p", {}, el("button", {}, "Send"), " ", el("button", { type: "button", onclick: () => dialog.close() }, "Cancel"))));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
   dialog.showModal();
 }
 
-form.addEventListener("submit", (event) => {
-  event.preventDefault();
-  Object.assign(command, { to: to.value.trim(), changes: changes.value, fresh: fresh.checked });
-  send();
-});
-form.querySelector("[type=button]").addEventListener("click", () => dialog.close());
-
-/** Lead from each variant to its run, and give it the buttons of what can be done with it; none in an ended study. */
-function equip(study) {
-  const runs = JSON.parse(study.dataset.runs), rows = [...study.querySelectorAll("tbody tr")];
-  const goesOn = ({ cells }) => /^(running|waiting)/.test(cells[1].textContent);
-  const ended = !rows.some(goesOn);
-  if (ended) status.textContent = "The study has ended.";
-  for (const { cells } of rows) {
-    const name = cells[0].textContent.trim();
-    if (runs.includes(name)) {
-      const link = Object.assign(document.createElement("a"), { href: `runs/#/${runs.indexOf(name)}`, textContent: name });
-      cells[0].replaceChildren(cells[0].textContent.slice(0, -name.length), link);
-    }
-    if (ended) continue;
-    const buttons = document.createElement("p");
-    for (const kind of [goesOn({ cells }) ? "stop" : "resume", "change", "clone"]) {
-      const button = Object.assign(document.createElement("button"), { textContent: kind, ariaLabel: `${kind} ${name}` });
-      button.addEventListener("click", () => ask(kind, name));
-      buttons.append(button, " ");
-    }
-    cells[cells.length - 1].append(buttons);
-  }
+export function studyView() {
+  const { title, head, rows, curves: charts, history, takes_commands: takes, name } = whole.study;
+  const notice = el("p", { class: "faint" }, rows.some(goesOn) ? "" : "The study has ended.");
+  const row = (cells) => {
+    const variant = cells[0].replaceAll("&nbsp;", "").trim();
+    const depth = cells[0].split("&nbsp;").length - 1;
+    const index = runs.findIndex((one) => one.name === variant);
+    const kinds = !takes || !rows.some(goesOn) ? [] : [goesOn(cells) ? "stop" : "resume", "change", "clone"];
+    return el("tr", {},
+      el("th", { scope: "row", style: { "padding-left": `${0.6 + 0.45 * depth}rem` } }, index < 0 ? said(variant)
+        : el("a", { href: link(index, "") }, el("i", { class: "dot", style: { background: colour(variant) } }), said(variant))),
+      cells.slice(1).map((cell) => el("td", {}, said(cell))),
+      kinds.length ? el("td", { class: "commands" }, kinds.map((kind) =>
+        el("button", { "aria-label": `${kind} ${variant}`, onclick: () => ask(kind, variant, notice) }, kind))) : null);
+  };
+  const series = (points) => Object.entries(points).map(([variant, own]) => ({ name: variant, colour: colour(variant),
+      points: own.map(([x, y]) => ({ x, y })) }));
+  return [
+    el("h1", {}, said(name), faint(title)),
+    notice,
+    el("div", { class: "scroll" }, el("table", { class: "study" },
+      el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, said(cell))))), el("tbody", {}, rows.map(row)))),
+    charts.length ? el("section", {}, el("h2", {}, "Curves"), el("div", { class: "charts" }, charts.map((chart, i) =>
+      curves({ title: chart.title, series: series(chart.series), zero: true, wide: i === 0 })))) : null,
+    history.length ? el("section", {}, el("h2", {}, "Interventions"), el("ul", {}, history.map((line) => el("li", {}, said(line))))) : null,
+  ];
 }
-
-function show(page) {
-  const [now, latest] = [document, page].map((one) => one.querySelector("#study"));
-  document.querySelector("h1").textContent = page.querySelector("h1").textContent;
-  if (latest.outerHTML === shown) return;
-  shown = latest.outerHTML;
-  const focused = now.contains(document.activeElement) && document.activeElement.ariaLabel;
-  equip(latest);
-  now.replaceWith(latest);
-  if (focused) [...latest.querySelectorAll("button")].find((one) => one.ariaLabel === focused)?.focus();
-}
-
-async function poll() {
-  const begun = Date.now();
-  try {
-    show(new DOMParser().parseFromString(await (await fetch("")).text(), "text/html"));
-  } catch {
-    document.querySelector("h1").textContent = "The page's program has ended";
-  }
-  setTimeout(poll, Math.max(2000, 4 * (Date.now() - begun))); // drawing the curves takes time from training
-}
-
-show(document.cloneNode(true));
-setTimeout(poll, 2000);
