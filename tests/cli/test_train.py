@@ -141,15 +141,8 @@ def test_mistakes_are_one_line_and_no_traceback(run_file, capsys, flags, message
 
 
 @pytest.fixture
-def acting(run_file, monkeypatch):
-    """A run file's words, for runs whose pictures are empty: drawing them takes as long as everything else."""
-
-    def save(figure, path):
-        path.write_bytes(b"")
-        return path
-
-    for module in ("plots", "timeline"):
-        monkeypatch.setattr(f"covey.observability.{module}.save", save)
+def acting(run_file):
+    """A run file's words."""
     (run_file.parent / "acting.py").write_text(ACTING)
     messages = ({"prompt": [{"role": "user", "content": f"{i}+1="}]} for i in range(8))
     (run_file.parent / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in messages))

@@ -81,7 +81,7 @@ def interrupted_report(folder):
     state = SimpleNamespace(log_history=[{"step": 2}], global_step=2, max_steps=4, is_world_process_zero=True)
     parts = {
         "stop": SimpleNamespace(signal=None),
-        "args": SimpleNamespace(output_dir=str(folder), save_strategy="steps"),
+        "args": SimpleNamespace(output_dir=str(folder), save_strategy="steps", draw_curves=False),
     }
     parts["checkpoints"] = SimpleNamespace(context=SimpleNamespace(earlier={"checkpoint-1", "checkpoint-9"}))
     return RunReport(SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]), **parts))

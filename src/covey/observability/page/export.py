@@ -111,15 +111,14 @@ def write_page(
 def _listed(run: RecordedRun, keys: Sequence[str], max_bytes: float) -> dict[str, str]:
     """Packed summaries of the generations that fit: evenly spread, and the last."""
     numbers = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-    stride = 1
     while True:
-        kept = {*numbers[::stride], *numbers[-1:]}
+        kept = {*numbers[:: run.stride], *numbers[-1:]}
         listed = [key for key in keys if key.partition(".")[0] in kept]
-        if len(listed) <= MOST_BATCHES or stride >= len(numbers):
+        if len(listed) <= MOST_BATCHES or run.stride >= len(numbers):
             blocks = run.packed_blocks(listed)
-            if sum(map(len, blocks.values())) <= max_bytes or stride >= len(numbers):
+            if sum(map(len, blocks.values())) <= max_bytes or run.stride >= len(numbers):
                 return blocks
-        stride *= 2
+        run.stride *= 2
 
 
 def _texts(

@@ -63,6 +63,7 @@ class RecordedRun:
         self._tables = lru_cache(cached)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
         self._packed: dict[str, tuple[str, str]] = {}  # blocks as an exported page holds them, with their versions
+        self.stride = 1  # an exported page lists every first, second, fourth, ... rollout batch, and never more again
         self._metrics = lru_cache(1)(lambda written: read_metrics(self.record))
 
     def state(self) -> dict[str, Any]:

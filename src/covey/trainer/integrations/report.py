@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ class RunReport(TrainerCallback):
         self.trainer = trainer
         self.named: dict[str, Any] = {}  # settings of a run file, in addition to the config's
         self.saves = False  # something is saved, so there is a page
+        self._draws = trainer.args.draw_curves
+        if self._draws and find_spec("matplotlib") is None:
+            raise ImportError("draw_curves=True draws a picture with matplotlib: pip install matplotlib.")
         self._page = PageWriter(Path(trainer.args.output_dir or ".") / REPORT)
         self._step = -1  # of the last page
 
@@ -134,7 +138,7 @@ class RunReport(TrainerCallback):
         try:
             if trainer.recorder is not None:
                 self._page.write([folder])
-            if trainer.args.draw_curves:
+            if self._draws:
                 plot_curves(trainer.state.log_history, folder / CURVES, trainer.args.method.upper())
         except Exception as error:  # a page ends no run
             warn(f"the page of the run could not be written: {error!r}")
