@@ -160,7 +160,7 @@ def changed(first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
     """Differences of two runs as run.json describes them."""
     for part in dict.fromkeys([*first, *second]):
         if part in ("parts", "changed", "provenance"):
-            continue  # names, whose content is compared as dataset, rewards and model; and what is told of any run
+            continue  # names, whose content is compared as dataset, rewards and model, and what differs in any two runs
         one, two = first.get(part), second.get(part)
         if not isinstance(one, dict) or not isinstance(two, dict):
             one, two = {"": one}, {"": two}

@@ -290,8 +290,8 @@ def drawn(timeline: Timeline) -> dict[str, Any] | None:
     for name, (start, end) in timeline.spans(TRAINER):
         first, last = bisect_left(middles, start), bisect_left(middles, end)
         phases[first:last] = [name] * (last - first)
-    flights = [span for _, span in timeline.spans(ROLLOUTS)]
-    starts, ends = (sorted(span[end] for span in flights) for end in (0, 1))
+    in_flight = [span for _, span in timeline.spans(ROLLOUTS)]
+    starts, ends = (sorted(span[end] for span in in_flight) for end in (0, 1))
     rewards = {}
     for lane in timeline.lanes():
         if lane not in (TRAINER, ROLLOUTS) and (found := places(lane)):

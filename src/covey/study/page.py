@@ -1,4 +1,4 @@
-"""What the page shows of a study, read from its folder."""
+"""A study as its page shows it, read from its folder."""
 
 import json
 from contextlib import suppress
@@ -15,7 +15,7 @@ def recorded(folder: Path) -> list[Path]:
 
 
 def page_of(folder: Path) -> dict[str, Any]:
-    """What the page shows of a study: the table and the history of `study.md`, and curves."""
+    """The table and the history of `study.md`, and curves, as the page of a study shows them."""
     title, rows, *history = (folder / "study.md").read_text().split("\n\n", 3)
     head, _, *rest = rows.splitlines()
     curves = []

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from covey.core.transcript import as_text
 from covey.observability.findings import read_findings
 from covey.observability.metric_docs import OF_THE_LOOP, all_sets, evaluation_sets, meaning, metrics_of, place, prefix
-from covey.observability.page.tables import EXCERPT, Generation, Update
+from covey.observability.page.tables import EXCERPT, Generation, TokenUpdate
 from covey.observability.pairs import pairs
 from covey.observability.record_files import (
     FINDINGS,
@@ -59,7 +59,7 @@ class RecordedRun:
         read_run(folder)
         self.folder, self.record = folder, folder / FOLDER
         self._read: dict[Path, int] = {}  # files of updates and when they were written
-        self._updates: dict[str, list[Update]] = {}  # by generation and process, in the order of steps
+        self._updates: dict[str, list[TokenUpdate]] = {}  # by generation and process, in the order of steps
         self._tables = lru_cache(cached)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
         self._packed: dict[str, tuple[str, str]] = {}  # blocks as an exported page holds them, with their versions
@@ -218,7 +218,7 @@ class RecordedRun:
             self._tables.cache_clear()  # its versions may come again, with other updates
         for path in sorted(updates.keys() - self._read.keys(), key=number_of):
             for key, rows in _rows_of(path).items():
-                self._updates.setdefault(key, []).append(Update(number_of(path), rows, path, updates[path]))
+                self._updates.setdefault(key, []).append(TokenUpdate(number_of(path), rows, path, updates[path]))
                 self._updates[key].sort(key=lambda update: update.step)
         self._read = updates
         found = {}

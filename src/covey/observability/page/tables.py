@@ -67,7 +67,7 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Update:
+class TokenUpdate:
     """Values of the rollouts of a generation in an optimizer step, each rollout at the place of its first token."""
 
     step: int
@@ -96,7 +96,7 @@ def _lists_of(path: Path, written: int) -> Lists:
 class Generation:
     """One file of a record, with the updates that trained on its rollouts."""
 
-    def __init__(self, table: pa.Table, updates: list[Update]):
+    def __init__(self, table: pa.Table, updates: list[TokenUpdate]):
         self.table, self.updates = table, updates
         self.names = [name for name in table.column_names if name.startswith(REWARD)]
         self.has_tokens = "token_ids" in table.column_names
