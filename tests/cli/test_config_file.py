@@ -175,8 +175,9 @@ def test_a_stray_word_is_no_flag(flags):
 
 
 def test_missing_keys_are_named():
-    with pytest.raises(ValueError, match=r"the run names no `dataset`.*--dataset"):
-        load_run(None, ["--model", "m"]).require("model", "dataset")
+    (found,) = load_run(None, ["--model", "m"]).missing("model", "dataset")
+    assert found.code == "run-incomplete"
+    assert "--dataset" in found.fix
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from covey.cli.doctor.command import before, main
 from covey.cli.doctor.completions import _begins_again, _opening
 from covey.cli.doctor.rewards import _other_column
 from covey.cli.main import main as covey
-from covey.observability.findings import CODES, Finding, ranked
+from covey.core.findings import DIAGNOSED, Finding, ranked
 from tests.support import faults, runs, tiny
 
 
@@ -140,7 +140,7 @@ def test_findings_are_ranked_by_level_then_cause():
 
 def test_the_page_lists_every_code():
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    assert [code for code in CODES if f"`{code}`" not in page] == []
+    assert [code for code in DIAGNOSED if f"`{code}`" not in page] == []
 
 
 @pytest.fixture(scope="module")

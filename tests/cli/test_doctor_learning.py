@@ -7,7 +7,7 @@ import torch
 
 from covey.cli.doctor import learning
 from covey.cli.doctor.learning import TrialUpdate
-from covey.observability.findings import ranked
+from covey.core.findings import ranked
 
 
 def found(monkeypatch, moved, rate=1e-9):

@@ -9,7 +9,7 @@ from covey.cli.doctor.command import main
 from covey.cli.doctor.course import findings as course_of
 from covey.cli.doctor.recorded import PastRun
 from covey.cli.main import main as covey
-from covey.observability.findings import Effect, Finding, ranked
+from covey.core.findings import Effect, Finding, ranked
 from covey.observability.record_files import read_run
 from tests.support import runs, tiny
 

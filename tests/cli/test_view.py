@@ -16,9 +16,10 @@ from PIL import Image
 
 from covey.cli.view import command, server
 from covey.core.batch import collate
+from covey.core.findings import Finding
 from covey.core.media import Media
 from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
-from covey.observability.findings import Finding, write_findings
+from covey.observability.findings import write_findings
 from covey.observability.page.export import digest
 from covey.observability.page.runs import RecordedRun, title_of
 from covey.observability.record import Recorder

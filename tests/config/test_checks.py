@@ -17,6 +17,7 @@ from covey.config.fields import LIMITS, none_means_unset
 from covey.config.grpo import GRPOConfig
 from covey.config.messages import default_of
 from covey.config.rloo import RLOOConfig
+from covey.core.findings import CHECKED, CONFIG, CheckError, CheckWarning
 
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
@@ -196,23 +197,40 @@ REFUSED_BY_NAME = [
     (RLOOConfig, {"reward_clip_range": (1, -1)}, r"reward_clip_range=\(1, -1\)"),
 ]
 
-# config class, settings of which the last is pointed out, what the warning names
+ELSEWHERE = [  # settings whose findings other tests look at
+    {"num_generations": 3},
+    {"generation_batch_size": 7},
+    {"vllm_server_base_url": "http://me:secret@a:8000", **SERVER},
+    {"advantages": "opo", "multi_objective_aggregation": "normalize_then_sum"},
+    {"advantages": "otb", "loss_type": "gmpo"},
+    {"loss_type": "kl_cov"},
+    {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+]
+
+# config class, settings of which the last is pointed out, code and values of the warning
 WARNED = [
-    (GRPOConfig, {"max_staleness": 1, "vllm_importance_sampling_correction": False}, "max_staleness=1"),
-    (GRPOConfig, {**SERVER, "max_staleness": 1, "vllm_enable_sleep_mode": True}, "max_staleness=1"),
-    (GRPOConfig, {"loss_type": "cispo"}, "`epsilon_high` is not set: 5 is used"),
-    (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high=0.2"),
+    (
+        GRPOConfig,
+        {"max_staleness": 1, "vllm_importance_sampling_correction": False},
+        "async-uncorrected",
+        "max_staleness=1 ",
+    ),
+    (GRPOConfig, {**SERVER, "max_staleness": 1, "vllm_enable_sleep_mode": True}, "async-sleep", "max_staleness=1"),
+    (GRPOConfig, {"loss_type": "cispo"}, "clip-cap", "`epsilon_high`.* 5 "),
+    (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 0.2}, "clip-cap", r"epsilon_high=0\.2"),
     (
         GRPOConfig,
         {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+        "updates-repeat",
         "num_iterations=2.*gradient_accumulation_steps=2.* 2 times",
     ),
     (
         GRPOConfig,  # 3 micro-batches a rollout batch, 2 an update
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
-        "3 micro-batches and an update takes 2",
+        "updates-mix",
+        " 3 micro-batches .* 2:",
     ),
-    (RLOOConfig, {"outcome_weight": 0.0}, "outcome_weight=0.*beta=0.05"),
+    (RLOOConfig, {"outcome_weight": 0.0}, "kl-dropped", r"outcome_weight=0.*beta=0\.05"),
     (
         GRPOConfig,
         {
@@ -220,7 +238,8 @@ WARNED = [
             "correct_built_in_engine": True,
             "vllm_importance_sampling_mode": "sequence_truncate",
         },
-        "'sequence_truncate'.*'token_truncate' is used",
+        "correction-level",
+        "'sequence_truncate'.*'token_truncate'",
     ),
 ]
 
@@ -319,14 +338,14 @@ WITHOUT_EFFECT = [
 
 def test_arguments_that_an_optimizer_reads_have_an_effect():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="`optim_args")
+        warnings.simplefilter("error", CheckWarning)
         GRPOConfig(optim="sgd", optim_args="momentum=0.9")
 
 
 def refusal(cls, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(CheckError) as error:
             cls(**settings)
     return str(error.value)
 
@@ -385,10 +404,11 @@ def test_idle_keys_of_generation_kwargs_are_dropped_with_a_warning(tmp_path, giv
     assert args.generation_kwargs == {"stop": ["x"]}
 
 
-@pytest.mark.parametrize(("cls", "settings", "named"), WARNED, ids=label)
-def test_a_doubtful_setting_is_pointed_out_once(cls, settings, named):
-    with pytest.warns(UserWarning, match=named) as caught:
+@pytest.mark.parametrize(("cls", "settings", "code", "values"), WARNED, ids=label)
+def test_a_doubtful_setting_is_pointed_out_once(cls, settings, code, values):
+    with pytest.warns(CheckWarning, match=values) as caught:
         cls(**settings)
+    assert [warning.message.finding.code for warning in caught] == [code]
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -406,14 +426,17 @@ def test_a_setting_without_effect_is_pointed_out_once(cls, settings, reason):
     with pytest.warns(UserWarning) as caught:
         cls(**settings)
     (warning,) = caught
-    assert str(warning.message).startswith(f"`{name}={value!r}` has no effect: ")
-    assert reason in str(warning.message)
+    finding = warning.message.finding
+    assert finding.code == "setting-unread"
+    assert finding.evidence.startswith(f"`{name}={value!r}`")
+    assert reason in finding.evidence
     assert warning.filename == __file__
 
 
 def test_several_gpus_need_several_processes():
-    with pytest.raises(ValueError, match=r"accelerate launch --num_processes 4"):
-        rules.check_batch_settings(SimpleNamespace(n_gpu=4))
+    found = next(rules.check_batch_settings(SimpleNamespace(n_gpu=4)))
+    assert found.code == "gpus-in-one-process"
+    assert "--num_processes 4" in found.fix
 
 
 def test_every_rule_has_a_case(monkeypatch):
@@ -421,21 +444,17 @@ def test_every_rule_has_a_case(monkeypatch):
 
     def recorded(rule):
         def checked(args):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    rule(args)
-                except ValueError:
-                    acted.add(rule.__name__)
-                    raise
-            acted.update([rule.__name__] * bool(caught))
+            for finding in rule(args):
+                acted.add(rule.__name__)
+                yield finding
 
         return checked
 
     names = {rule.__name__ for rule in rules.RULES}
     assert len(names) > 25
     monkeypatch.setattr(rules, "RULES", tuple(map(recorded, rules.RULES)))
-    for cls, settings, _ in [*((GRPOConfig, case, "") for case in REFUSED), *REFUSED_BY_NAME, *WARNED, *WITHOUT_EFFECT]:
+    others = [*REFUSED_BY_NAME, *WARNED, *WITHOUT_EFFECT]
+    for cls, settings, *_ in [*((GRPOConfig, case) for case in REFUSED), *others]:
         try:
             cls(**settings)
         except ValueError:
@@ -449,10 +468,27 @@ def test_limits_accept_the_default_and_refuse_a_value_beyond():
         if limits is None:
             continue
         if field.default is not None:
-            limits.check(field.name, field.default)
+            assert not [*limits.check(field.name, field.default)]
         low = limits.ge - 1 if limits.ge is not None else limits.gt
-        with pytest.raises(ValueError, match=f"{field.name}="):
-            limits.check(field.name, "no such word" if limits.choices else low)
+        (found,) = limits.check(field.name, "no such word" if limits.choices else low)
+        assert found.code == ("setting-word" if limits.choices else "setting-range")
+        assert found.evidence.startswith(f"{field.name}=")
+
+
+def test_every_code_of_a_config_has_a_case():
+    """But those of the machine, of run files and of studies, which have tests of their own."""
+    found, cases = set(), [*REFUSED_BY_NAME, *WARNED, *((GRPOConfig, case) for case in [*REFUSED, *ELSEWHERE])]
+    for cls, settings, *_ in cases:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                cls(**settings)
+            except CheckError as error:
+                found.update(error.codes)
+        found.update(one.message.finding.code for one in caught if isinstance(one.message, CheckWarning))
+    others = ("launcher-variables", "gpus-in-one-process", "bf16-emulated", "run-", "study-")
+    of_configs = {code for code, row in CHECKED.items() if row.stage == CONFIG and not code.startswith(others)}
+    assert of_configs - found == set()
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"])
@@ -500,14 +536,15 @@ def test_sound_settings_cause_no_warning(settings, recwarn):
 
 @pytest.mark.parametrize("loss_type", ["bnpo", "dr_grpo", "dapo", "cispo"])
 def test_ratios_of_completions_in_a_mean_over_tokens(tmp_path, loss_type):
-    with pytest.warns(UserWarning, match="a completion counts by its length.*loss_type='grpo'"):
+    with pytest.warns(CheckWarning) as caught:
         GRPOConfig(output_dir=str(tmp_path), loss_type=loss_type, importance_sampling_level="sequence", epsilon_high=5)
+    assert "ratio-length" in [warning.message.finding.code for warning in caught]
 
 
 def test_a_backend_that_a_script_registered_is_taken(monkeypatch, tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     args.ddp_backend = "own"
-    with pytest.raises(ValueError, match="ddp_backend='own' is not known"):
-        rules.check_fields(args)
+    (found,) = rules.check_fields(args)
+    assert (found.code, "ddp_backend='own'" in found.evidence) == ("setting-word", True)
     monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "own"])
-    rules.check_fields(args)
+    assert not rules.check_fields(args)

@@ -57,7 +57,7 @@ def test_four_nodes_train_and_the_fifth_samples(method):
     path, flags = take_config(command[command.index(method) + 1 :])
     on_cpu = ["--bf16", "false", "--use_cpu", "true"]
     run = load_run(ROOT / path, [*flags, *on_cpu], method=method, world_size=32)
-    run.require("model", "dataset", "reward_funcs")
+    assert not [*run.missing("model", "dataset", "reward_funcs")]
     assert (run.args.seed, run.args.vllm_urls) == (7, ["http://n5:8000"])
     assert run.args.algebra(32).completions_per_update == 512
 

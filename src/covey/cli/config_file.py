@@ -5,7 +5,7 @@ import ast
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from covey.config.aliases import ALIASES, Alias, check_estimator
 from covey.config.base import OnlineConfig
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
-from covey.runtime.user_code import warn
+from covey.core.findings import CheckError, Finding
+from covey.runtime.user_code import report, warn
 
 
 @dataclasses.dataclass
@@ -59,13 +60,15 @@ class RunConfig:
             return ["model", "dataset", "reward_funcs"]
         return ["model"] if self.args.max_steps > 0 else ["model", "dataset"]
 
-    def require(self, *names: str) -> None:
+    def missing(self, *names: str) -> Iterator[Finding]:
+        """Errors of those keys that the run must name and does not."""
         for name in names:
             if not getattr(self, name):
-                raise ValueError(
-                    f"the run names no `{name}`. {RUN_KEYS[name]} Write `{name}: ...` into the run file or pass "
-                    f"`--{name} ...`."
-                    f"{' Without a dataset, set `max_steps`.' * (name == 'dataset' and 'reward_funcs' not in names)}"
+                yield Finding.error(
+                    "run-incomplete",
+                    f"the run names no `{name}`. {RUN_KEYS[name]}",
+                    f"Write `{name}: ...` into the run file or pass `--{name} ...`."
+                    f"{' Without a dataset, set `max_steps`.' * (name == 'dataset' and 'reward_funcs' not in names)}",
                 )
 
 
@@ -81,12 +84,13 @@ def load_run(
 
     A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running;
     precision for the hardware of this machine, or for a `gpu`.
-    An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
+    An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `CheckError`.
     """
     read = dict(path) if isinstance(path, Mapping) else read_mapping(path) if path is not None else {}
     for other, name in OTHER_NAMES.items():
         if other in read and read.get(name, read[other]) != read[other]:
-            raise ValueError(f"`{name}` and `{other}` are two names of one setting, and differ: leave one out.")
+            evidence = f"`{name}` and `{other}` are two names of one setting, and differ: leave one out."
+            raise CheckError.of("settings-contradict", evidence)
     flags = parse_flags(overrides)
     given = {new_name(name) for name in flags}
     read = {name: value for name, value in read.items() if new_name(name) not in given}  # a flag wins
@@ -94,7 +98,8 @@ def load_run(
     _read_script_flags(values)
     for name in TEXTS:
         if not isinstance(values.get(name), str | None):
-            raise ValueError(f"{name}={values[name]!r} must be text, not a {type(values[name]).__name__}.")
+            evidence = f"{name}={values[name]!r} must be text, not a {type(values[name]).__name__}."
+            raise CheckError.of("setting-type", evidence)
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
@@ -106,7 +111,7 @@ def load_run(
     if not run.get("dataset"):
         for name in ("dataset_split", *(() if run.get("eval_dataset") else ("columns", "system_prompt"))):
             if run.get(name):
-                warn(f"`{name}` has no effect: the run has no dataset.")
+                report([Finding.warning("setting-unread", f"`{name}` has no effect: the run has no dataset.")])
     run |= {name: _as_list(run.get(name) or []) for name in LISTS}
     run |= {name: _as_mapping(name, run.get(name)) for name in MAPPINGS}
     run["peft"] = run["peft"] and _with_lists(run["peft"])
@@ -123,11 +128,11 @@ def new_name(name: str) -> str:
     return OTHER_NAMES.get(name) or (alias and alias.new) or name
 
 
-def warn_of_idle(flags: Sequence[str], names: Collection[str], because: str) -> None:
-    """Warn of flags that change nothing in what a command does."""
+def idle_flags(flags: Sequence[str], names: Collection[str], because: str) -> Iterator[Finding]:
+    """Warnings of flags that change nothing in what a command does."""
     for name in parse_flags(flags):
         if new_name(name) in names:
-            warn(f"`--{name}` has no effect: {because}.")
+            yield Finding.warning("setting-unread", f"`--{name}` has no effect: {because}.")
 
 
 def parts_of_record(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
 def config_of(method: str) -> type[OnlineConfig]:
     classes: dict[str, type[OnlineConfig]] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
     if method not in classes:
-        raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(classes)}.")
+        raise CheckError.of("setting-word", f"method={method!r} is not known; choose one of: {', '.join(classes)}.")
     return classes[method]
 
 
@@ -203,7 +208,8 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
             flags[place] = f"--{word[5:]}=false"
     named = [word.split("=")[0] for word in flags if word.startswith("--")]
     if twice := next((name for name in named if name in known and named.count(name) > 1), None):
-        warn(f"`{twice}` is given {named.count(twice)} times; the last one is used.")
+        evidence = f"`{twice}` is given {named.count(twice)} times; the last one is used."
+        report([Finding.warning("settings-contradict", evidence)])
     namespace, unknown = parser.parse_known_args(flags)
     names = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("--")]
     if unknown and (not names or "--" in unknown):
@@ -228,13 +234,14 @@ def _read_script_flags(values: dict[str, Any]) -> None:
         if key == "peft" and adapts:
             defaults = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
         elif key == "peft" and found and not values.get("peft"):
-            raise ValueError(f"{', '.join(given)} of an adapter, but no `use_peft`: pass it too, or leave them out.")
+            evidence = f"{', '.join(given)} of an adapter, but no `use_peft`: pass it too, or leave them out."
+            raise CheckError.of("run-incomplete", evidence)
         if found or defaults:
             values[key] = {**defaults, **(_as_mapping(key, values.get(key)) or {}), **found}
     if (subset := values.pop("dataset_config", None)) and values.get("dataset"):
         values["dataset"] += f":{subset}"
     elif subset:
-        warn("`dataset_config` has no effect: the run has no dataset.")
+        report([Finding.warning("setting-unread", "`dataset_config` has no effect: the run has no dataset.")])
     if "reward_model_name_or_path" in values:
         own = _as_list(values.get("reward_funcs") or [])
         values["reward_funcs"] = [*own, values.pop("reward_model_name_or_path")]
@@ -268,11 +275,12 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
             check_estimator(value)
         warn(f"`{other}` is called `method` here.", FutureWarning)
         if named is not None and named != value:
-            raise ValueError(f"method={named!r} and {other}={value!r} contradict each other.")
+            raise CheckError.of("settings-contradict", f"method={named!r} and {other}={value!r} contradict each other.")
         named = value
     config_of(named or fixed or "grpo")
     if fixed is not None and named is not None and named != fixed:
-        raise ValueError(f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`.")
+        evidence = f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`."
+        raise CheckError.of("settings-contradict", evidence)
     return fixed or named or "grpo"
 
 
@@ -289,12 +297,13 @@ def typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[s
         elif name == "reward_weights" and isinstance(value, str | list):
             value = _numbers(value)
         elif name in ("output_dir", "run_name", "hub_model_id") and not isinstance(value, str | None):
-            raise ValueError(f"{name}: {value} is read as a {type(value).__name__}: put it in quotes.")
+            evidence = f"{name}: {value} is read as a {type(value).__name__}: put it in quotes."
+            raise CheckError.of("setting-type", evidence)
         elif isinstance(value, str) and callable(convert) and convert is not str:
             try:
                 value = [convert(value)] if flag and flag.nargs == "+" else convert(value)
             except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-                raise ValueError(f"{name}={value!r} cannot be read: {error}.") from error
+                raise CheckError.of("setting-format", f"{name}={value!r} cannot be read: {error}.") from error
         result[name] = value
     return result
 
@@ -304,11 +313,11 @@ def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
         try:
             value = yaml_value(value)
         except ValueError as error:
-            raise ValueError(f"{name}={error}") from error
+            raise CheckError.of("setting-format", f"{name}={error}") from error
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, dict):
         examples = {"columns": "{question: prompt}", "quantization": "{load_in_4bit: true}"}
         example = examples.get(name, "{r: 16, lora_alpha: 32}")
-        raise ValueError(f"{name}={value!r} must be a mapping, such as {example}.")
+        raise CheckError.of("setting-type", f"{name}={value!r} must be a mapping, such as {example}.")
     return {} if value is True else value

@@ -10,13 +10,14 @@ from typing import Any
 from transformers import AutoTokenizer, TrainerCallback
 
 from covey.cli import parsers, train
-from covey.cli.config_file import parse_flags, parts_of_record, settings_of, warn_of_idle
+from covey.cli.config_file import idle_flags, parse_flags, parts_of_record, settings_of
 from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
 from covey.config.sampling import AgentFields, SpeculationFields
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
 from covey.runtime.quiet import without_bars
+from covey.runtime.user_code import report
 from covey.trainer.checkpoint import STATE_FILE, numbered_checkpoints
 
 COMPARED = ("loss", "grad_norm")
@@ -138,7 +139,7 @@ def trainer_of(
         "save_strategy": "no",
     }
     own.pop("steps_per_generation", None)  # follows from the size of a generation, which is on record
-    warn_of_idle(flags, NOT_REPLAYED, "prompts, completions and rewards are on record")
+    report(idle_flags(flags, NOT_REPLAYED, "prompts, completions and rewards are on record"))
     changed = train.read_run(own, flags, None, needed=())
     if not changed.model:
         raise ValueError(f"the model of {str(run)!r} has no name: give its folder by --model.")

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from covey.config.aliases import ALIASES, hint
+from covey.core.findings import CheckError
 from covey.runtime.files import read_text, unique
 
 RUN_KEYS = {
@@ -101,11 +102,13 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         values = json.loads(text, object_pairs_hook=unique) if is_json else yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise CheckError.of("run-file", f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
+        evidence = f"{path} must hold `field: value` lines, but holds a {type(values).__name__}."
+        raise CheckError.of("run-file", evidence)
     if others := [key for key in values if not isinstance(key, str)]:
-        raise ValueError(f"{path} has a key {others[0]!r}, but names of settings are text: put it in quotes.")
+        evidence = f"{path} has a key {others[0]!r}, but names of settings are text: put it in quotes."
+        raise CheckError.of("run-file", evidence)
     return values
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import BitsAndBytesConfig
 
-from covey.cli.config_file import RunConfig, load_run, parse_flags, warn_of_idle
+from covey.cli.config_file import RunConfig, idle_flags, load_run, parse_flags
 from covey.cli.launch import launch_if_asked
 from covey.cli.run_file import RUN_KEYS, take_config
 from covey.observability.record_files import FOLDER
@@ -22,6 +22,7 @@ from covey.rewards import resolve_reward
 from covey.runtime.import_path import FORMS, is_reference, resolve
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
+from covey.runtime.user_code import report
 
 NOT_EVALUATED = (
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim"),
@@ -46,7 +47,8 @@ rloo = functools.partial(main, "rloo")
 @without_bars()
 def evaluate(argv: Sequence[str]) -> int:
     path, flags = take_config(list(argv))
-    warn_of_idle(flags, NOT_EVALUATED, "an evaluation trains nothing, and its model is the one of --model")
+    because = "an evaluation trains nothing, and its model is the one of --model"
+    report(idle_flags(flags, NOT_EVALUATED, because))
     run = read_run(path, evaluated_in(flags), None, needed=("model", "eval_dataset"))
     if run.args.process_index == 0:
         print(f"evaluating {run.model}", flush=True)
@@ -90,7 +92,7 @@ def read_run(
         run = load_run(path, flags, method=method, world_size=world_size, gpu=gpu)
     except TypeError as error:  # an unknown setting, or a value of another type
         raise ValueError(str(error)) from error
-    run.require(*(run.needed if needed is None else needed))
+    report(run.missing(*(run.needed if needed is None else needed)))
     return run
 
 

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from covey.core.findings import CheckError, Finding
+
 
 @dataclass(frozen=True)
 class PlannedMachine:
@@ -121,8 +123,8 @@ class BatchAlgebra:
         """Distinct prompts of one evaluation batch."""
         return self.eval_batch_size // self.eval_group
 
-    def check(self, generation_batch_size_given: bool = False) -> None:
-        """Refuse a rollout batch that does not consist of whole groups, with the nearest numbers that divide.
+    def check(self, generation_batch_size_given: bool = False) -> Iterator[Finding]:
+        """The error of a rollout batch that does not consist of whole groups, with the nearest numbers that divide.
 
         Proposals change `steps_per_generation`, or `generation_batch_size` where the user has given that.
         """
@@ -147,15 +149,16 @@ class BatchAlgebra:
                 self._proposal("steps_per_generation", fits, steps),
                 self._proposal("world_size", fits, "the number of processes"),
             ]
-        raise ValueError(
+        yield Finding.error(
+            "batch-groups",
             f"A rollout batch of {total} completions (per_device_train_batch_size={self.per_device_train_batch_size}"
             f" * {self.world_size} process(es) * steps_per_generation={self.steps_per_generation}) cannot be cut into"
-            f" groups of num_generations={self.num_generations}. Change one of these to the nearest number that"
-            f" divides: {'; '.join(proposals)}."
+            f" groups of num_generations={self.num_generations}.",
+            f"Change one of these to the nearest number that divides: {'; '.join(proposals)}.",
         )
 
-    def check_eval(self) -> None:
-        """Refuse an evaluation batch that does not consist of whole groups, as `check` does."""
+    def check_eval(self) -> Iterator[Finding]:
+        """The error of an evaluation batch that does not consist of whole groups, as `check` does."""
 
         def fits(changed: BatchAlgebra) -> bool:
             return changed.eval_batch_size % changed.eval_group == 0
@@ -167,11 +170,12 @@ class BatchAlgebra:
                 resolved._proposal("per_device_eval_batch_size", fits),
                 resolved._proposal("world_size", fits, "the number of processes"),
             ]
-            raise ValueError(
+            yield Finding.error(
+                "batch-groups",
                 f"An evaluation batch of {self.eval_batch_size} completions (per_device_eval_batch_size="
                 f"{self.per_device_eval_batch_size} * {self.world_size} process(es)) cannot be cut into groups of"
-                f" num_generations_eval={self.eval_group}. Change one of these to the nearest number that divides:"
-                f" {'; '.join(proposals)}."
+                f" num_generations_eval={self.eval_group}.",
+                f"Change one of these to the nearest number that divides: {'; '.join(proposals)}.",
             )
 
     def _proposal(self, name: str, fits: "Callable[[BatchAlgebra], bool]", label: str = "") -> str:
@@ -188,10 +192,11 @@ def steps_of(generation_batch_size: int, per_device: int, world_size: int, num_g
         _proposal("per_device_train_batch_size", per_device, lambda n: total % (n * world_size) == 0),
         _proposal("the number of processes", world_size, lambda n: total % (n * per_device) == 0),
     ]
-    raise ValueError(
+    raise CheckError.of(
+        "batch-micro-batches",
         f"generation_batch_size={total} is not a whole number of micro-batches of {micro_batch} completions "
-        f"(per_device_train_batch_size={per_device} * {world_size} process(es)). Change one of these to the nearest "
-        f"number that divides: {'; '.join(proposals)}."
+        f"(per_device_train_batch_size={per_device} * {world_size} process(es)).",
+        f"Change one of these to the nearest number that divides: {'; '.join(proposals)}.",
     )
 
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from covey.core.findings import CheckError
 from covey.runtime.overrides import passes_through
 from covey.runtime.user_code import warn
 
@@ -316,13 +317,15 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
         try:
             new_value = alias.convert(value, keywords)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"`{old}={value!r}` must be a whole number.") from error
+            raise CheckError.of("setting-type", f"`{old}={value!r}` must be a whole number.") from error
         given = result.get(alias.new, new_value)
         untouched = old in fields and given == fields[alias.new].default
         if given is not new_value and given != new_value and not untouched:
-            raise ValueError(
+            raise CheckError.of(
+                "settings-contradict",
                 f"`{old}={value!r}` and `{alias.new}={given!r}` contradict each other: `{old}` is an old name of "
-                f"`{alias.new}`. Keep `{alias.new}` only."
+                f"`{alias.new}`.",
+                f"Keep `{alias.new}` only.",
             )
         result[alias.new] = new_value
     return result
@@ -340,9 +343,10 @@ def _check_advantage_estimator(cls: Any, estimator: Any) -> None:
     """`advantage_estimator` of ms-swift chooses between methods; here the class does."""
     check_estimator(estimator)
     if estimator != cls.method:
-        raise ValueError(
-            f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
-            f"{estimator.upper()}Config and {estimator.upper()}Trainer (in a run file: `method: {estimator}`)."
+        raise CheckError.of(
+            "settings-contradict",
+            f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method.",
+            f"Use {estimator.upper()}Config and {estimator.upper()}Trainer (in a run file: `method: {estimator}`).",
         )
     warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
 
@@ -351,7 +355,7 @@ def check_estimator(name: Any) -> None:
     """ValueError for an `advantage_estimator` that is no method here."""
     if name not in ("grpo", "rloo"):
         advice = "choose one of: grpo, rloo, or see `advantages`, such as advantages='reinforce_plus_plus_baseline'."
-        raise ValueError(f"advantage_estimator={name!r} is not known; {advice}")
+        raise CheckError.of("setting-word", f"advantage_estimator={name!r} is not known;", advice)
 
 
 # ---- arguments of trainers -------------------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ from covey.config.hardware import (
     require_deepspeed,
 )
 from covey.config.messages import default_of, is_set
+from covey.core.findings import CheckError, Finding
 from covey.runtime.files import unique
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import is_secret, without_secrets
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report
 
 OLD = frozenset(field.name for field in dataclasses.fields(OldNames))
 
@@ -97,7 +98,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     Raises:
         TypeError: an unknown keyword; the message proposes the closest field.
-        ValueError: a value or combination of values that cannot work.
+        CheckError (a ValueError): a value or combination of values that cannot work.
     """
 
     method: ClassVar[str] = ""
@@ -108,7 +109,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._note_given()
         fill_unset(self)
         self._normalise()
-        rules.check_fields(self)  # before transformers, whose errors seldom name a field
+        report(rules.check_fields(self))  # before transformers, whose errors seldom name a field
         self._settle_names()
         self._settle_hardware()
         self._settle_best_metric()
@@ -116,9 +117,10 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         super().__post_init__()
         self.bf16_full_eval = full_eval
         self._settle_direction()
-        rules.check_batch_settings(self)
+        report(rules.check_batch_settings(self))
         self._settle_batches()
-        rules.check_rules(self)
+        report(rules.check_rules(self))
+        self.use_liger_kernel = False  # transformers would replace layers
         self._settled = dict(vars(self))
 
     def __repr__(self) -> str:
@@ -194,13 +196,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return mode.replace("sequence", "token") if self.loss_type == "vespo" else mode
 
     def frozen_parts(self) -> list[str]:
-        """Parts of the policy that keep their weights, of "vit", "aligner" and "llm"; ValueError if all would."""
+        """Parts of the policy that keep their weights, of "vit", "aligner" and "llm"; CheckError if all would."""
         chosen = {"vit": self.freeze_vit, "aligner": self.freeze_aligner, "llm": self.freeze_llm}
         if all(chosen.values()):
-            raise ValueError(
-                "freeze_vit, freeze_aligner and freeze_llm are all True, so nothing would be trained: leave one at "
-                "False."
-            )
+            evidence = "freeze_vit, freeze_aligner and freeze_llm are all True, so nothing would be trained:"
+            raise CheckError.of("nothing-trained", evidence, "leave one at False.")
         return [part for part, frozen in chosen.items() if frozen]
 
     def algebra(self, world_size: int | None = None) -> BatchAlgebra:
@@ -213,7 +213,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         assert steps is not None, "filled in at construction"
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchAlgebra)}
         algebra = BatchAlgebra(**{**sizes, "steps_per_generation": steps, "world_size": processes})
-        algebra.check(self._generation_batch_size_given)
+        report(algebra.check(self._generation_batch_size_given))
         return algebra
 
     def with_changes(self, **changes: Any) -> "OnlineConfig":
@@ -287,10 +287,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         elif self.bf16 and not (has_accelerator() or self.use_cpu or by_deepspeed()):
             self.use_cpu = True  # there is nothing else
             if not multiplies_bf16(self.use_cpu):
-                warn(
+                emulated = Finding.warning(
+                    "bf16-emulated",
                     "bf16=True on a CPU that does not multiply bfloat16: it is emulated, several times slower than"
-                    " float32. Leave bf16 unset, which takes bfloat16 where the hardware has it."
+                    " float32.",
+                    "Leave bf16 unset, which takes bfloat16 where the hardware has it.",
                 )
+                report([emulated])
 
     def _settle_best_metric(self) -> None:
         """Default `metric_for_best_model` to the reward: the loss is not a measure of quality."""
@@ -310,10 +313,12 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         given, steps = self.generation_batch_size, self.steps_per_generation
         micro_batch = self.per_device_train_batch_size * (self.planned.world_size or self.world_size)
         if given is not None and steps is not None and given != micro_batch * steps:
-            raise ValueError(
+            raise CheckError.of(
+                "settings-contradict",
                 f"generation_batch_size={given} and steps_per_generation={steps} contradict each other: "
                 f"{steps} steps of {micro_batch} completions (per_device_train_batch_size * processes) are "
-                f"{micro_batch * steps}. Give one of the two; the other follows from it."
+                f"{micro_batch * steps}.",
+                "Give one of the two; the other follows from it.",
             )
         self._generation_batch_size_given = given is not None and steps is None
         self._steps_given = steps
@@ -346,13 +351,13 @@ def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> 
             value = json.loads(text, object_pairs_hook=unique)
         except ValueError as error:
             shown = "..." if any(map(is_secret, re.findall(r"[\w-]+", text))) else repr(text)
-            raise ValueError(
-                f"{name}={shown} is not JSON ({error}); write it like '{{\"key\": 1}}'{others}."
-            ) from error
+            evidence = f"{name}={shown} is not JSON ({error});"
+            raise CheckError.of("setting-format", evidence, f"write it like '{{\"key\": 1}}'{others}.") from error
     if value is None or isinstance(value, dict):
         return value
     shown = repr(without_secrets(value))
-    raise ValueError(f"{name}={shown} must be a dict, or JSON text of one, but is a {type(value).__name__}.")
+    evidence = f"{name}={shown} must be a dict, or JSON text of one, but is a {type(value).__name__}."
+    raise CheckError.of("setting-type", evidence)
 
 
 def as_urls(name: str, value: str | list[str] | None) -> str | None:
@@ -360,24 +365,25 @@ def as_urls(name: str, value: str | list[str] | None) -> str | None:
     if not value:
         return None
     if not isinstance(value, str | list | tuple):
-        raise ValueError(
-            f"{name}={value!r} must be the URL of a server, or a list of such, as in http://127.0.0.1:8000."
-        )
+        evidence = f"{name}={value!r} must be the URL of a server, or a list of such, as in http://127.0.0.1:8000."
+        raise CheckError.of("setting-type", evidence)
     urls = value.split(",") if isinstance(value, str) else list(value)
     urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
     for url in urls:
         if "@" in url or without_secrets(url) != url:  # not shown
-            raise ValueError(
-                f"{name} names a server with a user or password in its URL, which would show in every message. Write"
-                " http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key."
+            raise CheckError.of(
+                "secret-in-url",
+                f"{name} names a server with a user or password in its URL, which would show in every message.",
+                "Write http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key.",
             )
         if not re.fullmatch(r"https?://[^/\s]+", url):
-            raise ValueError(
-                f"{name}={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"
-                " path, as in http://127.0.0.1:8000."
+            raise CheckError.of(
+                "setting-format",
+                f"{name}={value!r}: {url!r} is not the URL of a server.",
+                "Write http://HOST:PORT, without a path, as in http://127.0.0.1:8000.",
             )
     if twice := next((url for url in urls if urls.count(url) > 1), None):
-        raise ValueError(f"{name} names {twice} twice: list each server once.")
+        raise CheckError.of("setting-format", f"{name} names {twice} twice: list each server once.")
     return ",".join(urls)
 
 
@@ -388,9 +394,10 @@ def as_memory_share(value: float | str | None) -> float | str:
     with suppress(TypeError, ValueError):
         if 0 < float(value) <= 1:
             return float(value)
-    raise ValueError(
+    raise CheckError.of(
+        "setting-range",
         f"vllm_gpu_memory_utilization={value!r} is out of range: it must be above 0 and at most 1, or 'auto', which"
-        " works it out (`covey explain` shows how)."
+        " works it out (`covey explain` shows how).",
     )
 
 
@@ -404,30 +411,32 @@ def as_range(value: object) -> tuple[float, float] | None:
     try:
         low, high = (float(part) for part in parts)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"reward_clip_range={value!r} is not a pair of numbers; give the smallest and the largest reward, as in "
-            "(-1.0, 1.0)."
-        ) from error
+        evidence = f"reward_clip_range={value!r} is not a pair of numbers;"
+        fix = "give the smallest and the largest reward, as in (-1.0, 1.0)."
+        raise CheckError.of("setting-format", evidence, fix) from error
     if not low < high:
-        raise ValueError(
+        raise CheckError.of(
+            "setting-range",
             f"reward_clip_range=({low:g}, {high:g}): the first number must be smaller than the second, or every "
-            "reward becomes the same."
+            "reward becomes the same.",
         )
     return low, high
 
 
 def set_fields_from_generation_kwargs(args: Any) -> None:
-    """Move keys that are fields into these; ValueError where a field was given another value. Drop idle keys."""
+    """Move keys that are fields into these; CheckError where a field was given another value. Drop idle keys."""
     given = dict(args.generation_kwargs or {})
     for key, because in sampling.IDLE_KEYS.items():
         if key in given and given[key] == sampling.IDLE_AT.get(key, given[key]):
             value = given.pop(key)
             if key != "do_sample":  # which says what happens
-                warn(f"`generation_kwargs[{key!r}]={value!r}` has no effect: {because}.")
+                evidence = f"`generation_kwargs[{key!r}]={value!r}` has no effect: {because}."
+                report([Finding.warning("setting-unread", evidence)])
             args.generation_kwargs = given
     for key in SAMPLING_FIELDS.keys() & given:
         name, value = SAMPLING_FIELDS[key], given.pop(key)
         if (current := getattr(args, name)) not in (value, type(args).__dataclass_fields__[name].default):
-            raise ValueError(f"generation_kwargs[{key!r}]={value!r} and {name}={current!r} differ: leave one out.")
+            evidence = f"generation_kwargs[{key!r}]={value!r} and {name}={current!r} differ: leave one out."
+            raise CheckError.of("settings-contradict", evidence)
         setattr(args, name, value)
         args.generation_kwargs = given

@@ -1,13 +1,14 @@
 """Fields and rules about vLLM, SGLang, and the numerical mismatch of engines with the trainer."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import by_deepspeed, by_fsdp
 from covey.config.messages import ignored, is_set
-from covey.runtime.user_code import warn
+from covey.core.findings import Finding
 
 SECONDS: dict[str, Any] = {"gt": 0, "le": 10**9, "advice": "It is in seconds."}
 REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}
@@ -191,93 +192,106 @@ ENGINE_KEYS = {
 """Keys that `vllm_engine_kwargs` may not hold, and why."""
 
 
-def one_engine_samples(args: Args) -> None:
+def one_engine_samples(args: Args) -> Iterator[Finding]:
     named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
     if len(named) > 1:
-        raise ValueError(f"{' and '.join(f'{name}=True' for name in named)}: one engine samples. Leave the other out.")
+        evidence = f"{' and '.join(f'{name}=True' for name in named)}: one engine samples."
+        yield Finding.error("engines-several", evidence, "Leave the other out.")
 
 
-def engine_options_need_their_engine(args: Args) -> None:
+def engine_options_need_their_engine(args: Args) -> Iterator[Finding]:
     names = [field.name for field in dataclasses.fields(args)]
     if not args.use_vllm:
         read = {*CORRECTION, *(SHARED_WITH_SGLANG if args.use_sglang else ())}
         unread = [name for name in names if name.startswith("vllm_") and name not in read]
-        ignored(args, [*unread, *OFFLOAD, "move_model_batches"], "use_vllm is False")
+        yield from ignored(args, [*unread, *OFFLOAD, "move_model_batches"], "use_vllm is False")
     if not args.use_sglang:
         unread = [name for name in names if name.startswith("sglang_")]
-        ignored(args, [*unread, "checkpoint_path"], "use_sglang is False")
+        yield from ignored(args, [*unread, "checkpoint_path"], "use_sglang is False")
     own = "the built-in engine, which batches continuously itself, samples in place of transformers'"
-    ignored(args, ["use_transformers_continuous_batching"], own)
-    ignored(args, ["transformers_continuous_batching_config"], f"{own}; max_concurrent_completions bounds its batch")
+    yield from ignored(args, ["use_transformers_continuous_batching"], own)
+    yield from ignored(
+        args, ["transformers_continuous_batching_config"], f"{own}; max_concurrent_completions bounds its batch"
+    )
     if args.samples_elsewhere:
-        ignored(args, ["ds3_gather_for_generation"], "another engine samples, from weights of its own")
+        yield from ignored(args, ["ds3_gather_for_generation"], "another engine samples, from weights of its own")
     elif not (args.deepspeed or args.fsdp or by_deepspeed() or by_fsdp()):
-        ignored(args, ["ds3_gather_for_generation"], "neither FSDP nor DeepSpeed is in use")
-    ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
+        yield from ignored(args, ["ds3_gather_for_generation"], "neither FSDP nor DeepSpeed is in use")
+    yield from ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
 
 
-def vllm_settings_are_read(args: Args) -> None:
+def vllm_settings_are_read(args: Args) -> Iterator[Finding]:
     """Settings of a mode of vLLM need that mode, and those of its sleep need it to sleep."""
     if not args.use_vllm:
         return
     if args.vllm_mode == "server":
-        ignored(args, COLOCATED, "vllm_mode is 'server', and the server has settings of its own")
+        yield from ignored(args, COLOCATED, "vllm_mode is 'server', and the server has settings of its own")
         if args.vllm_server_base_url:
-            ignored(args, ["vllm_server_host", "vllm_server_port"], "vllm_server_base_url replaces it")
-        ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set vllm_server_concurrency")
+            yield from ignored(args, ["vllm_server_host", "vllm_server_port"], "vllm_server_base_url replaces it")
+        yield from ignored(
+            args, ["max_concurrent_completions"], "it is for the built-in engine; set vllm_server_concurrency"
+        )
         return
     server = ("vllm_server_", "vllm_group_", "vllm_weight_")
     fields = [field.name for field in dataclasses.fields(args) if field.name.startswith(server)]
-    ignored(args, fields, f"vllm_mode is {args.vllm_mode!r}, not 'server'")
+    yield from ignored(args, fields, f"vllm_mode is {args.vllm_mode!r}, not 'server'")
     if not args.vllm_enable_sleep_mode:
-        ignored(args, ["vllm_sleep_level"], "vllm_enable_sleep_mode is False")
-        ignored(args, OFFLOAD, "vllm_enable_sleep_mode is False, so vLLM holds its memory already and nothing is moved")
-
-
-def engine_kwargs_repeat_no_field(args: Args) -> None:
-    assert not isinstance(args.vllm_engine_kwargs, str), "parsed at construction"
-    for key in args.vllm_engine_kwargs or {}:
-        if key in ENGINE_KEYS:
-            raise ValueError(f"vllm_engine_kwargs may not hold {key!r}: {ENGINE_KEYS[key]}.")
-
-
-def sglang_settings_are_read(args: Args) -> None:
-    if not args.use_sglang:
-        return
-    if args.sglang_base_url:
-        ignored(args, ["sglang_device", "sglang_server_args"], "sglang_base_url names servers that run already")
-    elif not args.sglang_device:
-        ignored(args, ["sglang_server_args"], "no server is started: sglang_device is not set")
-    ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set sglang_concurrency")
-
-
-def correction_is_read(args: Args) -> None:
-    """The built-in engine is corrected only when asked for, and options of the correction need the correction."""
-    if args.samples_elsewhere:
-        ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
-    elif not args.correct_built_in_engine:
-        same = "the built-in engine samples with the trainer's own weights and precision"
-        ignored(args, CORRECTION, f"{same}; correct_built_in_engine=True corrects its rounding all the same")
-        return
-    if not args.vllm_importance_sampling_correction:
-        names = [*CORRECTION_OPTIONS, "correct_built_in_engine"]
-        ignored(args, names, "vllm_importance_sampling_correction is False")
-
-
-def correction_bounds_enclose_one(args: Args) -> None:
-    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
-        raise ValueError(
-            f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} must lie on either"
-            " side of 1, the ratio where engine and trainer agree: the first between 0 and 1, the second 1 or more,"
-            " or either of them unset. 0.5 and 3 are usual."
+        yield from ignored(args, ["vllm_sleep_level"], "vllm_enable_sleep_mode is False")
+        yield from ignored(
+            args, OFFLOAD, "vllm_enable_sleep_mode is False, so vLLM holds its memory already and nothing is moved"
         )
 
 
-def vespo_is_corrected_by_token(args: Args) -> None:
+def engine_kwargs_repeat_no_field(args: Args) -> Iterator[Finding]:
+    assert not isinstance(args.vllm_engine_kwargs, str), "parsed at construction"
+    for key in args.vllm_engine_kwargs or {}:
+        if key in ENGINE_KEYS:
+            evidence = f"vllm_engine_kwargs may not hold {key!r}: {ENGINE_KEYS[key]}."
+            yield Finding.error("setting-elsewhere", evidence)
+
+
+def sglang_settings_are_read(args: Args) -> Iterator[Finding]:
+    if not args.use_sglang:
+        return
+    if args.sglang_base_url:
+        yield from ignored(
+            args, ["sglang_device", "sglang_server_args"], "sglang_base_url names servers that run already"
+        )
+    elif not args.sglang_device:
+        yield from ignored(args, ["sglang_server_args"], "no server is started: sglang_device is not set")
+    yield from ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set sglang_concurrency")
+
+
+def correction_is_read(args: Args) -> Iterator[Finding]:
+    """The built-in engine is corrected only when asked for, and options of the correction need the correction."""
+    if args.samples_elsewhere:
+        yield from ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
+    elif not args.correct_built_in_engine:
+        same = "the built-in engine samples with the trainer's own weights and precision"
+        yield from ignored(args, CORRECTION, f"{same}; correct_built_in_engine=True corrects its rounding all the same")
+        return
+    if not args.vllm_importance_sampling_correction:
+        names = [*CORRECTION_OPTIONS, "correct_built_in_engine"]
+        yield from ignored(args, names, "vllm_importance_sampling_correction is False")
+
+
+def correction_bounds_enclose_one(args: Args) -> Iterator[Finding]:
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
+        yield Finding.error(
+            "correction-bounds",
+            f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} must lie on either"
+            " side of 1, the ratio where engine and trainer agree: the first between 0 and 1, the second 1 or more,"
+            " or either of them unset.",
+            "0.5 and 3 are usual.",
+        )
+
+
+def vespo_is_corrected_by_token(args: Args) -> Iterator[Finding]:
     mode, used = args.vllm_importance_sampling_mode, args.resolved_mismatch_mode
     if args.corrects_mismatch and mode != used and is_set(args, "vllm_importance_sampling_mode"):
-        warn(
+        yield Finding.warning(
+            "correction-level",
             f"vllm_importance_sampling_mode={mode!r} with loss_type={args.loss_type!r}: it multiplies the ratios of a"
-            f" sequence's tokens itself, so {used!r} is used."
+            f" sequence's tokens itself, so {used!r} is used.",
         )

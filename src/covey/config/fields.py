@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from accelerate.utils import DynamoBackend
 from transformers.training_args import trainer_log_levels
 
 from covey.config.messages import closest
+from covey.core.findings import Finding
 
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
@@ -32,16 +34,17 @@ class Limits:
     choices: tuple[str, ...] = ()
     advice: str = ""
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: Any) -> Iterator[Finding]:
         if self.choices:
             if value not in self.choices:
-                known = f"{', '.join(self.choices)}.{closest(value, self.choices)} {self.advice}".rstrip()
-                raise ValueError(f"{name}={value!r} is not known; choose one of: {known}")
+                known = f"{name}={value!r} is not known; choose one of: {', '.join(self.choices)}."
+                yield Finding.error("setting-word", f"{known}{closest(value, self.choices)}", self.advice)
             return
         above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
         below = (self.le is None or value <= self.le) and not (self.finite and value == math.inf)
         if not (above and below):  # NaN is never inside
-            raise ValueError(f"{name}={value!r} is out of range: it must be {self}. {self.advice}".rstrip())
+            evidence = f"{name}={value!r} is out of range: it must be {self}."
+            yield Finding.error("setting-range", evidence, self.advice)
 
     def __str__(self) -> str:
         if self.ge is not None and self.le is not None:

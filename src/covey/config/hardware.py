@@ -7,6 +7,8 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
+from covey.core.findings import CheckError
+
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What launchers set in the environment of each process."""
 ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})
@@ -32,26 +34,27 @@ def announce_meeting(use_cpu: bool) -> None:
     leave = f"For a run of one process: unset {' '.join(given)}"
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if name in given and not given[name].removeprefix("-").isdecimal():
-            raise ValueError(
-                f"{name}={given[name]!r} in the environment is not a whole number, as launchers set it. {leave}"
-            )
+            evidence = f"{name}={given[name]!r} in the environment is not a whole number, as launchers set it."
+            raise CheckError.of("launcher-variables", evidence, leave)
     size = int(given.get("WORLD_SIZE", 1))
     joins = launched() or (size != 1 and (use_cpu or not has_accelerator()))
     if not joins or torch.distributed.is_initialized():
         return
     needed = [name for name in VARIABLES if size > 1 or name != "MASTER_PORT"]  # accelerate chooses one
     if missing := [name for name in needed if not given.get(name) and (launched() or name != "LOCAL_RANK")]:
-        raise ValueError(
+        raise CheckError.of(
+            "launcher-variables",
             f"{_listed(given)} in the environment, but not {', '.join(missing)}: a launcher sets all of"
-            f" {', '.join(VARIABLES)}. {leave}"
+            f" {', '.join(VARIABLES)}.",
+            leave,
         )
     port = given.get("MASTER_PORT", "1")
     if not (port.isdecimal() and (size > 1) <= int(port) < 2**16):
-        raise ValueError(f"MASTER_PORT={port!r} in the environment is no port, a number from 1 to 65535. {leave}")
+        evidence = f"MASTER_PORT={port!r} in the environment is no port, a number from 1 to 65535."
+        raise CheckError.of("launcher-variables", evidence, leave)
     if not 0 <= int(given["RANK"]) < size:
-        raise ValueError(
-            f"RANK={given['RANK']} in the environment is none of WORLD_SIZE={size} processes, counted from 0. {leave}"
-        )
+        evidence = f"RANK={given['RANK']} in the environment is none of WORLD_SIZE={size} processes, counted from 0."
+        raise CheckError.of("launcher-variables", evidence, leave)
     if size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         print(
             f"covey: {_listed(given)} in the environment: waiting until {size} processes have joined. {leave}",

@@ -1,12 +1,12 @@
-"""Warnings about settings, and proposals of known names."""
+"""Findings about settings without effect, and proposals of known names."""
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from covey.core.findings import Finding
 from covey.runtime.safe_text import without_secrets
-from covey.runtime.user_code import warn
 
 
 def closest(value: Any, allowed: Iterable[str]) -> str:
@@ -25,8 +25,8 @@ def is_set(args: Any, name: str) -> bool:
     return name in args.given and getattr(args, name) != default_of(type(args), name)
 
 
-def ignored(args: Any, names: Iterable[str], because: str) -> None:
+def ignored(args: Any, names: Iterable[str], because: str) -> Iterator[Finding]:
     for name in names:
         if is_set(args, name):
             value = "..." if name.endswith("_api_key") else repr(without_secrets(getattr(args, name)))
-            warn(f"`{name}={value}` has no effect: {because}.")
+            yield Finding.warning("setting-unread", f"`{name}={value}` has no effect: {because}.")

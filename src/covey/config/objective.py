@@ -1,5 +1,6 @@
 """Fields and rules about the objective: rewards, loss, KL penalty, entropy."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 
@@ -7,8 +8,8 @@ from covey.algorithms import LOSS_TYPES
 from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored
 from covey.core.credit import COMPARED_WITH
+from covey.core.findings import Finding
 from covey.core.losses import KL_ESTIMATORS, RATIO_LEVELS
-from covey.runtime.user_code import warn
 
 
 @dataclass
@@ -151,170 +152,197 @@ OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})  # average token l
 LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
 
 
-def loss_type_suits_the_method(args: Args) -> None:
+def loss_type_suits_the_method(args: Args) -> Iterator[Finding]:
     if args.method == "grpo" and args.loss_type == "rloo":
-        raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
+        fix = "use RLOOConfig and RLOOTrainer (`covey rloo`)."
+        yield Finding.error("loss-method", "loss_type='rloo' belongs to RLOO:", fix)
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
-        raise ValueError(
-            "loss_type='dr_grpo' divides by max_completion_length, which is None. Set it, or use loss_type='dapo'."
-        )
+        evidence = "loss_type='dr_grpo' divides by max_completion_length, which is None."
+        yield Finding.error("loss-length", evidence, "Set it, or use loss_type='dapo'.")
 
 
-def advantages_scale_themselves(args: Args) -> None:
+def advantages_scale_themselves(args: Args) -> Iterator[Finding]:
     if args.advantages != "pass_at_k":
-        ignored(args, ["pass_at_k"], f"advantages is {args.advantages!r}")
+        yield from ignored(args, ["pass_at_k"], f"advantages is {args.advantages!r}")
     if args.advantages is None:
         return
     if args.multi_objective_aggregation == "normalize_then_sum":
-        raise ValueError(
+        yield Finding.error(
+            "advantages-twice",
             f"advantages={args.advantages!r} and multi_objective_aggregation={args.multi_objective_aggregation!r} are"
-            " two ways from rewards to advantages: leave one of them out."
+            " two ways from rewards to advantages: leave one of them out.",
         )
     own = "normalize_advantages" if args.method == "rloo" else "scale_rewards"
-    ignored(args, [own], f"advantages={args.advantages!r} scales them itself")
+    yield from ignored(args, [own], f"advantages={args.advantages!r} scales them itself")
     shares_gradient = args.importance_sampling_level == "sequence" and not LOSS_TYPES[args.loss_type].credits_tokens
     if args.advantages == "otb" and (args.loss_type == "gmpo" or shares_gradient):
-        raise ValueError(
+        yield Finding.error(
+            "advantages-tokens",
             "advantages='otb' gives each token an advantage of its own, but this loss gives all tokens of a completion"
-            " the same (loss_type='gmpo', or importance_sampling_level='sequence'). Choose another."
+            " the same (loss_type='gmpo', or importance_sampling_level='sequence').",
+            "Choose another.",
         )
     if args.advantages == "pass_at_k" and args.pass_at_k > (args.num_generations or 0):
-        raise ValueError(f"pass_at_k={args.pass_at_k} must be at most num_generations={args.num_generations}.")
+        evidence = f"pass_at_k={args.pass_at_k} must be at most num_generations={args.num_generations}."
+        yield Finding.error("setting-range", evidence)
 
 
-def clipping_leaves_a_range(args: Args) -> None:
+def clipping_leaves_a_range(args: Args) -> Iterator[Finding]:
     """1 - epsilon and 1 + epsilon_high enclose 1, and delta lies beyond them."""
     if args.loss_type == "gmpo":  # clips between exp(-epsilon) and exp(epsilon_high)
-        Limits(ge=0, advice="0.4 is usual for gmpo.").check("epsilon", args.epsilon)
+        yield from Limits(ge=0, advice="0.4 is usual for gmpo.").check("epsilon", args.epsilon)
     elif not 0 <= args.epsilon < 1:
-        raise ValueError(f"epsilon={args.epsilon} is out of range: it must be at least 0 and below 1. 0.2 is usual.")
+        evidence = f"epsilon={args.epsilon} is out of range: it must be at least 0 and below 1."
+        yield Finding.error("setting-range", evidence, "0.2 is usual.")
     if args.delta is not None and args.loss_type in CLIPPED and args.delta <= 1 + args.resolved_epsilon_high:
-        raise ValueError(
+        yield Finding.error(
+            "clip-range",
             f"delta={args.delta} must be larger than 1 + epsilon_high = {1 + args.resolved_epsilon_high:g}: it bounds "
-            "the ratios that ordinary clipping lets through when the advantage is negative. 2 to 4 are usual."
+            "the ratios that ordinary clipping lets through when the advantage is negative.",
+            "2 to 4 are usual.",
         )
 
 
-def cispo_has_its_cap(args: Args) -> None:
+def cispo_has_its_cap(args: Args) -> Iterator[Finding]:
     if args.loss_type != "cispo":
         return
     if args.epsilon_high is None:
-        warn(
+        yield Finding.warning(
+            "clip-cap",
             f"loss_type='cispo' needs a largest ratio and `epsilon_high` is not set: {args.resolved_epsilon_high:g} is "
-            "used."
+            "used.",
         )
     elif args.epsilon_high <= 1:
-        warn(
+        yield Finding.warning(
+            "clip-cap",
             f"epsilon_high={args.epsilon_high} with loss_type='cispo' is the largest ratio itself, not a distance from "
-            "1: it shrinks every gradient. 5 is usual."
+            "1: it shrinks every gradient.",
+            "5 is usual.",
         )
 
 
-def loss_options_are_read(args: Args) -> None:
+def loss_options_are_read(args: Args) -> Iterator[Finding]:
     """Options of a loss are read by the chosen one; on-policy, every ratio is 1 and no bound acts."""
     row = LOSS_TYPES[args.loss_type]
     if row.reads is not None:
-        ignored(args, sorted(LOSS_OPTIONS - row.reads), f"loss_type={args.loss_type!r} does not read it")
+        yield from ignored(args, sorted(LOSS_OPTIONS - row.reads), f"loss_type={args.loss_type!r} does not read it")
     if row.ratio_level is not None:
-        ignored(args, ["importance_sampling_level"], f"loss_type={args.loss_type!r} prescribes its own")
+        yield from ignored(args, ["importance_sampling_level"], f"loss_type={args.loss_type!r} prescribes its own")
     elif args.importance_sampling_level != "token" and args.loss_type in OVER_TOKENS:
-        warn(
+        yield Finding.warning(
+            "ratio-length",
             f"importance_sampling_level={args.importance_sampling_level!r} with loss_type={args.loss_type!r}: all"
             " tokens of a completion have one ratio, and this loss averages over tokens, so a completion counts by its"
-            " length. GSPO's loss_type='grpo' counts completions alike."
+            " length.",
+            "GSPO's loss_type='grpo' counts completions alike.",
         )
     on_policy = args.algebra().on_policy
     if on_policy and row.reads is not None and args.loss_type != "cispo":  # its cap is no distance from 1
         bounds = [name for name in ("epsilon", "epsilon_high", "delta") if name in row.reads]
-        ignored(args, bounds, "this run is on-policy, so every importance ratio is 1; see `covey explain`")
+        yield from ignored(args, bounds, "this run is on-policy, so every importance ratio is 1; see `covey explain`")
         if args.loss_type == "kl_cov":
-            warn(
-                "loss_type='kl_cov' punishes nothing in this run: it is on-policy, so every importance ratio is 1. Set"
-                " num_iterations or steps_per_generation so that a rollout batch is trained on more than once."
+            yield Finding.warning(
+                "loss-on-policy",
+                "loss_type='kl_cov' punishes nothing in this run: it is on-policy, so every importance ratio is 1.",
+                "Set num_iterations or steps_per_generation so that a rollout batch is trained on more than once.",
             )
     if args.loss_type == "clip_cov" and args.clip_cov_low >= args.clip_cov_high:
-        raise ValueError(f"clip_cov_low={args.clip_cov_low} must be below clip_cov_high={args.clip_cov_high}.")
+        evidence = f"clip_cov_low={args.clip_cov_low} must be below clip_cov_high={args.clip_cov_high}."
+        yield Finding.error("clip-range", evidence)
     if on_policy and not args.max_staleness:
-        ignored(args, ["off_policy_mask_threshold"], "this run is on-policy, so no completion is stale")
+        yield from ignored(args, ["off_policy_mask_threshold"], "this run is on-policy, so no completion is stale")
 
 
-def reference_sync_needs_a_reference(args: Args) -> None:
+def reference_sync_needs_a_reference(args: Args) -> Iterator[Finding]:
     if args.sync_ref_model and args.beta == 0:
-        raise ValueError(
-            "sync_ref_model=True needs a reference model, and beta=0 loads none. Set beta above 0 (0.04, say) or "
-            "sync_ref_model=False."
-        )
+        evidence = "sync_ref_model=True needs a reference model, and beta=0 loads none."
+        yield Finding.error("reference-missing", evidence, "Set beta above 0 (0.04, say) or sync_ref_model=False.")
     if not args.sync_ref_model:
-        ignored(args, ["ref_model_mixup_alpha", "ref_model_sync_steps"], "sync_ref_model is False")
+        yield from ignored(args, ["ref_model_mixup_alpha", "ref_model_sync_steps"], "sync_ref_model is False")
 
 
-def kl_options_are_read(args: Args) -> None:
+def kl_options_are_read(args: Args) -> Iterator[Finding]:
     """Options of the KL term need a KL term in the loss; in RLOO's reward only k1, summed, is the penalty."""
     if args.method == "rloo" and args.kl_estimator != "k1":
-        raise ValueError(
+        yield Finding.error(
+            "kl-form",
             f"kl_estimator={args.kl_estimator!r} with RLOO: the penalty is part of the reward there, and its estimator "
-            "is 'k1', the log ratio of the whole completion. Leave kl_estimator unset, or use GRPO."
+            "is 'k1', the log ratio of the whole completion.",
+            "Leave kl_estimator unset, or use GRPO.",
         )
     if args.beta == 0:
         names = ["kl_estimator", "use_bias_correction_kl", "kl_in_reward"]
-        ignored(args, names, "beta is 0, so there is no KL penalty")
+        yield from ignored(args, names, "beta is 0, so there is no KL penalty")
     elif args.method == "rloo":
-        ignored(args, ["use_bias_correction_kl"], "RLOO's KL penalty is part of the reward and carries no gradient")
-        ignored(args, ["kl_in_reward"], "RLOO's KL penalty always is part of the reward")
+        yield from ignored(
+            args, ["use_bias_correction_kl"], "RLOO's KL penalty is part of the reward and carries no gradient"
+        )
+        yield from ignored(args, ["kl_in_reward"], "RLOO's KL penalty always is part of the reward")
     elif args.kl_in_reward:
         names = ["kl_estimator", "use_bias_correction_kl"]
-        ignored(args, names, "with kl_in_reward the penalty is k1, summed over the completion, without a gradient")
+        yield from ignored(
+            args, names, "with kl_in_reward the penalty is k1, summed over the completion, without a gradient"
+        )
         if args.multi_objective_aggregation == "normalize_then_sum":
-            raise ValueError("kl_in_reward=True cannot be with multi_objective_aggregation='normalize_then_sum'.")
+            evidence = "kl_in_reward=True cannot be with multi_objective_aggregation='normalize_then_sum'."
+            yield Finding.error("kl-form", evidence, "Leave one of the two out.")
 
 
-def entropy_controller_has_room(args: Args) -> None:
+def entropy_controller_has_room(args: Args) -> Iterator[Finding]:
     low, high = args.entropy_coef_min, args.entropy_coef_max
     if low > high:
-        raise ValueError(f"entropy_coef_min={low} must not be above entropy_coef_max={high}.")
+        yield Finding.error("entropy-range", f"entropy_coef_min={low} must not be above entropy_coef_max={high}.")
+        return
     if not args.use_adaptive_entropy:
         names = ["entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"]
-        ignored(args, names, "use_adaptive_entropy is False")
+        yield from ignored(args, names, "use_adaptive_entropy is False")
         return
     if not low <= args.entropy_coef <= high:
-        raise ValueError(
+        yield Finding.error(
+            "entropy-range",
             f"entropy_coef={args.entropy_coef}, where the adaptive weight starts, is outside "
-            f"[entropy_coef_min, entropy_coef_max] = [{low}, {high}]."
+            f"[entropy_coef_min, entropy_coef_max] = [{low}, {high}].",
         )
     if args.entropy_coef_delta <= 0 or args.entropy_target < 0:
-        raise ValueError(
+        yield Finding.error(
+            "entropy-range",
             f"use_adaptive_entropy=True needs entropy_coef_delta above 0 (is {args.entropy_coef_delta}) and "
-            f"entropy_target of 0 or more (is {args.entropy_target})."
+            f"entropy_target of 0 or more (is {args.entropy_target}).",
         )
 
 
-def rewards_carry_weight(args: Args) -> None:
+def rewards_carry_weight(args: Args) -> Iterator[Finding]:
     weights = args.reward_weights
     if weights is None:
         return
     numbers = isinstance(weights, list | tuple) and all(isinstance(weight, Real) for weight in weights)
     if not numbers or not all(abs(weight) < 1e18 for weight in weights) or not any(weights):
-        raise ValueError(
+        yield Finding.error(
+            "reward-weights",
             f"reward_weights={weights!r}: give a list of one finite number per reward function, at least one of them "
-            "not 0, or leave it unset to weigh all alike."
+            "not 0, or leave it unset to weigh all alike.",
         )
 
 
-def steps_or_outcomes_carry_weight(args: Args) -> None:
+def steps_or_outcomes_carry_weight(args: Args) -> Iterator[Finding]:
     if args.process_weight == args.outcome_weight == 0:
-        raise ValueError(
-            "process_weight=0 and outcome_weight=0 leave no advantage to learn from: set one of them above 0."
-        )
+        evidence = "process_weight=0 and outcome_weight=0 leave no advantage to learn from: set one of them above 0."
+        yield Finding.error("nothing-trained", evidence)
     if args.method == "rloo" and args.outcome_weight == 0 < args.beta:
-        warn(
-            f"outcome_weight=0 leaves out RLOO's KL penalty (beta={args.beta}), which is part of the outcome. Set"
-            " outcome_weight above 0, or beta=0 to save the reference model."
+        yield Finding.warning(
+            "kl-dropped",
+            f"outcome_weight=0 leaves out RLOO's KL penalty (beta={args.beta}), which is part of the outcome.",
+            "Set outcome_weight above 0, or beta=0 to save the reference model.",
         )
 
 
-def scaling_is_read(args: Args) -> None:
+def scaling_is_read(args: Args) -> Iterator[Finding]:
     if args.method == "rloo":
         names = ["scale_rewards", "multi_objective_aggregation"]
-        ignored(args, names, "RLOO's baseline is the mean of the other completions; see normalize_advantages")
+        yield from ignored(
+            args, names, "RLOO's baseline is the mean of the other completions; see normalize_advantages"
+        )
     elif args.multi_objective_aggregation == "normalize_then_sum":
-        ignored(args, ["scale_rewards"], "multi_objective_aggregation='normalize_then_sum' scales each reward itself")
+        yield from ignored(
+            args, ["scale_rewards"], "multi_objective_aggregation='normalize_then_sum' scales each reward itself"
+        )

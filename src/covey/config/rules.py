@@ -1,6 +1,6 @@
 """Rules of a config: each is one function, named after what it guarantees.
 
-A rule raises `ValueError` for settings that cannot work, or warns about a setting without effect. To add one, write it
+A rule yields findings: errors for settings that cannot work, warnings for those without effect. To add one, write it
 below the fields of its theme (`training`, `sampling`, `objective`, `engines`): every public function there is a rule.
 """
 
@@ -9,7 +9,7 @@ import inspect
 import numbers
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 from types import NoneType, UnionType
@@ -24,9 +24,10 @@ from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.config import engines, objective, sampling, training
 from covey.config.aliases import OldNames
 from covey.config.fields import LIMITS, Args, Limits
+from covey.core.findings import Finding
 from covey.runtime.safe_text import is_secret, without_secrets
 
-RULES: tuple[Callable[[Args], None], ...] = tuple(
+RULES: tuple[Callable[[Args], Iterator[Finding]], ...] = tuple(
     rule
     for theme in (training, sampling, objective, engines)
     for name, rule in vars(theme).items()
@@ -45,72 +46,68 @@ BACKENDS = Limits(choices=("nccl", "gloo", "mpi", "ucc", "xccl", "ccl", "hccl", 
 DESCRIBED = {bool: "True or False", float: "a number", int: "a whole number", str: "text", dict: "a dict"}
 
 
-def check_fields(args: Args) -> None:
-    """Check each field by itself; ValueError naming all that are wrong."""
+def check_fields(args: Args) -> list[Finding]:
+    """Errors of single fields, whatever the others are."""
     if not isinstance(args.output_dir, str | os.PathLike | None):
-        raise ValueError(f"output_dir={args.output_dir!r} must be text: the name of a folder.")
+        return [Finding.error("setting-type", f"output_dir={args.output_dir!r} must be text: the name of a folder.")]
     own = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("covey."))  # not a script's subclass
     hints = get_type_hints(own)
     names = [field.name for field in dataclasses.fields(own) if field.name not in OldNames.__dataclass_fields__]
-    errors = [error for name in names if (error := _error(args, name, hints[name]))]
-    raise_together(errors)
+    return [found for name in names if (found := next(_errors(args, name, hints[name]), None))]
 
 
-def _error(args: Args, name: str, hint: Any) -> ValueError | None:
-    """The error of one field, if there is one."""
+def _errors(args: Args, name: str, hint: Any) -> Iterator[Finding]:
+    """Errors of one field; after the first, the others may not hold."""
     value = getattr(args, name, None)
     one_of = get_origin(hint) in (Union, UnionType)
     kinds = (*(get_args(hint) if one_of else [hint]), *ALSO.get(name, ()))
     enum = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), ())
     limits = Limits(choices=tuple(one.value for one in enum)) if enum else LIMITS.get(name)
-    try:
-        if name not in READ_BY_A_RULE and not (limits and limits.choices):
-            _check_type(name, value, kinds)
-        if limits is not None and not (value is None and NoneType in kinds):
-            limits.check(name, value)
-        if name in CHECKS:
-            CHECKS[name](value)
-    except ValueError as error:
-        return error
-    return None
+    if name not in READ_BY_A_RULE and not (limits and limits.choices):
+        yield from _check_type(name, value, kinds)
+    if limits is not None and not (value is None and NoneType in kinds):
+        yield from limits.check(name, value)
+    if name in CHECKS:
+        yield from CHECKS[name](value)
 
 
-def _check_optim_args(given: Any) -> None:
+def _check_optim_args(given: Any) -> Iterator[Finding]:
     if given and isinstance(given, str) and not all("=" in part for part in given.split(",")):
-        raise ValueError(f"optim_args={given!r} must be arguments of the optimizer, as in 'a=1,b=2'.")
-    _check_finite("optim_args", given)
+        evidence = f"optim_args={given!r} must be arguments of the optimizer, as in 'a=1,b=2'."
+        yield Finding.error("setting-format", evidence)
+    yield from _check_finite("optim_args", given)
 
 
-def _check_finite(name: str, given: Any) -> None:  # few optimizers and schedulers look at what they are given
+def _check_finite(name: str, given: Any) -> Iterator[Finding]:  # few optimizers look at what they are given
     if re.search(r"\b(nan|inf)\b", str(given), re.IGNORECASE):
-        raise ValueError(f"{name}={given!r} holds NaN or infinity: give a finite number.")
+        yield Finding.error("setting-range", f"{name}={given!r} holds NaN or infinity: give a finite number.")
 
 
-def _check_backend(given: Any) -> None:
+def _check_backend(given: Any) -> Iterator[Finding]:
     for backend in given.split(",") if given is not None else ():  # as in cpu:gloo,cuda:nccl
         if (name := backend.rpartition(":")[2]) not in torch.distributed.Backend.backend_list:  # also registered ones
-            BACKENDS.check("ddp_backend", name)
+            yield from BACKENDS.check("ddp_backend", name)
 
 
-def _check_debug(given: Any) -> None:
+def _check_debug(given: Any) -> Iterator[Finding]:
     for word in given.split() if isinstance(given, str) else given or ():
-        Limits(choices=tuple(option.value for option in DebugOption)).check("debug", word)
+        yield from Limits(choices=tuple(option.value for option in DebugOption)).check("debug", word)
 
 
-def _check_loss_type(given: Any) -> None:
+def _check_loss_type(given: Any) -> Iterator[Finding]:
     advice = (
         "To add your own, call covey.algorithms.register_loss before making the config, or name a file.py:function."
     )
-    Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", given)
+    yield from Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", given)
 
 
-def _check_advantages(given: Any) -> None:
+def _check_advantages(given: Any) -> Iterator[Finding]:
     if given is not None:
         advice = "Your own: covey.algorithms.register_advantages before making the config, or file.py:function."
-        Limits(choices=tuple(sorted(ADVANTAGES)), advice=advice).check("advantages", given)
+        yield from Limits(choices=tuple(sorted(ADVANTAGES)), advice=advice).check("advantages", given)
 
 
-CHECKS: dict[str, Callable[[Any], None]] = {
+CHECKS: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "loss_type": _check_loss_type,
     "advantages": _check_advantages,
     "optim_args": _check_optim_args,
@@ -121,42 +118,34 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 """Checks of single fields beyond their type and limits."""
 
 
-def check_rules(args: Args) -> None:
-    """Apply every rule; settings that cannot work are named together."""
-    errors: list[ValueError] = []
+def check_rules(args: Args) -> list[Finding]:
+    """Findings of every rule."""
+    found: list[Finding] = []
     for rule in RULES:
         try:
-            rule(args)
-        except ValueError as error:
-            errors.append(error)
+            found += rule(args)
         except Exception:  # of what an earlier rule has refused
-            if not errors:
+            if not any(finding.grave for finding in found):
                 raise
-    raise_together(errors)
+    return found
 
 
-def raise_together(errors: Sequence[ValueError]) -> None:
-    """Raise one error with the messages of all; return where there is none."""
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ValueError(f"{len(errors)} settings cannot work:\n" + "\n".join(f"- {error}" for error in errors))
-
-
-def _check_type(name: str, value: Any, kinds: tuple[Any, ...]) -> None:
+def _check_type(name: str, value: Any, kinds: tuple[Any, ...]) -> Iterator[Finding]:
     if not any(_is_one(value, kind) for kind in kinds):
         allowed = " or ".join(dict.fromkeys(_described(kind) for kind in kinds if kind is not NoneType))
         shown = "..." if is_secret(name) and value is not None else repr(without_secrets(value))
         kind, advice = type(value).__name__, ""
         if isinstance(value, str) and bool in kinds:
-            advice = " Write it without quotes: as it is, it would count as True."
+            advice = "Write it without quotes: as it is, it would count as True."
         elif isinstance(value, str) and {int, float} & set(kinds):
-            advice = " Write it without quotes, such as 1 or 1.0e-6; YAML takes 1e-6 for text."
-        elif value is None:
-            raise ValueError(f"{name}=None must be {allowed}. Leave it out for its default.")
-        raise ValueError(f"{name}={shown} must be {allowed}, but is a{'n' * (kind == 'int')} {kind}.{advice}")
-    if value != value:
-        raise ValueError(f"{name}=nan is not a number: give a number, or leave the field out for its default.")
+            advice = "Write it without quotes, such as 1 or 1.0e-6; YAML takes 1e-6 for text."
+        evidence = f"{name}={shown} must be {allowed}, but is a{'n' * (kind == 'int')} {kind}."
+        if value is None:
+            evidence, advice = f"{name}=None must be {allowed}.", "Leave it out for its default."
+        yield Finding.error("setting-type", evidence, advice)
+    elif value != value:
+        evidence = f"{name}=nan is not a number: give a number, or leave the field out for its default."
+        yield Finding.error("setting-range", evidence)
 
 
 def _is_one(value: Any, kind: Any) -> bool:
@@ -183,24 +172,31 @@ def _described(kind: Any) -> str:
     return DESCRIBED.get(get_origin(kind) or kind, f"a {getattr(kind, '__name__', kind)}")
 
 
-def check_batch_settings(args: Args) -> None:
+def check_batch_settings(args: Args) -> Iterator[Finding]:
     if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process. Start one process per GPU "
-            f"(accelerate launch --num_processes {args.n_gpu} script.py) or show one only (CUDA_VISIBLE_DEVICES=0)."
+        yield Finding.error(
+            "gpus-in-one-process",
+            f"{args.n_gpu} GPUs are visible to one process.",
+            f"Start one process per GPU (accelerate launch --num_processes {args.n_gpu} script.py) or show one only"
+            " (CUDA_VISIBLE_DEVICES=0).",
         )
     if args.num_generations is None or args.num_generations < 2:
-        raise ValueError(
+        yield Finding.error(
+            "group-of-one",
             f"num_generations={args.num_generations!r}: a completion is compared with the others of its prompt, so "
-            "there must be at least 2; with 1 every advantage is 0 and nothing is learned. 4 to 16 are usual."
+            "there must be at least 2; with 1 every advantage is 0 and nothing is learned.",
+            "4 to 16 are usual.",
         )
     if args.auto_find_batch_size:
-        raise ValueError(
+        yield Finding.error(
+            "batch-search",
             "auto_find_batch_size=True would change per_device_train_batch_size, and with it how groups divide, in the "
-            "middle of a run. Set per_device_train_batch_size yourself; `covey explain` estimates the memory."
+            "middle of a run.",
+            "Set per_device_train_batch_size yourself; `covey explain` estimates the memory.",
         )
     if getattr(args.accelerator_config, "split_batches", False):  # transformers has parsed it
-        raise ValueError(
-            "accelerator_config with split_batches=True would cut groups apart. Leave it False: "
-            "per_device_train_batch_size counts the completions of one process."
+        yield Finding.error(
+            "batch-split",
+            "accelerator_config with split_batches=True would cut groups apart.",
+            "Leave it False: per_device_train_batch_size counts the completions of one process.",
         )

@@ -1,10 +1,11 @@
 """Fields and rules about sampling: the distribution, reuse, async rollouts, tools and the choice of prompts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored
-from covey.runtime.user_code import warn
+from covey.core.findings import Finding
 
 
 @dataclass
@@ -150,114 +151,131 @@ IDLE_AT = {
 """The values of some of them that change nothing; others are refused."""
 
 
-def generation_kwargs_repeat_no_field(args: Args) -> None:
+def generation_kwargs_repeat_no_field(args: Args) -> Iterator[Finding]:
     assert not isinstance(args.generation_kwargs, str), "parsed at construction"
     for key, value in (args.generation_kwargs or {}).items():
         if key in SAMPLING_KEYS and (key, value) != ("do_sample", True):
-            raise ValueError(f"generation_kwargs may not hold {key!r}: set the field `{SAMPLING_KEYS[key]}` instead.")
+            evidence = f"generation_kwargs may not hold {key!r}: set the field `{SAMPLING_KEYS[key]}` instead."
+            yield Finding.error("setting-elsewhere", evidence)
 
 
-def sampling_masks_can_be_kept(args: Args) -> None:
+def sampling_masks_can_be_kept(args: Args) -> Iterator[Finding]:
     if not args.keep_sampling_mask:
         return
     if args.use_vllm or args.use_sglang:
-        raise ValueError(
+        yield Finding.error(
+            "sampling-mask",
             f"keep_sampling_mask=True with {'use_vllm' if args.use_vllm else 'use_sglang'}=True: only the built-in"
-            " engine returns which tokens it sampled from. Leave one of the two out; at top_p=1, top_k=0 and without"
-            " min_p and repetition_penalty the server samples from all tokens, as the trainer scores them."
+            " engine returns which tokens it sampled from.",
+            "Leave one of the two out; at top_p=1, top_k=0 and without min_p and repetition_penalty the server samples"
+            " from all tokens, as the trainer scores them.",
         )
-    if args.speculative_reuse == "lenient":
-        raise ValueError(
+    elif args.speculative_reuse == "lenient":
+        yield Finding.error(
+            "sampling-mask",
             "keep_sampling_mask=True with speculative_reuse='lenient': a stale token may stay that the policy would not"
-            " sample now, and its probability would be 0. Set speculative_reuse='exact', or leave one of the two out."
+            " sample now, and its probability would be 0.",
+            "Set speculative_reuse='exact', or leave one of the two out.",
         )
-    if args.top_p == 1 and not args.top_k and not args.min_p and args.repetition_penalty == 1:
-        ignored(args, ["keep_sampling_mask"], "top_p, top_k, min_p and repetition_penalty change nothing")
+    elif args.top_p == 1 and not args.top_k and not args.min_p and args.repetition_penalty == 1:
+        yield from ignored(args, ["keep_sampling_mask"], "top_p, top_k, min_p and repetition_penalty change nothing")
 
 
-def prompt_options_are_read(args: Args) -> None:
+def prompt_options_are_read(args: Args) -> Iterator[Finding]:
     if not args.dynamic_sample:
-        ignored(args, ["max_resample_times"], "dynamic_sample is False")
+        yield from ignored(args, ["max_resample_times"], "dynamic_sample is False")
     if args.prompt_sampler == "difficulty":
         because = "with prompt_sampler='difficulty' the prompts of a rollout batch are chosen, and read, when it begins"
-        ignored(args, ["dataloader_num_workers"], because)
+        yield from ignored(args, ["dataloader_num_workers"], because)
         return
-    ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
+    yield from ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
     if args.max_staleness:  # workers need to know which prompts come next (streams: `covey.data.sampler.train_loader`)
         because = f"with max_staleness={args.max_staleness} the prompts of a rollout batch are read when it is sampled"
-        ignored(args, ["dataloader_num_workers"], because)
+        yield from ignored(args, ["dataloader_num_workers"], because)
 
 
-def reuse_is_possible(args: Args) -> None:
+def reuse_is_possible(args: Args) -> Iterator[Finding]:
     kind = args.speculative_reuse
     if kind is None:
         return
     for engine in ("use_vllm", "use_sglang"):
         if getattr(args, engine):
-            raise ValueError(
+            yield Finding.error(
+                "draft-reuse",
                 f"speculative_reuse={kind!r} with {engine}=True: only the built-in engine can check earlier"
-                " completions. Leave one of the two out."
+                " completions.",
+                "Leave one of the two out.",
             )
     if args.repetition_penalty != 1.0:
-        raise ValueError(
+        yield Finding.error(
+            "draft-reuse",
             f"speculative_reuse={kind!r} with repetition_penalty={args.repetition_penalty}: the penalty makes tokens"
-            " depend on which came before, so earlier completions cannot be checked in one pass. Leave one of the"
-            " two out."
+            " depend on which came before, so earlier completions cannot be checked in one pass.",
+            "Leave one of the two out.",
         )
 
 
-def reuse_has_an_effect(args: Args) -> None:
+def reuse_has_an_effect(args: Args) -> Iterator[Finding]:
     if args.speculative_reuse is None:
-        ignored(args, ["speculative_max_tokens"], "speculative_reuse is not set")
+        yield from ignored(args, ["speculative_max_tokens"], "speculative_reuse is not set")
     if args.speculative_reuse != "lenient":
-        ignored(args, ["speculative_lenience"], "only speculative_reuse='lenient' reads it")
+        yield from ignored(args, ["speculative_lenience"], "only speculative_reuse='lenient' reads it")
     once = args.prompt_sampler == "uniform" and not args.dynamic_sample  # else a prompt may come twice in an epoch
     if once and args.max_steps <= 0 and args.num_train_epochs <= 1:
         because = f"with num_train_epochs={args.num_train_epochs:g} no prompt comes a second time"
-        ignored(args, ["speculative_reuse"], because)
+        yield from ignored(args, ["speculative_reuse"], because)
 
 
-def async_rollouts_have_an_engine(args: Args) -> None:
+def async_rollouts_have_an_engine(args: Args) -> Iterator[Finding]:
     """The trainer checks the engine itself."""
     if not args.max_staleness:
         return
     if args.use_vllm and args.vllm_mode == "colocate":
-        raise ValueError(
+        yield Finding.error(
+            "async-sampling",
             f"max_staleness={args.max_staleness} with vllm_mode='colocate': vLLM in the trainer's process samples on"
-            " the devices that train, so the two take turns. Set vllm_mode='server', or max_staleness=0."
+            " the devices that train, so the two take turns.",
+            "Set vllm_mode='server', or max_staleness=0.",
         )
     if args.use_transformers_continuous_batching:
-        raise ValueError(
+        yield Finding.error(
+            "async-sampling",
             f"max_staleness={args.max_staleness} with use_transformers_continuous_batching=True: it samples with the"
-            " very weights that are trained. Sample with a server, or set max_staleness=0."
+            " very weights that are trained.",
+            "Sample with a server, or set max_staleness=0.",
         )
     if args.speculative_reuse is not None:
-        raise ValueError(
+        yield Finding.error(
+            "async-sampling",
             f"max_staleness={args.max_staleness} with speculative_reuse={args.speculative_reuse!r}: only the built-in"
-            " engine can check earlier completions, and it cannot sample while the policy trains. Leave one of the two"
-            " out."
+            " engine can check earlier completions, and it cannot sample while the policy trains.",
+            "Leave one of the two out.",
         )
 
 
-def stale_samples_are_corrected(args: Args) -> None:
+def stale_samples_are_corrected(args: Args) -> Iterator[Finding]:
     if not args.max_staleness:
         return
     if not args.vllm_importance_sampling_correction:
-        warn(
+        yield Finding.warning(
+            "async-uncorrected",
             f"max_staleness={args.max_staleness} with vllm_importance_sampling_correction=False: completions of older"
-            " weights are trained on as if they were fresh, which biases the gradient. Leave the correction on."
+            " weights are trained on as if they were fresh, which biases the gradient.",
+            "Leave the correction on.",
         )
     if args.use_vllm and args.vllm_mode == "server" and args.vllm_enable_sleep_mode:
-        warn(
+        yield Finding.warning(
+            "async-sleep",
             f"vllm_enable_sleep_mode=True with max_staleness={args.max_staleness}: the servers sample while the policy"
-            " trains, so they hardly sleep. Leave it False, or set max_staleness=0."
+            " trains, so they hardly sleep.",
+            "Leave it False, or set max_staleness=0.",
         )
 
 
-def tool_parser_is_known(args: Args) -> None:
+def tool_parser_is_known(args: Args) -> Iterator[Finding]:
     if args.tool_parser is None:
         return
     from covey.rollout.tools.parsers import TOOL_PARSERS
 
     advice = "To add your own, register it in covey.rollout.tools.parsers.TOOL_PARSERS."
-    Limits(choices=tuple(TOOL_PARSERS), advice=advice).check("tool_parser", args.tool_parser)
+    yield from Limits(choices=tuple(TOOL_PARSERS), advice=advice).check("tool_parser", args.tool_parser)

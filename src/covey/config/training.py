@@ -1,13 +1,14 @@
 """Fields and rules about the policy, batches, the outer training loop and what is shown of completions."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import by_fsdp, has_accelerator
 from covey.config.messages import ignored
-from covey.runtime.user_code import warn
+from covey.core.findings import Finding
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
 
@@ -135,164 +136,179 @@ describe_fields(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def something_is_trained(args: Args) -> None:
+def something_is_trained(args: Args) -> Iterator[Finding]:
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-        raise ValueError(
-            f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}: nothing would be trained. Set"
-            " one of them above 0; max_steps wins unless it is -1."
+        yield Finding.error(
+            "nothing-trained",
+            f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}: nothing would be trained.",
+            "Set one of them above 0; max_steps wins unless it is -1.",
         )
 
 
-def one_update_has_many_micro_batches(args: Args) -> None:
+def one_update_has_many_micro_batches(args: Args) -> Iterator[Finding]:
     name = str(getattr(args.optim, "value", args.optim))
     if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
-        raise ValueError(
+        yield Finding.error(
+            "optimizer-in-backward",
             f"optim={name!r} changes the weights within every backward pass, but one optimizer step takes several"
-            " passes here, whose gradients belong to the same weights. Choose another optimizer, such as adamw_torch,"
-            " adafactor or galore_adamw."
+            " passes here, whose gradients belong to the same weights.",
+            "Choose another optimizer, such as adamw_torch, adafactor or galore_adamw.",
         )
 
 
-def optimizers_and_schedules_read_their_options(args: Args) -> None:
+def optimizers_and_schedules_read_their_options(args: Args) -> Iterator[Finding]:
     optimizer, schedule = _word(args.optim), _word(args.lr_scheduler_type)
     if optimizer in ("adamw_torch", "adamw_torch_fused"):
-        ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
+        yield from ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
     if not re.match("galore|apollo", optimizer):
-        ignored(args, ["optim_target_modules"], f"optim={optimizer!r} treats all modules alike")
+        yield from ignored(args, ["optim_target_modules"], f"optim={optimizer!r} treats all modules alike")
     if schedule in ("constant", "constant_with_warmup"):
-        ignored(args, ["lr_scheduler_kwargs"], f"the schedule {schedule!r} has no settings")
+        yield from ignored(args, ["lr_scheduler_kwargs"], f"the schedule {schedule!r} has no settings")
     if schedule in ("constant", "reduce_lr_on_plateau", "greedy"):
         advice = "; 'constant_with_warmup' does" if schedule == "constant" else ""
-        ignored(args, ["warmup_steps"], f"the schedule {schedule!r} does not warm up{advice}")
+        yield from ignored(args, ["warmup_steps"], f"the schedule {schedule!r} does not warm up{advice}")
 
 
-def intervals_are_read(args: Args) -> None:
+def intervals_are_read(args: Args) -> Iterator[Finding]:
     """A number of steps needs a strategy that counts steps, and options of saving and evaluating need these."""
     for kind in ("logging", "eval", "save"):
         if (strategy := _word(getattr(args, f"{kind}_strategy"))) != "steps" and (kind, strategy) != ("save", "best"):
-            ignored(args, [f"{kind}_steps"], f"{kind}_strategy is {strategy!r}, not 'steps'")
+            yield from ignored(args, [f"{kind}_steps"], f"{kind}_strategy is {strategy!r}, not 'steps'")
     if _word(args.save_strategy) == "no":
-        ignored(args, ["save_total_limit", "save_only_model"], "save_strategy is 'no', so there are no checkpoints")
+        yield from ignored(
+            args, ["save_total_limit", "save_only_model"], "save_strategy is 'no', so there are no checkpoints"
+        )
     if _word(args.eval_strategy) == "no":
         names = ["eval_delay", "load_best_model_at_end"]
         if args.lr_scheduler_type not in BY_METRIC:
             names += ["metric_for_best_model", "greater_is_better"]
-        ignored(args, names, "eval_strategy is 'no', so no evaluation decides")
+        yield from ignored(args, names, "eval_strategy is 'no', so no evaluation decides")
     if args.max_steps > 0:
-        ignored(args, ["num_train_epochs"], f"max_steps={args.max_steps} ends the run")
+        yield from ignored(args, ["num_train_epochs"], f"max_steps={args.max_steps} ends the run")
 
 
-def places_are_read(args: Args) -> None:
+def places_are_read(args: Args) -> Iterator[Finding]:
     """Options of the hub and of a tracker need these."""
     if not args.push_to_hub:
-        ignored(args, ["hub_strategy", "hub_always_push"], "push_to_hub is False")
+        yield from ignored(args, ["hub_strategy", "hub_always_push"], "push_to_hub is False")
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     if set(trackers) <= {"none", None}:
-        ignored(args, ["run_name"], "report_to names no tracker")
+        yield from ignored(args, ["run_name"], "report_to names no tracker")
     if not {"trackio", "all"} & set(trackers):
         names = ["project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"]
-        ignored(args, names, "it is trackio's, and report_to does not name it")
+        yield from ignored(args, names, "it is trackio's, and report_to does not name it")
 
 
-def processes_are_several(args: Args) -> None:
+def processes_are_several(args: Args) -> Iterator[Finding]:
     if (args.planned.world_size or args.world_size) > 1:
         return
     names = [f"ddp_{name}" for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")]
-    ignored(args, [*names, "ddp_backend", "save_on_each_node", "log_on_each_node"], "the run has one process")
+    yield from ignored(
+        args, [*names, "ddp_backend", "save_on_each_node", "log_on_each_node"], "the run has one process"
+    )
     if not (args.fsdp or by_fsdp()):
-        ignored(args, ["fsdp_config"], "fsdp is not set")
+        yield from ignored(args, ["fsdp_config"], "fsdp is not set")
 
 
-def recomputation_is_on(args: Args) -> None:
+def recomputation_is_on(args: Args) -> Iterator[Finding]:
     if not args.gradient_checkpointing:
         names = ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"]
-        ignored(args, names, "gradient_checkpointing is off")
+        yield from ignored(args, names, "gradient_checkpointing is off")
 
 
-def embeddings_are_without_noise(args: Args) -> None:
+def embeddings_are_without_noise(args: Args) -> Iterator[Finding]:
     if args.neftune_noise_alpha is not None:
-        raise ValueError(
+        yield Finding.error(
+            "embedding-noise",
             f"neftune_noise_alpha={args.neftune_noise_alpha!r} adds noise to the embeddings, for supervised training."
-            " Here completions would be sampled and scored by models that differ by noise. Leave it unset."
+            " Here completions would be sampled and scored by models that differ by noise.",
+            "Leave it unset.",
         )
 
 
-def liger_is_not_needed(args: Args) -> None:
+def liger_is_not_needed(args: Args) -> Iterator[Finding]:
     because = "the LM head is computed in chunks (logprob_chunk_size) without it, so that logits never fill the memory"
-    ignored(args, ["use_liger_kernel", "liger_kernel_config"], because)
-    args.use_liger_kernel = False  # transformers would replace layers
+    yield from ignored(args, ["use_liger_kernel", "liger_kernel_config"], because)
 
 
-def updates_divide_rollout_batches(args: Args) -> None:
+def updates_divide_rollout_batches(args: Args) -> Iterator[Finding]:
     """An update lies between two passes over a rollout batch, and none mixes two rollout batches."""
     algebra = args.algebra()
     if args.num_iterations > 1 and algebra.on_policy:
-        warn(
+        yield Finding.warning(
+            "updates-repeat",
             f"num_iterations={args.num_iterations}, but all {algebra.micro_batches} micro-batches of a rollout batch "
             f"fall into one update (gradient_accumulation_steps={args.gradient_accumulation_steps}): the same gradient "
-            f"is computed {args.num_iterations} times. Lower gradient_accumulation_steps to "
-            f"{algebra.steps_per_generation} or set num_iterations=1."
+            f"is computed {args.num_iterations} times.",
+            f"Lower gradient_accumulation_steps to {algebra.steps_per_generation} or set num_iterations=1.",
         )
     if not algebra.on_policy and algebra.updates_per_generation.denominator != 1:
-        warn(
+        yield Finding.warning(
+            "updates-mix",
             f"A rollout batch lasts {algebra.micro_batches} micro-batches and an update takes "
-            f"{algebra.gradient_accumulation_steps}: some updates mix two rollout batches. Make steps_per_generation * "
-            "num_iterations a multiple of gradient_accumulation_steps, or a divisor of it."
+            f"{algebra.gradient_accumulation_steps}: some updates mix two rollout batches.",
+            "Make steps_per_generation * num_iterations a multiple of gradient_accumulation_steps, or a divisor of it.",
         )
 
 
-def padding_is_a_number(args: Args) -> None:
+def padding_is_a_number(args: Args) -> Iterator[Finding]:
     value = args.pad_to_multiple_of
     if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"pad_to_multiple_of={value!r} must be 'auto', None or a whole number, 1 or more.")
-    ignored(args, ["pad_to_multiple_of"], "sequences are padded to the longest of them and no further")
+        evidence = f"pad_to_multiple_of={value!r} must be 'auto', None or a whole number, 1 or more."
+        yield Finding.error("setting-range", evidence)
+        return
+    yield from ignored(args, ["pad_to_multiple_of"], "sequences are padded to the longest of them and no further")
 
 
-def printing_needs_log_completions(args: Args) -> None:
+def printing_needs_log_completions(args: Args) -> Iterator[Finding]:
     if not args.log_completions:
         names = ["log_unique_prompts", *["num_completions_to_print"] * (args.num_completions_to_print != 0)]
-        ignored(args, names, "log_completions is False")
+        yield from ignored(args, names, "log_completions is False")
 
 
-def limiting_files_needs_an_export(args: Args) -> None:
+def limiting_files_needs_an_export(args: Args) -> Iterator[Finding]:
     if not args.exports_completions:
-        ignored(args, ["log_completions_total_limit"], "export_completions is False")
+        yield from ignored(args, ["log_completions_total_limit"], "export_completions is False")
 
 
-def supervised_options_are_off(args: Args) -> None:
+def supervised_options_are_off(args: Args) -> Iterator[Finding]:
     names = ("label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name")
-    ignored(args, names, "it belongs to supervised training")
-    ignored(args, ["average_tokens_across_devices"], "tokens are counted over all processes in every run")
-    ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
-    ignored(args, ["use_cache"], "sampling has a cache of its own, and scoring needs none")
-    ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
-    ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
+    yield from ignored(args, names, "it belongs to supervised training")
+    yield from ignored(args, ["average_tokens_across_devices"], "tokens are counted over all processes in every run")
+    yield from ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
+    yield from ignored(args, ["use_cache"], "sampling has a cache of its own, and scoring needs none")
+    yield from ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
+    yield from ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
     predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics", "include_for_metrics")
     gathered = ("eval_do_concat_batches", "eval_use_gather_object")
-    ignored(args, [*predictions, *gathered], "an evaluation keeps no predictions, only metrics")
+    yield from ignored(args, [*predictions, *gathered], "an evaluation keeps no predictions, only metrics")
     if not (has_accelerator() or args.planned.gpu):
-        ignored(args, ["torch_empty_cache_steps"], "a CPU has no such cache")
+        yield from ignored(args, ["torch_empty_cache_steps"], "a CPU has no such cache")
     if args.fp16 and not (has_accelerator() or args.planned.gpu):
-        ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
+        yield from ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
     loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
-    ignored(args, loader, "prompts are read one rollout batch at a time, and an incomplete one is left out")
-    ignored(args, ["dataloader_pin_memory", "dataloader_in_order"], "rows are read in order, and hold no tensors")
+    yield from ignored(args, loader, "prompts are read one rollout batch at a time, and an incomplete one is left out")
+    yield from ignored(
+        args, ["dataloader_pin_memory", "dataloader_in_order"], "rows are read in order, and hold no tensors"
+    )
     if not args.dataloader_num_workers:
-        ignored(args, ["dataloader_multiprocessing_context"], "dataloader_num_workers is 0")
+        yield from ignored(args, ["dataloader_multiprocessing_context"], "dataloader_num_workers is 0")
     given = args.accelerator_config if "accelerator_config" in args.given else None  # transformers has parsed it
     for name, default in (("dispatch_batches", None), ("even_batches", True), ("use_seedable_sampler", True)):
         if getattr(given, name, default) != default:
-            warn(
+            yield Finding.warning(
+                "setting-unread",
                 f"accelerator_config with {name}={getattr(given, name)!r} has no effect: each process reads its own"
-                " share of every rollout batch, in an order that `data_seed` or `seed` decides."
+                " share of every rollout batch, in an order that `data_seed` or `seed` decides.",
             )
     if getattr(given, "non_blocking", False):
-        warn("accelerator_config with non_blocking=True has no effect: rows hold no tensors to move.")
+        evidence = "accelerator_config with non_blocking=True has no effect: rows hold no tensors to move."
+        yield Finding.warning("setting-unread", evidence)
 
 
-def seeds_are_read(args: Args) -> None:
+def seeds_are_read(args: Args) -> Iterator[Finding]:
     if not args.shuffle_dataset and args.prompt_sampler == "uniform" and not args.dynamic_sample:
-        ignored(args, ["data_seed"], "shuffle_dataset is False, so prompts come in the order of the dataset")
+        yield from ignored(args, ["data_seed"], "shuffle_dataset is False, so prompts come in the order of the dataset")
 
 
 def _word(value: Any) -> str:

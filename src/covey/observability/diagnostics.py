@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.observability.findings import Finding, add_findings
+from covey.core.findings import Finding
+from covey.observability.findings import add_findings
 from covey.observability.record_files import FOLDER, WARNINGS
 
 STREAK = 5  # logs or steps in a row that must agree before something is said

@@ -10,13 +10,14 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from covey.core.findings import CheckError, CheckWarning, Finding
 from covey.runtime.interrupts import run_alone
 from covey.runtime.safe_text import printable, without_secrets
 
@@ -95,7 +96,17 @@ def _is_of_the_user(file: str) -> bool:
     return not file.startswith(INSTALLED)
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def report(findings: Iterable[Finding]) -> None:
+    """Warn of the findings of checks, then raise one `CheckError` with those that are errors."""
+    found = list(findings)
+    for finding in found:
+        if finding.level == "warning":
+            warn(CheckWarning(finding))
+    if errors := [finding for finding in found if finding.grave]:
+        raise CheckError(*errors)
+
+
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """Warn at the user's line that led here, however deep the caller is; without one, at the first outside of Covey."""
     frame, level, outside = sys._getframe(1), 2, 0
     while not _is_of_the_user(frame.f_code.co_filename):

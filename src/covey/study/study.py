@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.training import LoggingFields
+from covey.core.findings import CheckError
 from covey.data.conversations import as_user_messages, with_system_message
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
@@ -505,6 +506,8 @@ def _named(variant: str) -> Iterator[None]:
     """Begin the message of an error with the variant that has it."""
     try:
         yield
+    except CheckError as error:
+        raise error.within(f"variant {variant}") from error
     except ValueError as error:
         raise ValueError(f"variant {variant}: {error}") from error
 

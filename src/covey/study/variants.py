@@ -19,6 +19,7 @@ from covey.config.sampling import AgentFields, GenerationFields, PromptFields
 from covey.config.training import BatchFields
 from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
+from covey.core.findings import CheckError
 from covey.core.records import Completion, PromptSample
 from covey.policy.adapters import base_model, why_not_alone
 from covey.rollout.agents import with_agent
@@ -89,42 +90,50 @@ class Variant:
 def settings_of(
     common: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
 ) -> tuple[str, dict[str, Any] | None, Any]:
-    """Method, adapter (None: the whole model) and config of a variant; ValueError for what a study cannot have."""
+    """Method, adapter (None: the whole model) and config of a variant; CheckError for what a study cannot have."""
     own = {field_of(name) for name in changes}  # also under an old name
     values = {**{name: value for name, value in common.items() if field_of(name) not in own}, **changes}
     check_public(changes)
     if given := [name for name in ("eval_strategy", "eval_steps") if values.get(name, "no") not in ("no", None)]:
-        raise ValueError(f"`{given[0]}` is that of the study: give it `eval_steps` and `eval_dataset`.")
+        raise CheckError.of(
+            "study-setting", f"`{given[0]}` is that of the study: give it `eval_steps` and `eval_dataset`."
+        )
     if "output_dir" in changes:
-        raise ValueError("`output_dir` is that of the study: each variant has a folder in it, by its name.")
+        raise CheckError.of(
+            "study-setting", "`output_dir` is that of the study: each variant has a folder in it, by its name."
+        )
     if values.get("save_strategy", "no") != "no" or "save_steps" in values:
-        raise ValueError("`save_strategy` and `save_steps` are those of the study: give it `save_rounds`.")
+        raise CheckError.of(
+            "study-setting", "`save_strategy` and `save_steps` are those of the study: give it `save_rounds`."
+        )
     for name in changes:
         of_all = name in OF_ALL or _names_server(name)
         if (of_all or (name == "temperature" and values.get("use_vllm"))) and changes[name] != common.get(name):
-            raise ValueError(
-                f"{name}={changes[name]!r} for one variant: all share one model and engine. Set it for the study."
-            )
+            evidence = f"{name}={changes[name]!r} for one variant: all share one model and engine."
+            raise CheckError.of("study-setting", evidence, "Set it for the study.")
     method = values.pop("method", "grpo")
     if method not in TRAINERS:
-        raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(TRAINERS)}.")
+        raise CheckError.of("setting-word", f"method={method!r} is not known; choose one of: {', '.join(TRAINERS)}.")
     own = changes.get("peft", common.get("peft"))
     if not isinstance(own, Mapping | None):
-        raise ValueError(f"peft={own!r} must be a mapping, such as {{'r': 8}}, or None for the whole model.")
+        raise CheckError.of(
+            "setting-type", f"peft={own!r} must be a mapping, such as {{'r': 8}}, or None for the whole model."
+        )
     adapter = None if own is None else {**(common.get("peft") or {}), **own}
     if adapter is not None and (start := adapter.get("init_lora_weights", True)) not in UNTOUCHED:
-        raise ValueError(
-            f"init_lora_weights={start!r} changes weights of the model, which all variants share. Use one of"
-            f" {', '.join(map(repr, UNTOUCHED))}."
-        )
+        evidence = f"init_lora_weights={start!r} changes weights of the model, which all variants share."
+        raise CheckError.of("study-adapter", evidence, f"Use one of {', '.join(map(repr, UNTOUCHED))}.")
     if adapter is not None:
         from peft import LoraConfig
 
         known = [one.name for one in fields(LoraConfig)]
         if unknown := [name for name in adapter if name not in known]:
-            raise ValueError(f"`peft` has no field {unknown[0]!r}.{closest(unknown[0], known)} See peft.LoraConfig.")
+            evidence = f"`peft` has no field {unknown[0]!r}.{closest(unknown[0], known)}"
+            raise CheckError.of("setting-word", evidence, "See peft.LoraConfig.")
         if not isinstance(rank := adapter.get("r", 8), int):
-            raise ValueError(f"peft: r={rank!r} must be a whole number (in `random`, draw it from a list).")
+            raise CheckError.of(
+                "setting-type", f"peft: r={rank!r} must be a whole number (in `random`, draw it from a list)."
+            )
     for name in ("peft", "reward_funcs", "system_prompt"):
         values.pop(name, None)
     if adapter is None and values.get("use_vllm"):  # the server's weights are those under the adapters
@@ -132,21 +141,23 @@ def settings_of(
     try:
         args = TRAINERS[method].config_class(**{**values, **NOT_HERE, "output_dir": str(folder)})
     except TypeError as error:
-        raise ValueError(
-            f"{error} A variant changes settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and"
-            " `system_prompt`."
-        ) from None
+        names = f"settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and `system_prompt`"
+        raise CheckError.of("setting-word", str(error), f"A variant changes {names}.") from None
     for name, why in REFUSED.items():
         if getattr(args, name, None):
-            raise ValueError(f"{name}={getattr(args, name)!r} is not possible in a study: {why}. Leave it out.")
+            evidence = f"{name}={getattr(args, name)!r} is not possible in a study: {why}."
+            raise CheckError.of("study-setting", evidence, "Leave it out.")
     for name, value in {"vllm_mode": "server", "vllm_lora_sync": "adapter"}.items():
         if args.use_vllm and getattr(args, name) not in ("auto", value):
-            raise ValueError(
+            raise CheckError.of(
+                "study-setting",
                 f"{name}={getattr(args, name)!r} with use_vllm=True: one server samples for all variants of a study,"
-                f" each from its adapter. Set {name}={value!r}."
+                " each from its adapter.",
+                f"Set {name}={value!r}.",
             )
     if args.world_size > 1:
-        raise ValueError(f"a study is one process, and {args.world_size} were started. Start it without a launcher.")
+        evidence = f"a study is one process, and {args.world_size} were started."
+        raise CheckError.of("study-setting", evidence, "Start it without a launcher.")
     return method, adapter, args
 
 
@@ -172,7 +183,8 @@ def check_adapter(model: Any) -> None:
     if obstacle is None and any(len(getattr(module, "lora_embedding_A", ())) for module in model.modules()):
         obstacle = "it changes embeddings"
     if obstacle is not None:
-        raise ValueError(f"this adapter cannot be sampled together with others: {obstacle}. Use a plain LoRA.")
+        evidence = f"this adapter cannot be sampled together with others: {obstacle}."
+        raise CheckError.of("study-adapter", evidence, "Use a plain LoRA.")
 
 
 class VariantEngine:

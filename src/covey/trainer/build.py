@@ -40,7 +40,7 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.context import RunContext
@@ -87,7 +87,7 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
         )
     check_trackers(args.report_to)
     fill_unset(args)
-    check_fields(args)  # scripts may have assigned some since
+    report(check_fields(args))  # scripts may have assigned some since
     return args
 
 

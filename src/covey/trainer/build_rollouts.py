@@ -25,7 +25,7 @@ from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from covey.runtime.calling_thread import CallingThread
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 from covey.trainer.context import RunContext
 from covey.trainer.integrations.attributes import listed
 
@@ -91,7 +91,7 @@ def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, envi
                 warn(f"`{name}={value!r}` has no effect on rollouts that are one completion.")
     if not plays:
         names = ["tool_timeout", "rollout_timeout", "tool_parser", "unstable_chat_template"]
-        ignored(args, names, "there are no tools, no environments and no rollout function")
+        report(ignored(args, names, "there are no tools, no environments and no rollout function"))
     if args.max_tool_calling_iterations is not None and not tools and environment_factory is None:
         warn(
             f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"
@@ -189,7 +189,7 @@ def build_environment(
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         if _setting(factory, example, "max_turns", None) is not None:
-            ignored(args, ["max_tool_calling_iterations"], f"{kind} has max_turns={max_turns}, which decides")
+            report(ignored(args, ["max_tool_calling_iterations"], f"{kind} has max_turns={max_turns}, which decides"))
         turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
         return agent.TextEnvironmentAgent(pool, True, required(example.reset), source, max_turns, turn_end)
     gives_reward = callable(getattr(example, "get_reward", None))

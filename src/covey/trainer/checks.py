@@ -20,7 +20,7 @@ from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.isolation import isolation_of
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
@@ -55,7 +55,7 @@ def check_datasets(
         check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
         if args.eval_strategy != "no" or args.eval_on_start:  # else `evaluate` checks, if it is called
             algebra = args.algebra(args.world_size)
-            (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
+            report((dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval())
     functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
     for function in functions:
         if args.reward_isolation == "process" or isolation_of(function):

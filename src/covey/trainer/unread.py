@@ -22,7 +22,7 @@ from covey.rollout.prompts import is_conversational
 from covey.rollout.tool_agent import ToolAgent
 from covey.runtime.calling_thread import is_threaded
 from covey.runtime.isolation import isolation_of
-from covey.runtime.user_code import is_async, warn
+from covey.runtime.user_code import is_async, report, warn
 from covey.trainer.checks import evaluation_sets
 from covey.trainer.evaluation.suites import rows_of
 from covey.trainer.integrations.attributes import listed
@@ -44,9 +44,11 @@ def check_unread(trainer: Any) -> None:
     check_rewards(trainer)
     check_marks(given)
     if given.get("engine") is not None:
-        ignored(args, ["max_concurrent_completions"], "the trainer was given an engine, which batches by itself")
+        report(
+            ignored(args, ["max_concurrent_completions"], "the trainer was given an engine, which batches by itself")
+        )
     if trainer.collector.codec.vision is None:
-        ignored(args, ["log_multimodal"], "the model sees no images")
+        report(ignored(args, ["log_multimodal"], "the model sees no images"))
     evaluated = [("eval_dataset", rows_of(one)) for one in evaluation_sets(given.get("eval_dataset"))]
     own = [(role, one) for role, one in [("train_dataset", given.get("train_dataset")), *evaluated] if one is not None]
     rows = [(role, first_rows(dataset)) for role, dataset in own]
@@ -60,9 +62,11 @@ def check_prompt_settings(trainer: Any, prompts: Sequence[Any]) -> None:
     args, codec = trainer.args, trainer.collector.codec
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if prompts and not texts:
-        ignored(args, ["prompts_as_messages"], "every prompt is a list of messages")
+        report(ignored(args, ["prompts_as_messages"], "every prompt is a list of messages"))
     if texts and len(texts) == len(prompts) and not args.prompts_as_messages:
-        ignored(args, ["chat_template_kwargs"], "prompts of text are read as they are, without the chat template")
+        report(
+            ignored(args, ["chat_template_kwargs"], "prompts of text are read as they are, without the chat template")
+        )
     elif unread := unread_arguments(args.chat_template_kwargs, codec.tokenizer):
         warn(
             f"`chat_template_kwargs` has {', '.join(map(repr, unread))}, which the chat template does not mention, so"
@@ -92,11 +96,11 @@ def check_optimizer_settings(trainer: Any) -> None:
     optimizer, scheduler = trainer.made_of.get("optimizers") or (None, None)
     if scheduler is not None:
         schedule = ["lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"]
-        ignored(args, schedule, "the trainer was given a scheduler")
+        report(ignored(args, schedule, "the trainer was given a scheduler"))
     if optimizer is not None:
-        ignored(args, [*names, "weight_decay"], "the trainer was given an optimizer")
+        report(ignored(args, [*names, "weight_decay"], "the trainer was given an optimizer"))
     elif trainer.made_of.get("optimizer_cls_and_kwargs") is not None:
-        ignored(args, names, "the trainer was given the class of an optimizer and its arguments")
+        report(ignored(args, names, "the trainer was given the class of an optimizer and its arguments"))
     else:
         _check_settings_of(args, trainer.policy)
 
@@ -110,7 +114,7 @@ def _check_settings_of(args: OnlineConfig, policy: Any) -> None:
         other = copy.copy(args)
         setattr(other, name, default_of(type(args), name))
         if _optimizer_settings(other, policy) == used:
-            ignored(args, [name], f"optim={getattr(args.optim, 'value', args.optim)!r} does not read it")
+            report(ignored(args, [name], f"optim={getattr(args.optim, 'value', args.optim)!r} does not read it"))
     parts = [part for part in (args.optim_args or "").replace(" ", "").split(",") if part]
     for part in parts:
         other = copy.copy(args)

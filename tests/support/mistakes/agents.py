@@ -13,7 +13,7 @@ from covey.rollout.user_functions import RolloutError
 from covey.runtime.deadlines import MAX_STILL_RUNNING, LateCallWarning
 from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
+from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake, checked
 from tests.trainer.agents.test_tools import TEMPLATE, add
 
 UNSTABLE = TEMPLATE.replace("<bos>{{ m['role'] }}", "<bos>{{ messages | length }}{{ m['role'] }}")
@@ -200,17 +200,21 @@ AGENTS = [
         when=TRAINING,
         kind=RewardError,
     ),
-    Mistake(
+    checked(
         "Named a tool_parser that does not exist",
         lambda b: b.config(tool_parser="hermess"),
-        ("tool_parser='hermess' is not known", "Did you mean 'hermes'", "TOOL_PARSERS"),
+        "setting-word",
+        "tool_parser='hermess'",
+        "'hermes'",
+        "TOOL_PARSERS",
         when=CONFIG,
     ),
     *(
-        Mistake(
+        checked(
             "Gave tools or rollouts no time, or endless time",
             lambda b, name=name, value=value: b.config(**{name: value}),
-            (f"{name}={value!r}", "above 0 and at most 1000000000"),
+            "setting-range",
+            f"{name}={value!r} .* 0 .* 1000000000",
             when=CONFIG,
         )
         for name, value in {"tool_timeout": 0, "rollout_timeout": float("inf")}.items()
@@ -225,10 +229,11 @@ AGENTS = [
         ),
         kind=LateCallWarning,
     ),
-    Mistake(
+    checked(
         "Counted rounds of tool calls below 0",
         lambda b: b.config(max_tool_calling_iterations=-1),
-        ("max_tool_calling_iterations=-1", "0 or more", "Leave it unset"),
+        "setting-range",
+        "max_tool_calling_iterations=-1 .* 0 ",
         when=CONFIG,
     ),
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey import GRPOTrainer, RLOOTrainer
+from covey.core.findings import CheckError
 from tests.support import runs, tiny
 
 CONFIG, CONSTRUCTION, TRAINING = "config", "construction", "training"
@@ -39,9 +40,10 @@ class Mistake:
         what: the heading in docs/troubleshooting.md: what the user did. Several mistakes may share one; the page shows
             the message of the first.
         make: does it on a bench; an error is raised on the way, or a warning is given and the run goes on.
-        says: patterns that the message contains: what was given, what is allowed, what to do.
+        says: patterns that the message contains: with a `code`, names and values alone.
         when: the step that notices it.
         kind: class of the exception or warning.
+        code: of the one finding that it must carry; "" where no check finds the mistake.
     """
 
     what: str
@@ -49,6 +51,19 @@ class Mistake:
     says: tuple[str, ...]
     when: str = CONSTRUCTION
     kind: type[Warning] | type[Exception] = ValueError
+    code: str = ""
+
+
+def checked(
+    what: str,
+    make: Callable[["Bench"], Any],
+    code: str,
+    *says: str,
+    when: str = CONSTRUCTION,
+    kind: type[Warning] | type[Exception] = CheckError,
+) -> Mistake:
+    """A mistake that a check finds, with the code and the values of its finding."""
+    return Mistake(what, make, says, when, kind, code)
 
 
 class Bench:

@@ -12,7 +12,7 @@ from covey.sizing import memory, vllm_memory
 from covey.sizing.vllm_memory import GIB, EngineMemory
 from covey.trainer.engines import colocated
 from tests.support import tiny
-from tests.support.mistakes.cases import CONFIG, Bench, Mistake
+from tests.support.mistakes.cases import CONFIG, Bench, Mistake, checked
 
 
 def _start(version: str | None) -> Any:
@@ -54,11 +54,13 @@ COLOCATION = [
     Mistake(
         "Trained with an old vLLM", lambda bench: _start("0.8.5"), (r"vLLM 0\.8\.5", "Upgrade"), CONFIG, ImportError
     ),
-    Mistake(
+    checked(
         "Gave vLLM a share of the memory that is none",
         lambda bench: bench.config(vllm_gpu_memory_utilization="most"),
-        ("='most'", "'auto'", "covey explain"),
-        CONFIG,
+        "setting-range",
+        "='most'",
+        "'auto'",
+        when=CONFIG,
     ),
     Mistake(
         "Gave vLLM a GPU that is too small, with the share worked out",
@@ -66,17 +68,21 @@ COLOCATION = [
         (r"of 3\.0 GiB", r"at least 3\.0 GiB", "vllm_enable_sleep_mode=True"),
         CONFIG,
     ),
-    Mistake(
+    checked(
         "Chose a depth of sleep that there is not",
         lambda bench: bench.config(vllm_sleep_level=0),
-        ("vllm_sleep_level=0", "1 keeps", "2 discards", "vllm_enable_sleep_mode=False"),
-        CONFIG,
+        "setting-range",
+        "vllm_sleep_level=0",
+        "vllm_enable_sleep_mode=False",
+        when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Gave vLLM's engine an argument that is a field",
         lambda bench: bench.config(vllm_engine_kwargs={"seed": 3}),
-        ("'seed'", "set the field `seed`"),
-        CONFIG,
+        "setting-elsewhere",
+        "'seed'",
+        "`seed`",
+        when=CONFIG,
     ),
     Mistake(
         "Split vLLM's model over processes that do not divide",

@@ -10,7 +10,7 @@ from transformers import LlamaForSequenceClassification
 from covey import isolated
 from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, get_regex_reward, per_completion, resolve_reward
 from tests.support import runs, tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
+from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake, checked
 
 SEVEN = tiny.rows(7)
 CHAT = [{"role": "user", "content": "2+2="}]
@@ -235,10 +235,13 @@ DATASETS = [
         lambda b: b.build(eval_dataset={"easy": tiny.rows(), "hard": []}),
         ("`eval_dataset` is empty", "at least one row"),
     ),
-    Mistake(
+    checked(
         "Chose an evaluation batch size that num_generations does not divide",
         lambda b: b.build({"per_device_eval_batch_size": 3, "eval_strategy": "steps"}, eval_dataset=tiny.rows()),
-        ("evaluation batch of 3 completions", "num_generations_eval=4", "per_device_eval_batch_size: 4"),
+        "batch-groups",
+        " 3 completions",
+        "num_generations_eval=4",
+        "per_device_eval_batch_size: 4",
     ),
     Mistake(
         "Allowed completions longer than the model's context",

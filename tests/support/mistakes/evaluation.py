@@ -8,7 +8,7 @@ from covey.cli.config_file import load_run
 from covey.cli.data import load_evaluations
 from covey.cli.study import rows_to_compare
 from tests.support import runs, tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
+from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake, checked
 
 
 def suite(what, settings, *says, reward_funcs=(runs.longer, runs.digits), when=None, **config):
@@ -218,16 +218,18 @@ EVALUATION = [
         lambda b: b.build({"log_completions_hub_repo": "a/b/c"}),
         ("log_completions_hub_repo='a/b/c' cannot be created or written to", "Give the id of a data set"),
     ),
-    Mistake(
+    checked(
         "Asked for NEFTune's noise",
         lambda b: b.config(neftune_noise_alpha=5.0),
-        ("neftune_noise_alpha=5.0 adds noise to the embeddings", "Leave it unset"),
-        CONFIG,
+        "embedding-noise",
+        r"neftune_noise_alpha=5\.0",
+        when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Chose an optimizer that changes the weights within a backward pass",
         lambda b: b.config(optim="lomo"),
-        ("optim='lomo' changes the weights within every backward pass", "Choose another optimizer"),
-        CONFIG,
+        "optimizer-in-backward",
+        "optim='lomo'",
+        when=CONFIG,
     ),
 ]

@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from covey.core.findings import CheckError, CheckWarning
 from tests.support.mistakes.advice import INTRODUCTIONS, SECTIONS
 from tests.support.mistakes.agents import AGENTS
 from tests.support.mistakes.cases import Bench, Mistake
@@ -59,6 +60,9 @@ what was given, what is allowed and what to do. Those whose text says everything
 Everything that can be known is checked before training: a config when it is made; models, tokenizers, datasets and
 reward functions when the trainer is made. An error loses nothing: a run that ended in one continues exactly from its
 last checkpoint (`trainer.train(resume_from_checkpoint=True)`). Warnings do not stop a run.
+
+What a check finds has a code that does not change with the words: a `CheckError` (a `ValueError`) has those of all its
+errors in `codes`, a `CheckWarning` its own in `finding.code`; both are in `covey.core.findings`.
 """
 
 CLEAR = """\
@@ -94,16 +98,27 @@ def produced(mistake: Mistake, bench: Bench) -> str:
             mistake.make(bench)
         except mistake.kind as error:
             assert not is_warning, error
-            found = [str(error)]
+            found = [error]
             assert bench.stage == mistake.when, f"noticed at {bench.stage}, expected at {mistake.when}"
         else:
             assert is_warning, "no error was raised"
-            found = [str(w.message) for w in caught if issubclass(w.category, mistake.kind)]
-            found = [text for text in found if re.search(mistake.says[0], text)]
-    assert len(found) == 1, f"expected one warning with {mistake.says[0]!r}, got {len(found)}"
+            found = [w.message for w in caught if issubclass(w.category, mistake.kind)]
+            found = [one for one in found if codes(one) == [mistake.code] and re.search(mistake.says[0], str(one))]
+    assert len(found) == 1, f"expected one warning {mistake.code} with {mistake.says[0]!r}, got {len(found)}"
+    assert codes(found[0]) == [mistake.code]
     for pattern in mistake.says:
-        assert re.search(pattern, found[0]), f"{pattern!r} is not in {found[0]!r}"
-    return found[0]
+        assert re.search(pattern, str(found[0])), f"{pattern!r} is not in {found[0]!r}"
+    return str(found[0])
+
+
+def codes(found: Warning | Exception) -> list[str]:
+    """Codes of an error or warning; [""] for one that no check has found."""
+    match found:
+        case CheckError():
+            return found.codes
+        case CheckWarning():
+            return [found.finding.code]
+    return [""]
 
 
 def shown(message: str, bench: Bench) -> str:
@@ -139,6 +154,7 @@ def read(docs: Path) -> dict[str, str]:
 
 def render(messages: dict[str, str]) -> dict[str, str]:
     """The text of each page; `messages` are those of `read`, in any length."""
+    codes_of = {mistake.what: mistake.code for mistake in reversed(MISTAKES)}
     pages = {"troubleshooting.md": [HEAD], "messages.md": [CLEAR]}
     for section, rows in SECTIONS.items():
         for name, parts in pages.items():
@@ -149,6 +165,8 @@ def render(messages: dict[str, str]) -> dict[str, str]:
                 parts.append(f"{INTRODUCTIONS[section]}\n")
             for what, advice in chosen.items():
                 parts.append(f"### {what}\n\n    {beginning(messages[what])}\n")
+                if code := codes_of.get(what):
+                    parts.append(f"Code `{code}`.\n")
                 if advice:
                     parts.append(f"{advice}\n")
     return {name: "\n".join(parts) for name, parts in pages.items()}

@@ -9,7 +9,7 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, NoServerLeft, ServerRefused
 from covey.policy.weights import weight_update
 from tests.support import runs, tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
+from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake, checked
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
 
@@ -145,17 +145,20 @@ REMOTE = [
         sampling({"generation_kwargs": {"stream": True}}),
         ("leave out stream",),
     ),
-    Mistake(
+    checked(
         "Gave an address that is no URL",
         lambda bench: bench.config(use_vllm=True, vllm_mode="server", vllm_server_base_url="localhost:8000"),
-        ("'localhost:8000'", "http://HOST:PORT"),
-        CONFIG,
+        "setting-format",
+        "'localhost:8000'",
+        "http://HOST:PORT",
+        when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Gave an address with a password in it",
         lambda bench: bench.config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://me:secret@a:8000"),
-        ("a user or password in its URL", "vllm_server_api_key"),
-        CONFIG,
+        "secret-in-url",
+        "vllm_server_api_key",
+        when=CONFIG,
     ),
     Mistake(
         "Trained while all servers failed",

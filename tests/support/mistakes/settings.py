@@ -10,251 +10,230 @@ import torch
 from peft import LoraConfig
 
 from covey.cli.config_file import load_run
+from covey.core.findings import CheckError, CheckWarning
 from covey.runtime.files import seal
+from covey.runtime.user_code import report
 from covey.trainer.checkpoint import STATE_FILE
 from tests.support import tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
+from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake, checked
 
 
-def setting(what, settings, *says, kind=ValueError, method="grpo"):
-    return Mistake(what, lambda b: b.config(method, **settings), says, CONFIG, kind)
+def setting(what, settings, code, *says, kind=CheckError, method="grpo"):
+    return checked(what, lambda b: b.config(method, **settings), code, *says, when=CONFIG, kind=kind)
+
+
+def doubtful(what, settings, code, *says):
+    return setting(what, settings, code, *says, kind=CheckWarning)
 
 
 SETTINGS = [
     setting(
         "Chose batch sizes that do not divide into groups",
         {"num_generations": 3},
-        "rollout batch of 8 completions",
-        "groups of num_generations=3",
+        "batch-groups",
+        " 8 completions",
+        "num_generations=3",
         "num_generations: 2 or 4; per_device_train_batch_size: 3 or 6",
     ),
     setting(
         "Chose a generation_batch_size that is no multiple of the micro-batches",
         {"generation_batch_size": 7},
-        "generation_batch_size=7 is not a whole number of micro-batches of 4",
+        "batch-micro-batches",
+        "generation_batch_size=7 .* 4 ",
         "generation_batch_size: 4 or 8",
     ),
     setting(
         "Gave generation_batch_size and steps_per_generation that contradict each other",
         {"generation_batch_size": 8, "steps_per_generation": 4},
-        "generation_batch_size=8 and steps_per_generation=4 contradict",
-        "Give one of the two",
+        "settings-contradict",
+        r"generation_batch_size=8 .*steps_per_generation=4 .* 16\.",
     ),
-    setting(
-        "Set a number to NaN",
-        {"weight_decay": float("nan")},
-        "weight_decay=nan is not a number: give a number",
-    ),
-    setting(
-        "Asked for one completion per prompt",
-        {"num_generations": 1},
-        "num_generations=1",
-        "must be at least 2",
-        "4 to 16 are usual",
-    ),
+    setting("Set a number to NaN", {"weight_decay": float("nan")}, "setting-range", "weight_decay=nan"),
+    setting("Asked for one completion per prompt", {"num_generations": 1}, "group-of-one", "num_generations=1", " 2;"),
     setting(
         "Chose a negative learning rate",
         {"learning_rate": -1e-6},
-        "learning_rate=-1e-06 is out of range: it must be 0 or more",
-        "1e-6 to 1e-5 are usual",
+        "setting-range",
+        "learning_rate=-1e-06",
+        "1e-6 to 1e-5",
     ),
-    setting("Wrote a number as text", {"beta": "0,1"}, "beta='0,1' must be a number, but is a str", "without quotes"),
-    setting("Gave a fraction where a count is meant", {"top_k": 1.5}, "top_k=1.5 must be a whole number"),
-    setting("Gave a count of 0", {"num_iterations": 0}, "num_iterations=0 is out of range: it must be 1 or more"),
+    setting("Wrote a number as text", {"beta": "0,1"}, "setting-type", "beta='0,1' .* str"),
+    setting("Gave a fraction where a count is meant", {"top_k": 1.5}, "setting-type", "top_k=1.5"),
+    setting("Gave a count of 0", {"num_iterations": 0}, "setting-range", "num_iterations=0 .* 1 "),
     setting(
         "Asked for no training",
         {"num_train_epochs": 0, "max_steps": -1},
-        "num_train_epochs=0 and max_steps=-1: nothing would be trained",
-        "Set one of them above 0",
+        "nothing-trained",
+        "num_train_epochs=0",
+        "max_steps=-1",
     ),
-    setting(
-        "Chose greedy sampling",
-        {"temperature": 0},
-        "temperature=0 is out of range: it must be 1e-05 or more",
-        "every advantage is 0; 1.0 is usual",
-    ),
-    setting(
-        "Chose a top_p of 0",
-        {"top_p": 0.0},
-        "top_p=0.0 is out of range: it must be above 0 and at most 1",
-        "1.0 keeps all tokens",
-    ),
+    setting("Chose greedy sampling", {"temperature": 0}, "setting-range", "temperature=0 .* 1e-05"),
+    setting("Chose a top_p of 0", {"top_p": 0.0}, "setting-range", r"top_p=0\.0 .* 0 .* 1\. "),
     setting(
         "Misspelt a loss type or another word",
         {"loss_type": "dr-grpo"},
-        "loss_type='dr-grpo' is not known; choose one of: bnpo, cispo, clip_cov",
-        "Did you mean 'dr_grpo'",
+        "setting-word",
+        "loss_type='dr-grpo' .* bnpo, cispo, clip_cov",
+        "'dr_grpo'",
     ),
     setting(
         "Misspelt a loss type or another word",
         {"scale_rewards": "grup"},
-        "scale_rewards='grup' is not known; choose one of: group, batch, none",
-        "Did you mean 'group'",
+        "setting-word",
+        "scale_rewards='grup' .* group, batch, none",
+        "'group'",
     ),
     setting(
         "Gave neither steps nor outcomes any weight",
         {"process_weight": 0.0, "outcome_weight": 0.0},
-        "process_weight=0 and outcome_weight=0 leave no advantage to learn from",
-        "set one of them above 0",
+        "nothing-trained",
+        "process_weight=0 ",
+        "outcome_weight=0 ",
     ),
-    setting(
+    Mistake(
         "Misspelt a field",
-        {"lerning_rate": 1e-6},
-        "GRPOConfig has no field `lerning_rate`",
-        "Did you mean `learning_rate`",
-        kind=TypeError,
+        lambda b: b.config(lerning_rate=1e-6),
+        ("`lerning_rate`", "`learning_rate`"),
+        CONFIG,
+        TypeError,
     ),
-    setting(
-        "Used a field's old name",
-        {"kl_coef": 0.1},
-        "`kl_coef` is called `beta` here",
-        kind=FutureWarning,
-    ),
+    Mistake("Used a field's old name", lambda b: b.config(kl_coef=0.1), ("`kl_coef`", "`beta`"), CONFIG, FutureWarning),
     setting(
         "Wrote JSON that is not JSON",
         {"generation_kwargs": "{top_p: 1}"},
-        r"generation_kwargs='\{top_p: 1\}' is not JSON",
-        "write it like '{\"key\": 1}'",
+        "setting-format",
+        r"generation_kwargs='\{top_p: 1\}'",
     ),
     setting(
         "Gave a field another value in generation_kwargs",
         {"generation_kwargs": {"top_p": 0.9}, "top_p": 0.8},
-        r"generation_kwargs\['top_p'\]=0.9 and top_p=0.8 differ",
-        "leave one out",
+        "settings-contradict",
+        r"generation_kwargs\['top_p'\]=0.9 and top_p=0.8",
     ),
     Mistake(
         "Put something into generation_kwargs that the engine does not know",
         lambda b: b.build({"generation_kwargs": {"num_beams": 4}}),
         (r"generation_kwargs=\{'num_beams': 4\}", "no setting 'num_beams'", "It knows stop, "),
     ),
-    setting(
-        "Used sync_ref_model without a KL penalty",
-        {"sync_ref_model": True},
-        "sync_ref_model=True needs a reference model, and beta=0 loads none",
-        "Set beta above 0",
-    ),
+    setting("Used sync_ref_model without a KL penalty", {"sync_ref_model": True}, "reference-missing", "beta=0 "),
     setting(
         "Used dr_grpo without a maximal length",
         {"loss_type": "dr_grpo", "max_completion_length": None},
-        "loss_type='dr_grpo' divides by max_completion_length, which is None",
-        "Set it, or use loss_type='dapo'",
+        "loss-length",
+        "max_completion_length",
+        "loss_type='dapo'",
     ),
     setting(
         "Asked for fewer than no rounds of resampling",
         {"dynamic_sample": True, "max_resample_times": -1},
-        "max_resample_times=-1 is out of range: it must be 0 or more",
-        "0 never refills; 3 is usual",
+        "setting-range",
+        "max_resample_times=-1 .* 0 ",
     ),
     setting(
         "Chose a difficulty_floor of 0",
         {"prompt_sampler": "difficulty", "difficulty_floor": 0.0},
-        r"difficulty_floor=0\.0 is out of range: it must be between 0\.01 and 1",
-        "would never come again",
+        "setting-range",
+        r"difficulty_floor=0\.0 .*0\.01 and 1",
     ),
     setting(
         "Bounded the correction of an engine away from 1",
         {"vllm_importance_sampling_clip_min": 1.5, "correct_built_in_engine": True},
+        "correction-bounds",
         r"vllm_importance_sampling_clip_min=1\.5 and vllm_importance_sampling_clip_max=3\.0",
-        "must lie on either side of 1",
-        r"0\.5 and 3 are usual",
     ),
-    setting(
+    doubtful(
         "Corrected an engine by sequences with vespo",
         {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate", "correct_built_in_engine": True},
+        "correction-level",
         "vllm_importance_sampling_mode='sequence_truncate' with loss_type='vespo'",
-        "'token_truncate' is used",
-        kind=UserWarning,
+        "'token_truncate'",
     ),
     setting(
         "Kept sampling masks with vLLM",
         {"keep_sampling_mask": True, "top_p": 0.9, "use_vllm": True},
+        "sampling-mask",
         "keep_sampling_mask=True with use_vllm=True",
-        "only the built-in engine returns which tokens it sampled from",
-        "Leave one of the two out",
     ),
     setting(
         "Kept sampling masks with lenient reuse",
         {"keep_sampling_mask": True, "top_p": 0.9, "speculative_reuse": "lenient"},
+        "sampling-mask",
         "keep_sampling_mask=True with speculative_reuse='lenient'",
-        "its probability would be 0",
-        "Set speculative_reuse='exact'",
+        "speculative_reuse='exact'",
     ),
     setting(
         "Used speculative_reuse with a repetition penalty",
         {"speculative_reuse": "exact", "repetition_penalty": 1.1},
+        "draft-reuse",
         r"speculative_reuse='exact' with repetition_penalty=1\.1",
-        "cannot be checked in one pass",
-        "Leave one of the two out",
     ),
     setting(
         "Used speculative_reuse with another engine",
         {"speculative_reuse": "lenient", "use_vllm": True},
+        "draft-reuse",
         "speculative_reuse='lenient' with use_vllm=True",
-        "only the built-in engine can check earlier completions",
-        "Leave one of the two out",
     ),
     setting(
         "Asked for fewer than no steps of staleness",
         {"max_staleness": -1},
-        "max_staleness=-1 is out of range: it must be 0 or more",
-        "1 samples one step ahead",
+        "setting-range",
+        "max_staleness=-1 .* 0 ",
     ),
     setting(
         "Sampled ahead of training with vLLM in the trainer's process",
         {"max_staleness": 1, "use_vllm": True},
+        "async-sampling",
         "max_staleness=1 with vllm_mode='colocate'",
-        "Set vllm_mode='server', or max_staleness=0",
+        "vllm_mode='server'",
     ),
     setting(
         "Sampled ahead of training with transformers' continuous batching",
         {"max_staleness": 1, "use_transformers_continuous_batching": True},
-        "use_transformers_continuous_batching=True: it samples with the very weights",
-        "Sample with a server, or set max_staleness=0",
+        "async-sampling",
+        "max_staleness=1 with use_transformers_continuous_batching=True",
     ),
     setting(
         "Sampled ahead of training with speculative_reuse",
         {"max_staleness": 1, "speculative_reuse": "exact"},
+        "async-sampling",
         "max_staleness=1 with speculative_reuse='exact'",
-        "Leave one of the two out",
     ),
-    setting(
+    doubtful(
         "Sampled ahead of training without a correction",
         {"max_staleness": 1, "vllm_importance_sampling_correction": False},
-        "as if they were fresh",
-        "Leave the correction on",
-        kind=UserWarning,
+        "async-uncorrected",
+        "max_staleness=1 with vllm_importance_sampling_correction=False",
     ),
-    setting(
+    doubtful(
         "Sampled ahead of training with servers that sleep",
         {"max_staleness": 1, "use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True},
-        "so they hardly sleep",
-        "Leave it False",
-        kind=UserWarning,
+        "async-sleep",
+        "vllm_enable_sleep_mode=True with max_staleness=1",
     ),
     setting(
         "Gave weights that are no list of numbers, or all 0",
         {"reward_weights": 2.0},
+        "reward-weights",
         r"reward_weights=2\.0",
-        "a list of one finite number per reward function",
     ),
     setting(
         "Gave weights that are no list of numbers, or all 0",
         {"reward_weights": [0.0]},
+        "reward-weights",
         r"reward_weights=\[0\.0\]",
-        "at least one of them not 0",
     ),
     setting(
         "Gave a reward_clip_range that is upside down",
         {"reward_clip_range": (1.0, -1.0)},
+        "setting-range",
         r"reward_clip_range=\(1, -1\)",
-        "first number must be smaller",
         method="rloo",
     ),
-    setting(
+    doubtful(
         "Set an option that has no effect",
         {"vespo_k_pos": 1.0},
-        "`vespo_k_pos=1.0` has no effect: loss_type='dapo' does not read it",
-        kind=UserWarning,
+        "setting-unread",
+        "`vespo_k_pos=1.0` .*loss_type='dapo'",
     ),
 ]
 
@@ -436,33 +415,36 @@ RESUMING = [
 ]
 
 
-def run_file(what, text, *says, kind=ValueError, needs=()):
-    return Mistake(what, lambda b: load_run(b.write(text)).require(*needs), says, CONFIG, kind)
+def run_file(what, text, code, *says):
+    return checked(what, lambda b: load_run(b.write(text)), code, *says, when=CONFIG)
 
 
 RUN_FILES = [
     Mistake(
         "Named a run file that does not exist",
         lambda b: load_run(b.path / "nowhere.yaml"),
-        (r"there is no run file '.*nowhere\.yaml'",),
+        (r"'.*nowhere\.yaml'",),
         CONFIG,
         FileNotFoundError,
     ),
-    run_file("Wrote YAML that cannot be read", "beta: [0.1\n", r"run\.yaml cannot be read", "line 2"),
-    run_file(
-        "Wrote a key twice", "beta: 0.1\nbeta: 0\n", r"run\.yaml cannot be read", "`beta` is in line 1 and in line 2"
+    run_file("Wrote YAML that cannot be read", "beta: [0.1\n", "run-file", r"run\.yaml ", "line 2"),
+    run_file("Wrote a key twice", "beta: 0.1\nbeta: 0\n", "run-file", r"run\.yaml ", "`beta` .* 1 .* 2"),
+    run_file("Wrote a run file without fields", "- beta\n", "run-file", r"run\.yaml .* list"),
+    Mistake(
+        "Misspelt a key of a run file",
+        lambda b: load_run(b.write("modle: x\n")),
+        ("`modle`", "`model`"),
+        CONFIG,
+        TypeError,
     ),
-    run_file("Wrote a run file without fields", "- beta\n", "must hold `field: value` lines, but holds a list"),
-    run_file(
-        "Misspelt a key of a run file", "modle: x\n", "`modle` is no setting", "Did you mean `model`", kind=TypeError
-    ),
-    run_file("Wrote a word where a run file needs a number", "beta: high\n", "beta='high' cannot be read"),
-    run_file("Chose a method that does not exist", "method: ppo\n", "method='ppo' is not known", "one of: grpo, rloo"),
-    run_file(
+    run_file("Wrote a word where a run file needs a number", "beta: high\n", "setting-format", "beta='high'"),
+    run_file("Chose a method that does not exist", "method: ppo\n", "setting-word", "method='ppo'", "grpo, rloo"),
+    checked(
         "Named no model or no dataset in a run file",
-        "model: x\n",
-        "the run names no `dataset`",
-        "or pass `--dataset",
-        needs=("model", "dataset"),
+        lambda b: report(load_run(b.write("model: x\n")).missing("model", "dataset")),
+        "run-incomplete",
+        "`dataset`",
+        "--dataset",
+        when=CONFIG,
     ),
 ]

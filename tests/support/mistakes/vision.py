@@ -7,7 +7,7 @@ from PIL import Image
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny, tiny_vision
-from tests.support.mistakes.cases import TRAINING, Bench, Mistake
+from tests.support.mistakes.cases import TRAINING, Bench, Mistake, checked
 from tests.support.mistakes.models import launched_with
 
 
@@ -162,10 +162,11 @@ VISION = [
         lambda b: seeing(b, [row(None)] * 2, {"freeze_vit": True}, model=adapted(), processing_class=None),
         ("freeze_vit=True with a PeftModel", "target_modules"),
     ),
-    Mistake(
+    checked(
         "Froze all parts of a vision-language model",
         lambda b: seeing(b, [row(None)], {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}),
-        ("freeze_vit, freeze_aligner and freeze_llm", "nothing would be trained", "leave one"),
+        "nothing-trained",
+        "freeze_vit, freeze_aligner and freeze_llm",
     ),
     Mistake(
         "Chose attn_layout for a vision-language model",

@@ -12,7 +12,7 @@ from covey.cli.doctor.examined import ExaminedRun
 from covey.cli.doctor.prompts import prompt_text
 from covey.cli.doctor.rewards import turned
 from covey.cli.explain.run import SOLUTIONS
-from covey.observability.findings import Finding
+from covey.core.findings import Finding
 from covey.rewards.functions import NOT_FORWARDED, RESERVED, FunctionReward, arguments_with
 from covey.rewards.text import completion_text
 from covey.runtime.user_code import parameters_of, unwrap_partial

@@ -23,9 +23,10 @@ from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
 from covey.cli.run_file import take_config
 from covey.cli.train import build_trainer, read_run
+from covey.core.findings import Finding, ranked
 from covey.core.refusal import Refusal
 from covey.observability.dashboard import duration
-from covey.observability.findings import Finding, ranked, write_findings
+from covey.observability.findings import write_findings
 from covey.observability.record_files import FINDINGS, FOLDER
 from covey.rewards import RewardError
 from covey.rewards.contract import MissingArgument

@@ -14,9 +14,9 @@ from typing import Any
 from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
 from covey.cli.doctor.prompts import rendered
 from covey.cli.doctor.rewards import paid_for_length
+from covey.core.findings import LEVELS, Effect, Finding
 from covey.core.records import FinishReason
 from covey.observability.diagnostics import said_of
-from covey.observability.findings import LEVELS, Effect, Finding
 from covey.policy.loading import end_token_ids
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.toolbox import call_stats

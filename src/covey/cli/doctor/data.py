@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Any
 
 from covey.cli.doctor.examined import MOST_ROWS, PROMPTS, SAMPLES, ExaminedRun
+from covey.core.findings import Effect, Finding
 from covey.core.likeness import reference_of
 from covey.core.transcript import content_text
-from covey.observability.findings import Effect, Finding
 from covey.rollout.prompts import is_conversational
 from covey.trainer.evaluation.suites import EvalSuite
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
+from covey.core.findings import Effect, Finding
 from covey.core.records import FinishReason, Plan
-from covey.observability.findings import Effect, Finding
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 
 MOST_TOKENS, FEW = 3000, 8  # of completions in a trial update; completions of a model that is not small

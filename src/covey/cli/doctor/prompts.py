@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from covey.cli.doctor.examined import ExaminedRun, quiet
+from covey.core.findings import Finding
 from covey.core.transcript import content_text
-from covey.observability.findings import Finding
 from covey.rollout.prompts import is_conversational
 
 READ = 24  # prompts that are looked at

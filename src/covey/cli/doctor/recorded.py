@@ -27,9 +27,9 @@ from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
 from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits
+from covey.core.findings import DIAGNOSED, Finding
 from covey.core.records import FinishReason, Rollout, ScoredRollouts
 from covey.observability.diagnostics import advice
-from covey.observability.findings import CODES, Finding
 from covey.observability.record import as_scored, rollout_of
 from covey.observability.record_files import (
     FOLDER,
@@ -61,7 +61,7 @@ SLOW_TO_LEARN = (
 """Causes of learning nothing: no errors in a run whose reward rose."""
 
 FEW_TRAINED = 0.01  # of the weights, as few as an adapter has
-SEEN_IN_LOGS = ("completions-cut", "engine-mismatch", *(code for code in CODES if code.startswith("tools-")))
+SEEN_IN_LOGS = ("completions-cut", "engine-mismatch", *(code for code in DIAGNOSED if code.startswith("tools-")))
 """Causes that logs of a whole run show better than a few samples do."""
 
 Staged = Callable[..., Iterator[Finding]]
@@ -90,7 +90,7 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
         else:
             summary |= {"rebuilt": False, "problem": read.problem}
             seen = {*ALONE, *OF_THE_COURSE, *(one.code for one in found)}
-            for code in CODES:
+            for code in DIAGNOSED:
                 if code not in seen and not code.startswith("tools-") and code != "memory":
                     summary.setdefault("not_examined", {}).setdefault(code, "part")
             found += alone(read, summary) if not grave else ()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
 from covey.core.advantages import EPSILON, centred, nanstd, weighted_total
+from covey.core.findings import Effect, Finding
 from covey.core.likeness import REFERENCES
 from covey.core.records import FinishReason
-from covey.observability.findings import Effect, Finding
 from covey.rewards.contract import MissingArgument
 from covey.rewards.text import completion_text
 from covey.rollout.prompts import is_conversational

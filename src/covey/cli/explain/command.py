@@ -18,6 +18,7 @@ from covey.cli.train import read_run
 from covey.policy.loading import sees_images
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
+from covey.runtime.user_code import report
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, SHARDED, ShardCounts
 from covey.sizing.vllm_memory import GIB
 from covey.trainer.evaluation.suites import suite_of
@@ -103,7 +104,7 @@ def evaluation(run: ExplainedRun) -> list[str]:
     try:
         suites = {name: entry for name, entry in run.evaluations.items() if isinstance(entry, dict)}
         if len(suites) < len(run.evaluations):
-            a.check_eval()
+            report(a.check_eval())
             lines.append(
                 f"Each evaluation batch: {a.prompts_per_eval_batch} prompt(s), {a.eval_group} completions each, "
                 f"{a.eval_batch_size} completions in all."

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
-from covey.observability.findings import Finding
+from covey.core.findings import Finding
 from covey.runtime.process_memory import available_memory, total_memory
 from covey.sizing.memory import MemoryEstimate, ShardCounts, cache_bytes_per_token, readable
 from covey.sizing.step_cost import MACHINES, ModelSize, StepTimes, step_costs, step_times

@@ -20,6 +20,7 @@ from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, generation_stats
 from covey.observability.record import Recorder
+from covey.runtime.user_code import report
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of, with_user_messages
 from covey.trainer.rollout_phase import RolloutPhase
@@ -51,7 +52,7 @@ class EvaluationPhase:
         check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required)
         suite = chosen if isinstance(chosen, EvalSuite) else None
         algebra = self.context.algebra if suite is None else suite.batches(self.context.algebra)
-        algebra.check_eval()
+        report(algebra.check_eval())
         loader = eval_loader(rows_of(chosen), algebra, self.context.collectives.rank)
         loader.suite = suite
         return loader

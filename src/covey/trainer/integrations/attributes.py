@@ -20,7 +20,7 @@ from covey.config.rules import check_fields
 from covey.observability.metrics import MetricLog
 from covey.rewards.suite import as_weights
 from covey.runtime.overrides import passes_through
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "epsilon_low": lambda trainer: current(trainer, "epsilon"),
@@ -233,7 +233,7 @@ def change_loss(name: str, trainer: Any, value: Any) -> None:
     context.changed[field] = value
     try:
         config = live_config(trainer)
-        check_fields(config)
+        report(check_fields(config))
     except Exception:
         context.changed = before
         raise
