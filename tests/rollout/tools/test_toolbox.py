@@ -297,6 +297,8 @@ def test_a_wrong_argument_is_answered_with_what_is_allowed(arguments, message):
         ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, None, "x"),
         ({"type": "string", "nullable": True, "enum": ["a"]}, None, "b"),
         ({"type": "object", "allOf": [{"properties": {"a": {}}}, {"required": ["b"]}]}, {"a": 1, "b": 2}, {"a": 1}),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {"const": 1}}}]}, {"a": 1, "b": 1}, {"a": 1, "b": 2}),
+        ({"properties": {"a": {}}}, {"a": 1}, {"b": 1}),
     ],
 )
 def test_schemas_written_by_hand_hold_with_all_their_keywords(schema, right, wrong):

@@ -11,7 +11,8 @@ from covey.rollout.tools.calls import decode_json
 
 MAX_MESSAGE = 200  # characters of an error in jsonschema's own words, which hold the value
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-_COMPOSED = {"$ref", "allOf", "patternProperties", "unevaluatedProperties"}  # other parts may name properties as well
+_COMPOSED = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties"}
+"""Keywords whose parts may name further properties of the same object."""
 
 
 class WrongArgument(Exception):
@@ -86,15 +87,17 @@ def _standard(schema: Any, closes: bool = True) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
-    for name in ("anyOf", "oneOf", "items", "prefixItems", "additionalProperties", "not", "if", "then", "else"):
+    overlaps = "properties" in made and bool(_COMPOSED & made.keys())  # the parts describe one object together
+    for name in ("items", "prefixItems", "additionalProperties"):
         if name in made:
             made[name] = _standard(made[name])
-    if "allOf" in made:  # its parts hold of one object, and each names some of the properties
-        made["allOf"] = _standard(made["allOf"], closes=False)
+    for name in ("anyOf", "oneOf", "allOf", "not", "if", "then", "else"):
+        if name in made:
+            made[name] = _standard(made[name], closes=name in ("anyOf", "oneOf") and not overlaps)
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(made.get(name), dict):
             made[name] = {key: _standard(one) for key, one in made[name].items()}
-    if closes and "properties" in made and not _COMPOSED & made.keys():
+    if closes and "properties" in made and not overlaps:
         made.setdefault("additionalProperties", False)
     if "prefixItems" in made and "items" not in made:
         made |= {"minItems": len(made["prefixItems"]), "maxItems": len(made["prefixItems"])}
