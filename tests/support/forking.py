@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ PRELOADED = (
 _connection: list[socket.socket] = []
 """This process's, which keeps the server alive."""
 _server: list[subprocess.Popen[bytes]] = []
+_former: list[types.ModuleType] = []
+"""The `__main__` that a program has replaced; without a reference its functions would lose their globals."""
 
 
 class Forked:
@@ -256,7 +259,10 @@ def become(request: dict[str, Any], path: str) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        module = types.ModuleType("__main__")  # of no file, as Python's own with -c
+        _former.append(sys.modules["__main__"])
+        sys.modules["__main__"] = module
+        exec(compile(words[1], "<string>", "exec"), vars(module))
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent.resolve()))
