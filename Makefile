@@ -64,6 +64,7 @@ test-old-cpu: export MKL_ENABLE_INSTRUCTIONS = AVX2
 test-old-cpu: export ONEDNN_MAX_CPU_ISA = AVX2
 test-old-cpu:
 	$(MAKE) test
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) -m slow tests/engines/native/test_batch_invariance.py
 
 # All that .ci/run leaves to the nightly workflow.
 test-more: test-doctor test-environments test-agents test-vllm test-sglang test-deepspeed test-trackers

@@ -59,6 +59,7 @@ def conversations(tmp_path_factory):
     return record(tmp_path_factory.mktemp("conversations"), CHAT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", PLANTED)
 def test_the_planted_cause_is_named(cause, base, conversations, tmp_path, capsys):
     changes, parts, column, named = PLANTED[cause]

@@ -70,6 +70,7 @@ def train(folder, method="grpo", parts=None, **settings):
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_of_any_kind_is_read(kind, tmp_path, capsys):
     train(tmp_path, **KINDS[kind])

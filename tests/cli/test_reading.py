@@ -70,6 +70,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_that_reads_changes_no_byte(name, trained, monkeypatch):
     monkeypatch.chdir(trained)

@@ -269,6 +269,7 @@ def test_a_field_alone_changes_a_part_of_the_trainer_or_says_that_it_does_not(na
     assert named or differences(usual, made) - unsteady
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.filterwarnings("ignore")
 def test_a_field_changes_the_outcome_of_a_run(name, tmp_path, capsys):

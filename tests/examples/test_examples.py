@@ -46,6 +46,7 @@ def run(name, monkeypatch, *flags):
     return runpy.run_path(str(EXAMPLES / name))["main"]()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", EACH)
 def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
@@ -122,6 +123,7 @@ def test_the_run_file_means_what_the_examples_share(monkeypatch):
     assert [json.loads(line) for line in Path(described.dataset).read_text().splitlines()] == shared["SUMS"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_run_file_trains(tiny_folder, tmp_path, monkeypatch):
     from covey.cli.main import main

@@ -68,6 +68,7 @@ def room_for(layers):
     return ActivationRoom(size=layers, recomputed=0, layer=0, layers=layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("packed", marks=pytest.mark.slow)])
 def test_weights_are_bit_for_bit_those_of_layers_that_recompute(tmp_path, name, layout):

@@ -90,18 +90,21 @@ def assert_invariant(make, asked, ways=WAYS):
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama, biases", "mistral, window of 4", "qwen3"])
 def test_fused_steps(name):
     model = random_model(KNOWN[name])
     assert_invariant(lambda: native(model), requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_steps_of_the_model(name):
     model = random_model(OTHERS[name])
     assert_invariant(lambda: native(model), requests(n=2))
 
 
+@pytest.mark.slow
 def test_half_precision():
     model = tiny.model().bfloat16()
     assert_invariant(lambda: native(model), requests(n=2))
@@ -120,6 +123,7 @@ def test_slots_that_others_leave():
     assert sampled(native(model, max_sequences=2), together, asked) == sampled(native(model), together, asked)
 
 
+@pytest.mark.slow
 def test_long_prompts():
     # beyond the chunks of attention's sums (256 columns) and the rows of one product (256)
     model = tiny.model(max_position_embeddings=1024)
@@ -127,6 +131,7 @@ def test_long_prompts():
     assert_invariant(lambda: native(model), asked)
 
 
+@pytest.mark.slow
 def test_long_completions():
     model = tiny.model(max_position_embeddings=1024)
     asked = [replace(x, params=SamplingParams(40 + 230 * (i == 1))) for i, x in enumerate(requests((5, 3), n=1))]
@@ -152,6 +157,7 @@ def conversations(asked, turns=3):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [1 << 14, 0], ids=["stored prefixes", "prefixes computed again"])
 def test_conversations(stored):
     model, play = tiny.model(), conversations(requests())
@@ -165,6 +171,7 @@ def test_conversations(stored):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lenience", [None, 0.8])
 def test_drafts(lenience):
     model = tiny.model()
@@ -197,6 +204,7 @@ def low_rank(model, rank, seed):
     }
 
 
+@pytest.mark.slow
 def test_adapters_of_several_ranks_in_one_batch():
     model = tiny.model()
     adapters = {"a": low_rank(model, 1, 0), "b": low_rank(model, 8, 1), "c": low_rank(model, 3, 2)}
@@ -204,6 +212,7 @@ def test_adapters_of_several_ranks_in_one_batch():
     assert_invariant(lambda: native(model, AdapterEngine, adapters=lambda: adapters), asked)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft():
     from peft import LoraConfig, get_peft_model
 
@@ -212,6 +221,7 @@ def test_an_adapter_of_peft():
     assert_invariant(lambda: native(model.eval()), requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", hybrids.SETTINGS)
 def test_models_with_a_state(name):
     if torch.get_num_threads() > 1:
@@ -228,6 +238,7 @@ def test_filters(settings):
     assert_invariant(lambda: native(model), asked)
 
 
+@pytest.mark.slow
 def test_attention_of_the_model_itself():
     from transformers import GPTNeoConfig
 

@@ -71,6 +71,7 @@ def library(request, monkeypatch):
     monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: request.param == "onednn")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("name", KNOWN)
 def test_it_computes_what_the_model_does(name, monkeypatch):

@@ -146,6 +146,7 @@ def each(cases):
     return pytest.mark.parametrize("case", marked)
 
 
+@pytest.mark.slow
 @each(hostile_tools.TOOLS)
 def test_a_hostile_tool_costs_its_own_call(case, scene, without, nothing_is_left):
     play(case, scene, without, hostile_tools.BENIGN, lambda place, rollout: acts_badly(rollout))

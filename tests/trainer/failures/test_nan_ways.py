@@ -320,6 +320,7 @@ def whole(folder):
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_no_way_to_make_a_nan_reaches_weights_or_checkpoints(tmp_path, name):
     way, raised = WAYS[name], None
