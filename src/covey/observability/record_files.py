@@ -16,8 +16,9 @@ from covey.runtime.user_code import format_error
 FOLDER, EVALUATIONS = "record", "evaluations"  # of a run's output folder, and of the record
 METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
 FINDINGS, WARNINGS = "findings.json", "warnings.json"  # of `covey doctor`, and of the run itself
-TIMELINE = "timeline.json"  # of the latest rollout batch
-OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS, TIMELINE)  # rather than of a generation and process
+TIMELINE, MEASURED = "timeline.json", "measured.json"  # of the latest rollout batch, and of the first step
+OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS, TIMELINE, MEASURED)
+"""Files of the run, rather than of a generation and process."""
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls", "answer")
 """Columns that hold JSON; `answer` in evaluations alone."""
 REWARD = "reward/"

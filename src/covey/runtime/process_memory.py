@@ -2,9 +2,12 @@
 
 import ctypes
 import re
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,6 +47,16 @@ def total_memory(groups: Path | None = None, mount: Path | None = None) -> int:
         with suppress(OSError, ValueError):
             total = min(total, int((group / limit).read_text()))
     return total
+
+
+def peak_memory(device: Any) -> int:
+    """Most bytes that the process has held so far: allocated on the GPU, or resident in memory."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _groups(groups: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:

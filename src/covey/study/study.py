@@ -58,6 +58,7 @@ from covey.study.variants import (
 )
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
+from covey.trainer.integrations.first_step import FirstStep
 from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.report import command as given_command
 
@@ -328,7 +329,7 @@ class Study:
         )
         if peft_config is not None:
             check_adapter(trainer.model)
-        for callback in (ProgressDisplay, RunReport):
+        for callback in (ProgressDisplay, RunReport, FirstStep):
             trainer.remove_callback(callback)
         if self.engine is None and self.server is None and peft_config is not None:
             self._make_engine(trainer)

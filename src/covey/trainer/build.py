@@ -49,6 +49,7 @@ from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.attributes import listed
+from covey.trainer.integrations.first_step import FirstStep, planned_bytes
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, changed, named_parts, provenance
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
@@ -454,6 +455,10 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
         trainer.add_callback(MovedWeights(trainer.context, warned=check_precision(trainer.context)))
     if trainer.recorder is not None:
         trainer.add_callback(trainer.recorder)
+    if trainer.is_world_process_zero():
+        record = None if trainer.recorder is None else trainer.recorder.folder
+        planned = None if trainer.sharding.gradients else planned_bytes(args, trainer.policy)
+        trainer.add_callback(FirstStep(planned, args.device, display.tell, record))
     trainer.report = RunReport(trainer)
     trainer.add_callback(trainer.report)
     known = {id(callback) for callback in given} | {callback for callback in given if isinstance(callback, type)}

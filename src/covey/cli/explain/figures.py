@@ -1,11 +1,15 @@
 """Figures of `covey explain`: tables of memory, of vLLM's share of it, and of a step's operations, traffic and time."""
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
 from covey.core.findings import Finding
+from covey.observability.record_files import FOLDER, MEASURED, read_run
 from covey.runtime.process_memory import available_memory, total_memory
 from covey.sizing.memory import MemoryEstimate, ShardCounts, cache_bytes_per_token, readable
 from covey.sizing.step_cost import MACHINES, ModelSize, StepTimes, step_costs, step_times
@@ -35,9 +39,33 @@ def memory(run: ExplainedRun) -> Iterator[str]:
         yield _recomputation(m)
     yield f"""Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak
     is about {readable(m.peak)}."""
+    if found := _measured(run):
+        yield f"""A run with these settings has been measured in its first step: at most
+        {readable(found["peak_bytes"])}, and {found["seconds"]:.1f} seconds. That counts rather than the estimate."""
     yield _largest_part(m, bool(args.gradient_checkpointing))
     if run.engine is not None:
         yield from _colocated_vllm(run, m, run.engine)
+
+
+LENGTH_OF_RUN = ("max_steps", "num_train_epochs", "seed", "data_seed")
+"""Settings that change neither memory nor the time of a step."""
+
+
+def _measured(run: ExplainedRun) -> dict[str, Any] | None:
+    """Figures of the first step of the run in `output_dir`, if it had these settings and was on this machine."""
+    folder = Path(run.args.output_dir or ".")
+    if run.cluster is not None:
+        return None
+    with suppress(OSError, ValueError):
+        described = read_run(folder)
+        found: dict[str, Any] = json.loads((folder / FOLDER / MEASURED).read_text())
+        now = {name: repr(value) for name, value in run.args.to_dict().items()}
+        sized = {name: text for name, text in described["settings"].items() if name not in LENGTH_OF_RUN}
+        same = all(now.get(name) == text for name, text in sized.items())
+        return (
+            found if same and described["model"]["path"] == getattr(run.model.config, "_name_or_path", None) else None
+        )
+    return None
 
 
 def fit(run: ExplainedRun) -> Iterator[Finding]:

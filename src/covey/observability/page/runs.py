@@ -24,6 +24,7 @@ from covey.observability.pairs import pairs
 from covey.observability.record_files import (
     FINDINGS,
     FOLDER,
+    MEASURED,
     METRICS,
     TIMELINE,
     VOCABULARY,
@@ -69,7 +70,7 @@ class RecordedRun:
     def state(self) -> dict[str, Any]:
         """Files of the record, each with a version that changes with it."""
         files = self._files()
-        names = ("run.json", METRICS, FINDINGS, WARNINGS, TIMELINE)
+        names = ("run.json", METRICS, FINDINGS, WARNINGS, TIMELINE, MEASURED)
         evaluations = [path for steps in evaluation_files(self.record).values() for path in steps[max(steps)]]
         times = [*(_written(self.record / name) for name in names), *map(_written, evaluations)]
         written = max(times[1], *(map(_written, [*files.values()][-1:] or [self.record]))) / 1e9
@@ -112,12 +113,13 @@ class RecordedRun:
             "meanings": meanings_of(lines),
             "totals": totals,
             "findings": findings,
-            "timeline": self._timeline(),
+            "timeline": self._json(TIMELINE),
+            "measured": self._json(MEASURED),
         }
 
-    def _timeline(self) -> dict[str, Any] | None:
+    def _json(self, name: str) -> dict[str, Any] | None:
         with suppress(OSError, ValueError):
-            return dict(json.loads((self.record / TIMELINE).read_text()))
+            return dict(json.loads((self.record / name).read_text()))
         return None
 
     def pairs(self) -> list[dict[str, Any]]:

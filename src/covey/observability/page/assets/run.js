@@ -170,8 +170,18 @@ function tiles(run) {
         `${number(groups.filter(trained).length)} of ${number(groups.length)}`),
     Number.isFinite(time) ? tile("Time", seconds(time), `since the first log, without pauses; ${number(Math.round(cores))} core-seconds`)
         : null,
+    memory(run, tile),
     tile("Rollouts", number(run.rollouts.length),
         `${number(run.rollouts.filter((one) => one.finish === "length").length)} cut off, ${number(run.rollouts.filter((one) => one.fate === "failed").length)} failed`));
+}
+
+/** Memory as it was measured, next to what was planned, and the time of the first step. */
+function memory({ measured, metrics }, tile) {
+  const logged = metrics.reduce((most, line) => Math.max(most, line.memory_gb ?? 0), 0);
+  const most = Math.max(logged, (measured?.peak_bytes ?? 0) / 1e9);
+  if (!most) return null;
+  return tile("Memory at most", `${number(most, 2)} GB`, [measured?.planned_bytes && `${number(measured.planned_bytes / 1e9, 2)} GB were planned`,
+    measured && `first step ${seconds(measured.seconds)}`].filter(Boolean).join("; "));
 }
 
 /** Links to what one looks for first; the largest gap is one click away. */

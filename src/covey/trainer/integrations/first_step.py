@@ -1,0 +1,56 @@
+"""Time and memory of the first optimizer step, in the place of what was planned."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from covey.observability.record_files import MEASURED
+from covey.runtime.files import written_whole
+from covey.runtime.process_memory import peak_memory
+from covey.sizing.memory import estimate_of, readable
+
+
+def planned_bytes(args: Any, policy: Any) -> int | None:
+    """Peak of memory by the formulas of `covey.sizing`; None for a model that they do not know."""
+    with suppress(AttributeError, TypeError, ValueError):
+        return estimate_of(args, policy).peak
+    return None
+
+
+class FirstStep(TrainerCallback):
+    """Tells what the first optimizer step took, and writes it into the record; micro-batches stay as they were planned.
+
+    They are not planned again by what was measured: other cuts round differently, and a repeated run would not be the
+    same.
+    """
+
+    def __init__(self, planned: int | None, device: torch.device, tell: Callable[[str], None], record: Path | None):
+        self._planned, self._device, self._tell, self._record = planned, device, tell, record
+        self._began: float | None = None  # clock at the beginning of the step that is measured
+        self._measured = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._measured = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._measured:
+            self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._measured or self._began is None:
+            return
+        seconds, self._measured = time.perf_counter() - self._began, True
+        peak = peak_memory(self._device)
+        libraries = ", without libraries" if self._device.type == "cpu" else ""
+        planned = "" if self._planned is None else f" ({readable(self._planned)} were planned{libraries})"
+        self._tell(f"first step: {seconds:.1f} s, at most {readable(peak)} of memory{planned}")
+        if self._record is not None and (self._record / "run.json").exists():
+            found = {"step": state.global_step, "seconds": seconds, "peak_bytes": peak, "planned_bytes": self._planned}
+            with written_whole(self._record / MEASURED) as new:
+                new.write_text(json.dumps(found))
