@@ -37,11 +37,11 @@ class ForeignEngine(NativeEngine):
 def sample_from(trainer, **engine):
     """The trainer, with such an engine in the place of its own."""
     trainer.collector.engine = ForeignEngine(trainer.collector.engine, **engine)
-    context, params = trainer.context, trainer.rollouts.params
+    run, params = trainer.run, trainer.rollouts.params
     fresh = trainer.make_algorithm(trainer.args)
-    context.algorithm = corrected(fresh, trainer.args, trainer.collector.engine.traits, params)
+    run.method.algorithm = corrected(fresh, trainer.args, trainer.collector.engine.traits, params)
     trainer.behaviour.engine_check = EngineCheck(
-        context, trainer.collector, params, trainer.collector.engine.traits, trainer.batch_scorer.rescore
+        run, trainer.collector, params, trainer.collector.engine.traits, trainer.batch_scorer.rescore
     )
     return trainer
 

@@ -118,7 +118,7 @@ def test_a_loss_named_by_file_is_the_one_that_its_file_registers(tmp_path, reque
     for loss_type in (f"{file}:weighted", name):
         trained = runs.trainer(tmp_path, loss_type=loss_type, max_steps=1)
         trained.train()
-        assert trained.context.algorithm.weighting is mean_per_sequence
+        assert trained.run.algorithm.weighting is mean_per_sequence
         results.append(runs.weights(trained))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -126,7 +126,7 @@ def test_a_loss_named_by_file_is_the_one_that_its_file_registers(tmp_path, reque
 def test_kl_in_reward_moves_the_policy_but_not_by_the_loss(tmp_path):
     trained = runs.trainer(tmp_path, beta=0.1, kl_in_reward=True, advantages="reinforce_plus_plus", max_steps=2)
     trained.train()
-    assert trained.context.algorithm.objective.beta == 0
+    assert trained.run.algorithm.objective.beta == 0
     assert runs.history(trained, "kl")[0] == pytest.approx(0, abs=1e-5)  # the policy is its reference still
     assert runs.history(trained, "kl")[1] != 0
 

@@ -164,10 +164,8 @@ def batch_of(rollouts, tokens):
 
 def passes_over(policy=NO_MODEL, max_tokens=1000):
     config = runs.config("unused", max_tokens_per_micro_batch=max_tokens, gradient_checkpointing=False)
-    context = SimpleNamespace(
-        args=config, sharding=Sharding(), device=torch.device("cpu"), loop=SimpleNamespace(policy=policy)
-    )
-    return MicroBatchRunner(context, SimpleNamespace(layout="packed"))
+    run = SimpleNamespace(args=config, sharding=Sharding(), device=torch.device("cpu"), policy=policy)
+    return MicroBatchRunner(run, SimpleNamespace(layout="packed"))
 
 
 def size(part):

@@ -3,8 +3,9 @@
 The first micro-batch of a generation carries its prompt samples; later ones find completions in the rollout buffer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -191,7 +192,9 @@ def train_loader(
         return _loader(stream, batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed, with_slots=not choose_late)
     workers, steps = 0 if choose_late else workers, TrainingSteps(dataset)
-    started = {"num_workers": workers, "multiprocessing_context": context, "timeout": timeout} if workers else {}
+    started: dict[str, Any] = (
+        {"num_workers": workers, "multiprocessing_context": context, "timeout": timeout} if workers else {}
+    )
     return _loader(steps, batch_sampler=sampler, seed=seed, **started)
 
 
@@ -200,18 +203,27 @@ def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: boo
     return TrainingStream(rows, algebra, rank)
 
 
-def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
+class EvaluationLoader(_EpochLoader):
+    """A dataloader of evaluation batches, with the suite that they are of, if any."""
+
+    def __init__(self, *args: Any, suite: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.suite = suite
+
+
+def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int, suite: Any = None) -> DataLoader:
+    of_suite: dict[str, Any] = {"kind": partial(EvaluationLoader, suite=suite), "seed": 0}
     if not hasattr(dataset, "__len__"):
-        return _loader(EvaluationStream(dataset, algebra, rank), batch_size=None, seed=0)
+        return _loader(EvaluationStream(dataset, algebra, rank), batch_size=None, **of_suite)
     rows, size = range(len(dataset)), algebra.prompts_per_eval_batch
     batches = [rows[first : first + size] for first in rows[::size]]  # the last one may be smaller
     shares = [rank_share(prompts, algebra.eval_group, algebra, rank) for prompts in batches]
-    return _loader(PromptDataset(dataset), batch_sampler=shares, seed=0)
+    return _loader(PromptDataset(dataset), batch_sampler=shares, **of_suite)
 
 
-def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:
+def _loader(dataset: Any, *, seed: int, kind: Callable[..., DataLoader] = _EpochLoader, **kwargs: Any) -> DataLoader:
     # Its own generator: reading data must not advance the random state that training resumes from.
-    return _EpochLoader(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
+    return kind(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
 
 
 def _as_is(batch: Any) -> Any:

@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
@@ -23,6 +24,7 @@ from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import warn
 
 T = TypeVar("T")
+RunsSampling = Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]]
 
 
 class Collector:
@@ -30,11 +32,16 @@ class Collector:
 
     def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, spec: RolloutSpec | None = None):
         self.engine, self.codec, self.seed, self.spec = engine, codec, seed, spec
-        self.run: Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]] = run_async
+        self.run: RunsSampling = run_async
         if spec is not None and spec.calls_functions:
             self.run = CallingThread("covey-sampling").run
         self._batches = 0
         self._engine_awake = ExitStack()
+
+    def run_by(self, run: RunsSampling) -> RunsSampling:
+        """Have `collect` run its coroutines by another function from now on; returns the one before."""
+        before, self.run = self.run, run
+        return before
 
     def collect(
         self,
@@ -191,9 +198,8 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
 def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) -> list[Rollout]:
     """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    rollouts: list[Rollout] = []
+    numbered: list[Rollout] = []
     for index, group in enumerate(groups):
-        rollouts += group
         for rollout in group:
             if params.keep_mask and rollout.sampling_mask is None and any(rollout.sampled):
                 raise ValueError(
@@ -207,11 +213,12 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                     "rollouts came with a `sampling_mask`, which is not used, as keep_sampling_mask is False. Set it to"
                     " train the distribution that was sampled from. (Evaluation suites need no masks.)",
                 )
-                rollout.sampling_mask = None
-            if rollout.sampling_mask:
+            mask = rollout.sampling_mask if params.keep_mask else None
+            if mask:
                 _check_masks(rollout)
-            rollout.group = numbers.setdefault((index, tuple(rollout.prompt_ids)), len(numbers))
-    return rollouts
+            number = numbers.setdefault((index, tuple(rollout.prompt_ids)), len(numbers))
+            numbered.append(replace(rollout, group=number, sampling_mask=mask))
+    return numbered
 
 
 def _check_masks(rollout: Rollout) -> None:

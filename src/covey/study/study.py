@@ -335,7 +335,7 @@ class Study:
             self._make_engine(trainer)
         checkpoint = None if variant.checkpoint is None else str(self.folder / variant.checkpoint)
         turn = Turn(partial(self._train, trainer, checkpoint), variant.name)
-        trainer.collector.run = turn.wait_for
+        trainer.collector.run_by(turn.wait_for)
         variant.trainer, variant.turn = trainer, turn
         variant.status, variant.reason, variant.must_save, variant.must_stop = "running", "", False, False
         set_shared_state(outside)

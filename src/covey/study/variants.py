@@ -246,25 +246,26 @@ class CommonEvaluation:
             totals = weighted_total(scored.rewards.double(), phase.rewards.weights.double())
         finally:
             model.train(was_training)
-            trainer.context.metrics.drain("eval")
+            trainer.run.metrics.drain("eval")
         return totals.view(len(self.rows), count).nanmean(dim=1).tolist()
 
     def _phase(self, trainer: Any) -> RolloutPhase:
-        context, collector = copy.copy(trainer.context), trainer.collector
-        context.args = self.args
+        run, collector = replace(trainer.run, args=self.args), trainer.collector
         tokenizer, rewards = collector.codec.tokenizer, trainer.rewards
         if any(getattr(self.args, name) != getattr(trainer.args, name) for name in SHAPES):
             tools, function, factory, agent = map(trainer.made_of.get, PARTS)
             factory = with_agent(agent, factory, tools, function)
             functions = self.reward_funcs if self.has_own_rewards else trainer.made_of.get("reward_funcs")
             collector = build_collector(
-                context, trainer.model, tokenizer, collector.engine, tools, function, factory, reward_funcs=functions
+                *(run, trainer.model, tokenizer, collector.engine, tools, function, factory),
+                reward_funcs=functions,
+                trainer=trainer,
             )
-            collector.run = trainer.collector.run
+            collector.run_by(trainer.collector.run)
         if self.has_own_rewards:
-            rewards = build_rewards(context, collector, self.reward_funcs, None)
+            rewards = build_rewards(run, collector, self.reward_funcs, None)
         params = sampling_params(self.args, tokenizer)
-        return replace(trainer.rollouts, context=context, collector=collector, params=params, rewards=rewards)
+        return replace(trainer.rollouts, run=run, collector=collector, params=params, rewards=rewards)
 
     def close(self, trainer: Any) -> None:
         """End what the evaluation has started, in addition to the trainer's own."""

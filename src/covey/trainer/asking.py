@@ -28,7 +28,7 @@ def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None,
         seed = trainer.generations_asked
     of_agents = trainer.collector  # which may play whole episodes, and is left alone
     collector = Collector(of_agents.engine, of_agents.codec, of_agents.seed)
-    collector.run = of_agents.run
+    collector.run_by(of_agents.run)
     was_training = trainer.model.training
     trainer.model.eval()
     try:

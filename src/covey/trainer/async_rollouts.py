@@ -89,8 +89,7 @@ class AsyncRollouts:
 
     def __post_init__(self) -> None:
         self._thread = LoopThread("covey-sampling", no_grad=True)
-        self._in_front = self.collector.run
-        self.collector.run = self._thread.run
+        self._in_front = self.collector.run_by(self._thread.run)
         self._flights: deque[InFlightBatch] = deque()
         self._next: int | None = None
         self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
@@ -157,7 +156,7 @@ class AsyncRollouts:
 
     def close(self, seconds: float = 5.0) -> None:
         """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
-        self.collector.run = self._in_front
+        self.collector.run_by(self._in_front)
         call_all(self._give_up, partial(self._thread.close, seconds))
 
     def begins(self, generation: int) -> int:

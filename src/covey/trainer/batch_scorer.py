@@ -13,15 +13,15 @@ from covey.core.stats import Mean, Stat
 from covey.policy.fused import fused_layers
 from covey.policy.layouts import slowest
 from covey.policy.scoring import TokenScorer
-from covey.trainer.context import RunContext
 from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.run import Run
 
 
 @dataclass(eq=False)
 class BatchScorer:
     """Scores batches; every process must call it equally often where weights are sharded."""
 
-    context: RunContext
+    run: Run
     scorer: TokenScorer
     runner: MicroBatchRunner
     _layouts_agree: bool = field(default=False, init=False)
@@ -44,31 +44,31 @@ class BatchScorer:
 
     def entropies(self, batch: TrainBatch) -> Tensor:
         """Entropies [N] of the policy without gradient."""
-        policy = self.context.loop.policy
+        policy = self.run.policy
         return self.values(policy, batch, lambda part: self.scorer(policy, part, entropy=True).entropies)
 
     def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
         """Log-probs [N] under the policy at another temperature."""
         with self.scorer.at_temperature(temperature):
-            return self.logprobs(self.context.loop.policy, batch)
+            return self.logprobs(self.run.policy, batch)
 
     def values(
         self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any], rows: int | None = None
     ) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
-        rows = self.context.algebra.rows("eval") if rows is None else rows
+        rows = self.run.algebra.rows("eval") if rows is None else rows
         fused = fused_layers(self.runner.fused(model))
-        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
+        with self.run.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:
             return self.runner.score(batch, values_of, rows)
 
     def settle_layout(self, batch: TrainBatch) -> None:
         """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""
-        policy = self.context.loop.policy
-        with self.context.accelerator.autocast():
+        policy = self.run.policy
+        with self.run.accelerator.autocast():
             mine = self.scorer.layout_of(policy, batch)
         if self._layouts_agree:
             return
-        agreed = slowest(self.context.collectives.gather(mine, "agree on a layout"))
+        agreed = slowest(self.run.collectives.gather(mine, "agree on a layout"))
         if mine != agreed:
             self.scorer.adopt(policy, agreed)
             warnings.warn(

@@ -43,7 +43,6 @@ from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report, warn
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import MovedWeights, check_model, check_precision
-from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine, freeze_seats
 from covey.trainer.engines.servers import generation_extras
@@ -51,9 +50,10 @@ from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.attributes import listed
 from covey.trainer.integrations.first_step import FirstStep, planned_bytes
 from covey.trainer.integrations.hub import PushCompletions
-from covey.trainer.integrations.report import RunReport, changed, named_parts, provenance
+from covey.trainer.integrations.report import RunReport, changed, provenance
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.rollout_reports import logs_completions
+from covey.trainer.run import Run
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -201,7 +201,7 @@ def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
 
 
 def build_collector(
-    run: RunContext,
+    run: Run,
     model: Any,
     tokenizer: Any,
     engine: Any = None,
@@ -210,10 +210,12 @@ def build_collector(
     environment_factory: Any = None,
     vision: Vision | None = None,
     reward_funcs: Any = None,
+    trainer: Any = None,
 ) -> Collector:
     """The collector with the given engine or the one that the config names, a codec and a rollout spec.
 
-    Special tokens that reward functions name are part of completions' text.
+    Special tokens that reward functions name are part of completions' text. A `rollout_func(prompts, trainer)` is given
+    `trainer`.
     """
     args, context = run.args, max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
@@ -241,9 +243,11 @@ def build_collector(
             f"reward functions look for {', '.join(map(repr, shown))}, which are special tokens of the tokenizer: they"
             " are part of the text of completions, which other special tokens are left out of.",
         )
-    spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
+    spec = build_rollout_spec(
+        run.args, model, codec, tools, rollout_func, environment_factory, trainer
+    )  # an engine is slow
     if engine is None:
-        engine = build_engine(run, model, tokenizer, partial(getattr, run.loop, "policy"), context, vision)
+        engine = build_engine(run, model, tokenizer, lambda: run.policy, context, vision)
     if hasattr(engine, "generate"):  # `covey explain` starts none
         freeze_seats(environment_factory, run, model, tokenizer, context, vision)
         if args.keep_sampling_mask and not traits_of(engine).returns_masks:
@@ -286,9 +290,9 @@ def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, extra=extra, keep_mask=args.keep_sampling_mask, **settings)
 
 
-def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
+def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call, that of the environments among them."""
-    args, player = context.args, collector.spec and collector.spec.play
+    args, player = run.args, collector.spec and collector.spec.play
     functions, weights, classes = reward_sources(reward_funcs, args.reward_weights, processing_classes, player)
     if functions is None:
         raise ValueError(
@@ -303,7 +307,7 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
-            device=context.device,
+            device=run.device,
             tokenizer=collector.codec.tokenizer,
             isolation=args.reward_isolation,
         )
@@ -337,15 +341,15 @@ def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
 
 
 def build_recorder(
-    context: RunContext, collector: Collector, rewards: RewardSuite, described: Callable[[], Any]
+    run: Run, collector: Collector, rewards: RewardSuite, described: Callable[[], Any], parts: Callable[[], Any]
 ) -> Recorder | None:
-    args, collectives = context.args, context.collectives
+    args, collectives = run.args, run.collectives
     if args.record == "off":
         return None
     tokenizer = collector.codec.tokenizer
 
     def describe() -> dict[str, Any]:
-        traits, policy = traits_of(collector.engine), context.loop.policy
+        traits, policy = traits_of(collector.engine), run.policy
         weights = [(getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in policy.parameters()]
         return {
             **described(),
@@ -357,19 +361,19 @@ def build_recorder(
                 "adapter": hasattr(policy, "peft_config"),
             },
             "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
-            "parts": named_parts(context.loop),
+            "parts": parts(),
             "changed": changed(args),
             "provenance": provenance(args),
         }
 
     folder, limit = Path(args.output_dir or ".", FOLDER), args.record_max_gb * GIGABYTE
     rank, size, keeps_tokens = collectives.rank, collectives.size, args.record == "tokens"
-    return Recorder(folder, rewards.names, describe, rank, size, limit, keeps_tokens, tokenizer, context.timeline)
+    return Recorder(folder, rewards.names, describe, rank, size, limit, keeps_tokens, tokenizer, run.timeline)
 
 
-def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
+def build_replay(run: Run, collector: Collector, rewards: RewardSuite) -> tuple[Replay | None, EngineTraits]:
     """Rollouts of an earlier run, where the config asks for them, and the traits of the engine that samples."""
-    args, collectives = context.args, context.collectives
+    args, collectives = run.args, run.collectives
     if args.replay_from is None:
         return None, traits_of(collector.engine)
     if args.record != "off" and Path(args.replay_from).resolve() == Path(args.output_dir or ".").resolve():
@@ -381,9 +385,9 @@ def build_replay(context: RunContext, collector: Collector, rewards: RewardSuite
     return replay, replay.traits
 
 
-def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptChooser | None:
+def build_chooser(run: Run, dataset: Any, weights: Tensor) -> PromptChooser | None:
     """Selection of prompts by their rewards; None where the dataloader's order decides."""
-    args = context.args
+    args = run.args
     by_difficulty = args.prompt_sampler == "difficulty"
     if dataset is None or not (args.dynamic_sample or by_difficulty):
         return None
@@ -404,16 +408,16 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
     )
     return PromptChooser(
         dataset,
-        context.algebra,
-        context.collectives.rank,
+        run.algebra,
+        run.collectives.rank,
         stream,
-        context.algorithm,
+        run.algorithm,
         weights,
         mask_truncated=args.mask_truncated_completions,
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
-        gather=context.collectives.named("choose the groups to train on"),
-        exchange=partial(context.collectives.exchange, what="exchange the groups to train on"),
+        gather=run.collectives.named("choose the groups to train on"),
+        exchange=partial(run.collectives.exchange, what="exchange the groups to train on"),
     )
 
 
@@ -444,15 +448,15 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
     display = ProgressDisplay(plain=bool(args.disable_tqdm))
     if args.process_index == 0:
-        display.follow(trainer.context.activity)
+        display.follow(trainer.run.activity)
     trainer.add_callback(display)
     trainer.stop.say = display.announce if args.process_index == 0 else lambda line: None
     trainer.add_callback(Advice(lambda: {**trainer.metrics.end_step(), "grad_norm": trainer.finite.norm}))
     if trainer.reference is not None and args.sync_ref_model:
-        trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
+        trainer.add_callback(FollowPolicy(trainer.reference, trainer.run))
     trainer.add_callback(trainer.stop)
     if held_in_half(trainer.policy):
-        trainer.add_callback(MovedWeights(trainer.context, warned=check_precision(trainer.context)))
+        trainer.add_callback(MovedWeights(trainer.run, warned=check_precision(trainer.run)))
     if trainer.recorder is not None:
         trainer.add_callback(trainer.recorder)
     if trainer.is_world_process_zero():
@@ -471,8 +475,8 @@ class FollowPolicy(TrainerCallback):
     """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
 
     reference: Reference
-    context: RunContext
+    run: Run
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % args.ref_model_sync_steps == 0:
-            self.reference.follow(self.context.loop.policy, args.ref_model_mixup_alpha)
+            self.reference.follow(self.run.policy, args.ref_model_mixup_alpha)

@@ -26,17 +26,21 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from covey.runtime.calling_thread import CallingThread
 from covey.runtime.user_code import report, warn
-from covey.trainer.context import RunContext
 from covey.trainer.integrations.attributes import listed
 
 OWN_ROWS = 1000  # of each environment, where there is no training data
 
 
 def build_rollout_spec(
-    context: RunContext, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
+    args: OnlineConfig,
+    model: Any,
+    codec: PromptCodec,
+    tools: Any,
+    rollout_func: Any,
+    environment_factory: Any,
+    trainer: Any,
 ) -> RolloutSpec | None:
     """The spec of rollouts that are more than one completion; None where each is one. `codec` gets tools' schemas."""
-    args = context.args
     _refuse_combinations(args, tools, rollout_func, environment_factory)
     if not tools and rollout_func is None and environment_factory is None:
         return None
@@ -56,7 +60,7 @@ def build_rollout_spec(
         toolbox = Toolbox(tools, timeout=args.tool_timeout)
         play = ToolAgent(toolbox, _parser(args, templates, toolbox.schemas), args.max_tool_calling_iterations)
     elif (form := form_of(rollout_func)) == "batch":
-        play = BatchFunction(rollout_func, context.loop, args.rollout_timeout, codec, limits, ends)
+        play = BatchFunction(rollout_func, trainer, args.rollout_timeout, codec, limits, ends)
     else:
         kind = RolloutFunction if form == "rollout" else GroupFunction
         play = kind(rollout_func, args.rollout_timeout, limits)

@@ -21,7 +21,7 @@ from covey.runtime.data_files import loading_data_alone
 from covey.runtime.files import MANIFEST, added_whole, damage, flush, naming_disk_errors, seal
 from covey.runtime.user_code import warn
 from covey.trainer import resuming
-from covey.trainer.context import RunContext
+from covey.trainer.run import Run
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
@@ -31,27 +31,28 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"}) 
 
 @dataclass(eq=False)
 class Checkpointer:
-    context: RunContext
+    run: Run
     parts: Mapping[str, Stateful]
     before_saving: Callable[[], None]  # collective
     described: Callable[[], resuming.Described]
     reference: Reference | None = None  # of the KL penalty
     staging: bool = field(default=False, init=False)  # one is being written, into a folder that is moved when complete
+    earlier: set[str] = field(default_factory=set, init=False)  # names of another run's checkpoints in output_dir
     delayed_pushes: list[str] = field(default_factory=list, init=False)  # folders that were to be uploaded meanwhile
     _earlier_state: dict[str, dict[str, Any]] | None = field(default=None, init=False)  # saved in the place of today's
 
     def begin(self, checkpoint: str | None) -> None:
         """Note what another run has left in the output folder: this one neither counts nor deletes it."""
-        args, _ = self.context.args, self.trained  # names of weights, before anything is wrapped
+        args, _ = self.run.args, self.trained  # names of weights, before anything is wrapped
         folder = Path(args.output_dir or ".")
         found = numbered_checkpoints(str(folder))
         places = [path.resolve() for path in found]
         own = Path(checkpoint).resolve() if checkpoint else None
         # All, or those after the one that this run goes on from.
         others = found[places.index(own) + 1 :] if own in places else found
-        self.context.earlier = {path.name for path in others}
-        if self.context.accelerator.is_main_process:
-            _warn_of_earlier_run(folder, args, sorted(self.context.earlier), begins=checkpoint is None)
+        self.earlier = {path.name for path in others}
+        if self.run.accelerator.is_main_process:
+            _warn_of_earlier_run(folder, args, sorted(self.earlier), begins=checkpoint is None)
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective.
@@ -59,8 +60,8 @@ class Checkpointer:
         Raises:
             OSError: the disk takes no more; earlier checkpoints are as they were.
         """
-        args, collectives = self.context.args, self.context.collectives
-        name, staging = f"checkpoint-{self.context.step}", os.path.join(run_dir, STAGING)
+        args, collectives = self.run.args, self.run.collectives
+        name, staging = f"checkpoint-{self.run.step}", os.path.join(run_dir, STAGING)
         staged, final = os.path.join(staging, name), os.path.join(run_dir, name)
         naming = partial(naming_disk_errors, name, run_dir, "Earlier checkpoints are whole: {remedy} and resume.")
         if args.should_save:
@@ -77,7 +78,7 @@ class Checkpointer:
                     state: dict[str, Any] = {"batches": self._binding_sizes(), "run": self.described()}
                     state["method"] = _on_cpu(self.method_state())
                     state["frozen"] = None if self.reference and self.reference.has_moved else self.frozen
-                    state["sharding"] = self.context.sharding.name
+                    state["sharding"] = self.run.sharding.name
                     state["trained"] = self.trained
                     torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
                 collectives.meet(f"publish {name}")
@@ -104,7 +105,7 @@ class Checkpointer:
 
     def _find_whole(self, wanted: str | bool, output_dir: str) -> str | None:
         named = [str(path) for path in numbered_checkpoints(output_dir) if is_checkpoint(path)]
-        own = self.context.collectives.gather(named, "list the checkpoints")[0]
+        own = self.run.collectives.gather(named, "list the checkpoints")[0]
         if wanted == AUTO and not own:
             return None
         first = own[-1] if wanted == AUTO else find_checkpoint(wanted, own, output_dir)
@@ -123,8 +124,8 @@ class Checkpointer:
         return good
 
     def _damage(self, folder: str) -> str | None:
-        mine = damage(Path(folder)) or _missing(Path(folder)) if self.context.args.should_save else None
-        everyone = self.context.collectives.gather(mine, f"verify {folder}")
+        mine = damage(Path(folder)) or _missing(Path(folder)) if self.run.args.should_save else None
+        everyone = self.run.collectives.gather(mine, f"verify {folder}")
         return next((problem for problem in everyone if problem is not None), None)
 
     def method_state(self) -> dict[str, dict[str, Any]]:
@@ -152,40 +153,40 @@ class Checkpointer:
 
     def _state(self, checkpoint: str) -> dict[str, Any] | None:
         """This process's state in a checkpoint; None if it holds weights alone."""
-        for rank in (self.context.args.process_index, 0):
+        for rank in (self.run.args.process_index, 0):
             if (path := Path(checkpoint, STATE_FILE.format(rank=rank))).is_file():
                 return dict(torch.load(path, map_location="cpu", weights_only=True))
         return None
 
     def _compare(self, checkpoint: str) -> None:
         """Refuse (ValueError) another run's checkpoint by all but frozen weights, before anything is loaded."""
-        policy = self.context.loop.policy
+        policy = self.run.policy
         resuming.check_kind(checkpoint, adapter=has_adapter(policy))
         changed = resuming.adapter_changes(checkpoint, policy)
         resuming.check_adapter(checkpoint, changed)
         if (state := self._state(checkpoint)) is not None:
             settings = (run.get("settings", {}) for run in (state.get("run", {}), self.described()))
             resuming.check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
-            resuming.check_same_sharding(checkpoint, state.get("sharding"), self.context.sharding.name)
+            resuming.check_same_sharding(checkpoint, state.get("sharding"), self.run.sharding.name)
             resuming.check_same_optimizer(checkpoint, *settings)
             resuming.check_same_trained(checkpoint, state.get("trained"), self.trained, changed)
 
     @cached_property
     def trained(self) -> list[str]:
         """Names of trained weights before a training begins, as subclasses and callbacks may freeze some then."""
-        named = self.context.loop.policy.named_parameters()
+        named = self.run.policy.named_parameters()
         return sorted(checkpoint_name(name) for name, weight in named if weight.requires_grad)
 
     @cached_property
     def frozen(self) -> Sample:
         """Sample of the weights under an adapter, or of the reference before it moves. Collective, once."""
-        policy = self.context.loop.policy
+        policy = self.run.policy
         model = policy if has_adapter(policy) else self.reference and self.reference.copy
         return {} if model is None else frozen_sample(model)
 
     def load(self, checkpoint: str) -> None:
         """Continue from a checkpoint's method state; warns if it holds weights alone."""
-        state, policy = self._state(checkpoint), self.context.loop.policy
+        state, policy = self._state(checkpoint), self.run.policy
         if state is None:
             warn(
                 f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
@@ -196,11 +197,11 @@ class Checkpointer:
         resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
         changed, described = resuming.adapter_changes(checkpoint, policy), self.described()
-        if self.context.args.replay_from is not None:  # data and rewards are the recorded ones
+        if self.run.args.replay_from is not None:  # data and rewards are the recorded ones
             settings = {name: text for name, text in described["settings"].items() if name != "replay_from"}
             described = {**state.get("run", {}), "settings": settings}
         changes = resuming.changes_since(state.get("run", {}), described, changed)
-        if changes and self.context.args.should_log:
+        if changes and self.run.args.should_log:
             warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}")
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
@@ -220,20 +221,20 @@ class Checkpointer:
 
     def load_best(self, model: Any, folder: str | None, load: Callable[[], None], is_best: bool = True) -> None:
         """The same without looking for mistakes; whole models under other names than their modules' are read here."""
-        whole = not self.context.sharding.weights and not has_adapter(model)
+        whole = not self.run.sharding.weights and not has_adapter(model)
         if folder is not None and whole and any(Path(folder).glob("model*.safetensors")) and saves_other_names(model):
             load_renamed(model, folder)
-        elif folder is not None and not self.context.sharding.weights and is_best and has_adapter(model):
+        elif folder is not None and not self.run.sharding.weights and is_best and has_adapter(model):
             with loading_data_alone(folder):
                 load_adapters(unwrapped(model), folder)
         else:
             with loading_data_alone(folder):
                 load()
 
-    def save_sharded_model(self, folder: str, processing_class: Any) -> None:
-        args, loop = self.context.args, self.context.loop
-        with self.context.collectives.together("write the model"):
-            save_sharded(loop.model_wrapped, folder, writes=args.should_save)
+    def save_sharded_model(self, model: Any, folder: str, processing_class: Any) -> None:
+        args = self.run.args
+        with self.run.collectives.together("write the model"):
+            save_sharded(model, folder, writes=args.should_save)
         if args.should_save:
             processing_class.save_pretrained(folder)
             torch.save(args, os.path.join(folder, "training_args.bin"))
@@ -241,7 +242,7 @@ class Checkpointer:
     @contextmanager
     def writing(self, output_dir: str | None) -> Iterator[Path]:
         """Give the folder to write a model into: checkpoints are moved as a whole, and other models file by file."""
-        folder = Path(output_dir or self.context.args.output_dir or ".")
+        folder = Path(output_dir or self.run.args.output_dir or ".")
         if self.staging:
             yield folder
             return
@@ -251,15 +252,15 @@ class Checkpointer:
 
     def _place_best(self, final: str) -> None:
         """Every process knows the best checkpoint by its final place, wherever the others were staged."""
-        state = self.context.loop.state
+        state = self.run.state()
         if best := state.best_global_step:
             folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
-            there = folder == final or os.path.isdir(folder) or not self.context.args.should_save
+            there = folder == final or os.path.isdir(folder) or not self.run.args.should_save
             state.best_model_checkpoint = folder if there else None
 
     def _publish(self, staged: str, final: str) -> None:
         """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
-        state = self.context.loop.state
+        state = self.run.state()
         if state.best_global_step:
             self._place_best(final)
             state.save_to_json(os.path.join(staged, "trainer_state.json"))
@@ -269,14 +270,14 @@ class Checkpointer:
             os.rename(final, staging / "replaced")
         os.rename(staged, final)
         flush(run_dir)
-        keep, others = [final, state.best_model_checkpoint], self.context.earlier
+        keep, others = [final, state.best_model_checkpoint], self.earlier
         others.discard(Path(final).name)
-        for old in superfluous_checkpoints(str(run_dir), self.context.args.save_total_limit, keep, others):
+        for old in superfluous_checkpoints(str(run_dir), self.run.args.save_total_limit, keep, others):
             os.rename(old, staging / old.name)  # one that is half deleted must not look like a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
 
     def _binding_sizes(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
+        return {name: value for name, value in asdict(self.run.algebra).items() if name not in NOT_BINDING}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from covey.runtime.isolation import isolation_of
 from covey.runtime.user_code import report, warn
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
-from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 from covey.trainer.integrations.attributes import listed as as_list
+from covey.trainer.run import Run
 
 MOST_NAMED = 3  # parameters that a message names
 MOST_IN_A_ROW = 3  # steps that are not finite; the last of them ends the run
@@ -85,25 +85,30 @@ def evaluation_sets(eval_dataset: Any) -> list[Any]:
 
 
 def check_fit(
-    context: RunContext, collector: Collector, rewards: RewardSuite, train_dataset: Any, eval_dataset: Any
+    run: Run,
+    collector: Collector,
+    rewards: RewardSuite,
+    train_dataset: Any,
+    eval_dataset: Any,
+    optimizer: Any = None,
 ) -> None:
     """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes."""
-    _check_optimizer(context.loop.optimizer, context.loop.policy)
-    attention = getattr(context.loop.policy.config, "_attn_implementation", None)
-    if context.device.type == "cpu" and attention == "flex_attention":
+    _check_optimizer(optimizer, run.policy)
+    attention = getattr(run.policy.config, "_attn_implementation", None)
+    if run.device.type == "cpu" and attention == "flex_attention":
         raise ValueError(
             "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there."
             " Leave it out, or choose 'sdpa' or 'eager'."
         )
     if train_dataset is not None:
         if hasattr(train_dataset, "__len__"):
-            check_enough(len(train_dataset), context.algebra)
-            _warn_of_rows_left_out(context.args, len(train_dataset), context.algebra.prompts_per_generation)
+            check_enough(len(train_dataset), run.algebra)
+            _warn_of_rows_left_out(run.args, len(train_dataset), run.algebra.prompts_per_generation)
         _check_columns(collector, rewards, train_dataset, "train_dataset")
-        warn_of_plain_text(context.args, collector, train_dataset)
+        warn_of_plain_text(run.args, collector, train_dataset)
     for dataset in evaluation_sets(eval_dataset):
         _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
-    check_evaluations(context.args, rewards, eval_dataset)
+    check_evaluations(run.args, rewards, eval_dataset)
 
 
 def warn_of_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -> None:
@@ -154,13 +159,13 @@ IN_FLOAT32 = (
 KEEPS_REST = ("kahan", "stochastic_round")  # words in `optim_args` of optimizers that lose nothing to rounding
 
 
-def check_precision(context: RunContext) -> bool:
+def check_precision(run: Run) -> bool:
     """Warn of weights held in half precision that updates of this learning rate would round away from; True if so."""
-    args, policy = context.args, context.loop.policy
+    args, policy = run.args, run.policy
     weights = held_in_half(policy)
     adaptive = re.search("adam|lion|adafactor|lamb", str(getattr(args.optim, "value", args.optim)))
     keeps_rest = any(word in (args.optim_args or "") for word in KEEPS_REST)
-    if not weights or not adaptive or keeps_rest or context.sharding.name:  # an update is about the learning rate
+    if not weights or not adaptive or keeps_rest or run.sharding.name:  # an update is about the learning rate
         return False
     share = share_that_moves(weights, args.learning_rate)
     if share < MOVES:
@@ -176,23 +181,23 @@ def check_precision(context: RunContext) -> bool:
 class MovedWeights(TrainerCallback):
     """Logs the share of weights held in half precision that an optimizer step changed; warns once if few change."""
 
-    def __init__(self, context: RunContext, warned: bool):
-        self._context, self._warned = context, warned
+    def __init__(self, run: Run, warned: bool):
+        self._run, self._warned = run, warned
         self._before: list[Tensor] = []
         self._steps = self._moved = self._total = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before = sample(held_in_half(self._context.loop.policy))
+        self._before = sample(held_in_half(self._run.policy))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        weights = held_in_half(self._context.loop.policy)
+        weights = held_in_half(self._run.policy)
         if len(weights) != len(self._before):
             return
         moved, total = changed(self._before, weights)
         self._before = []
         if not total or not kwargs["lr_scheduler"].get_last_lr()[0]:
             return
-        self._context.metrics.add({"updates/weights_moved": Mean(float(moved), float(total))}, "train")
+        self._run.metrics.add({"updates/weights_moved": Mean(float(moved), float(total))}, "train")
         self._steps, self._moved, self._total = self._steps + 1, self._moved + moved, self._total + total
         if self._steps == MOST_STILL and self._moved < FEW * self._total and not self._warned:
             self._warned = True
@@ -291,8 +296,15 @@ class NotFiniteError(FloatingPointError):
 class FiniteCheck:
     """Skips steps whose loss or gradient is not finite; stops a run at the third in a row, and at such weights."""
 
-    def __init__(self, context: RunContext, rewards: Callable[[], str] = lambda: "unknown"):
-        self._context, self._rewards = context, rewards  # rewards of the newest generation, for messages
+    def __init__(
+        self,
+        run: Run,
+        rewards: Callable[[], str] = lambda: "unknown",
+        optimizer: Callable[[], Any] = lambda: None,
+        earlier: Callable[[], Collection[str]] = tuple,  # names of another run's checkpoints in output_dir
+    ):
+        self._optimizer, self._earlier = optimizer, earlier
+        self._run, self._rewards = run, rewards  # rewards of the newest generation, for messages
         self._skipped_in_a_row, self._skipped_step = 0, -1
         self._passes: list[str] = []  # those of this step whose loss is not finite
         self.norm = math.nan  # of the newest gradient
@@ -307,7 +319,7 @@ class FiniteCheck:
         """A factor for the loss of a pass: NaN for one that is not finite, so that no process takes the step."""
         if self.scales_loss:
             return 1.0
-        if not_finite(self._context.loop.policy.named_parameters()):
+        if not_finite(self._run.policy.named_parameters()):
             raise self._stopped(f"the loss is {loss}")
         self._passes.append(f"{number} (loss {loss})")
         return math.nan
@@ -318,7 +330,7 @@ class FiniteCheck:
         if math.isfinite(value):
             self._skipped_in_a_row = 0
             return
-        if self._skipped_step == self._context.step:  # asked again after clipping
+        if self._skipped_step == self._run.step:  # asked again after clipping
             return
         self._skipped_in_a_row += 1
         if not self.scales_loss:
@@ -330,42 +342,42 @@ class FiniteCheck:
 
     def _skip(self, what: str) -> None:
         """Drop the gradients, so that the optimizer changes neither weights nor moments."""
-        named = list(self._context.loop.policy.named_parameters())
+        named = list(self._run.policy.named_parameters())
         gradients = not_finite((name, weight.grad) for name, weight in named)
-        spoilt = bool(not_finite(named)) or self._context.sharding.deepspeed  # whose gradients are out of reach
+        spoilt = bool(not_finite(named)) or self._run.sharding.deepspeed  # whose gradients are out of reach
         if spoilt or self._skipped_in_a_row >= MOST_IN_A_ROW:
             again = f" in {self._skipped_in_a_row} steps in a row" if self._skipped_in_a_row > 1 else ""
             raise self._stopped(what + again, gradients)
         for _, weight in named:
             weight.grad = None
-        self._skipped_step = self._context.step
-        if self._context.accelerator.is_main_process:
-            self._context.metrics.add({"updates/skipped_nonfinite": Sum(1.0)}, "train")
+        self._skipped_step = self._run.step
+        if self._run.accelerator.is_main_process:
+            self._run.metrics.add({"updates/skipped_nonfinite": Sum(1.0)}, "train")
         passes = f"; passes that are not: {', '.join(self._passes)}" if self._passes else ""
         self._passes.clear()
         warn(
-            f"step {self._context.step + 1}: {what}, so the step is not taken and all weights stay as they are."
+            f"step {self._run.step + 1}: {what}, so the step is not taken and all weights stay as they are."
             f" Gradients that are not finite: {listed(gradients)}{passes}. Rewards of the step: {self._rewards()}."
             f" The run ends after {MOST_IN_A_ROW} such steps in a row. {CAUSES}",
         )
 
     def check_weights(self, together: bool = True) -> None:
         """Stop if a trained weight, or a moment of it, is not finite, before it is saved. Collective if `together`."""
-        named = self._context.loop.policy.named_parameters()
+        named = self._run.policy.named_parameters()
         trained = [(name, weight) for name, weight in named if weight.requires_grad]
         found = not_finite(trained) or not_finite(self._moments(trained))
-        gather = self._context.collectives.gather
+        gather = self._run.collectives.gather
         everyone = gather(found, "check that the weights are finite") if together else [found]
         if names := sorted({name for share in everyone for name in share}):
             what = "moments of the optimizer" if all(" " in name for name in names) else "weights"
             raise NotFiniteError(
-                f"step {self._context.step}: {what} are NaN or infinite, so they are not saved: {listed(names)}."
+                f"step {self._run.step}: {what} are NaN or infinite, so they are not saved: {listed(names)}."
                 f" {CAUSES} {self._where_to_resume()}"
             )
 
     def _moments(self, trained: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """State of the optimizer for each weight: with an infinite second moment it would never change again."""
-        state = getattr(self._context.loop.optimizer, "state", None) or {}
+        state = getattr(self._optimizer(), "state", None) or {}
         for name, weight in trained:
             for key, value in (state.get(weight) or {}).items():
                 if isinstance(value, Tensor):
@@ -374,23 +386,23 @@ class FiniteCheck:
     @property
     def scales_loss(self) -> bool:
         """float16's loss scaling skips steps whose gradient is not finite."""
-        scaler = getattr(self._context.accelerator, "scaler", None)
-        by_deepspeed = self._context.sharding.deepspeed and self._context.accelerator.mixed_precision == "fp16"
+        scaler = getattr(self._run.accelerator, "scaler", None)
+        by_deepspeed = self._run.sharding.deepspeed and self._run.accelerator.mixed_precision == "fp16"
         return by_deepspeed or (scaler is not None and scaler.is_enabled())
 
     def _stopped(self, what: str, gradients: Sequence[str] = ()) -> NotFiniteError:
-        weights = not_finite(self._context.loop.policy.named_parameters())
+        weights = not_finite(self._run.policy.named_parameters())
         details = f" Gradients that are not finite: {listed(gradients)}." if gradients else ""
         details += f" Weights that are not finite: {listed(weights)}." if weights else " All weights are still finite."
-        args, dtype = self._context.args, self._context.loop.policy.dtype
+        args, dtype = self._run.args, self._run.policy.dtype
         details += f" This run has learning_rate={args.learning_rate:g}, loss_type={args.loss_type!r} and {dtype}."
         return NotFiniteError(
-            f"step {self._context.step + 1}: {what}, so the run ends before its weights are spoilt or saved."
+            f"step {self._run.step + 1}: {what}, so the run ends before its weights are spoilt or saved."
             f"{details} {CAUSES} {self._where_to_resume()}"
         )
 
     def _where_to_resume(self) -> str:
-        found = numbered_checkpoints(self._context.args.output_dir or ".", self._context.earlier)
+        found = numbered_checkpoints(self._run.args.output_dir or ".", self._earlier())
         if not found:
             return "No checkpoint was saved before; start again with other settings."
         return (

@@ -21,7 +21,6 @@ from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
 from covey.rewards import RewardSuite
 from covey.trainer.batch_scorer import BatchScorer
-from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import micro_batch_tokens
 from covey.trainer.rollout_phase import RolloutBatch
@@ -34,6 +33,7 @@ from covey.trainer.rollout_reports import (
     summarize,
     token_ages,
 )
+from covey.trainer.run import Run
 
 Stats = dict[str, Stat]
 
@@ -52,20 +52,20 @@ class Behaviour(NamedTuple):
 class BehaviourScorer:
     """Scores rollouts under the policies that the loss compares with, where it needs them."""
 
-    context: RunContext
+    run: Run
     scorer: BatchScorer
     reference: Reference | None  # of the KL penalty, or None
     engine_check: EngineCheck  # compares the engine's first log-probs with the scorer's
 
     def score(self, given: Sequence[Rollout], mode: Mode) -> Behaviour:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty. Collective."""
-        context = self.context
-        batch = collate(given, mask_truncated=context.args.mask_truncated_completions).to(context.device)
-        with context.phases("score"):
+        run = self.run
+        batch = collate(given, mask_truncated=run.args.mask_truncated_completions).to(run.device)
+        with run.phases("score"):
             self.scorer.settle_layout(batch)
-            rollouts = self.with_entropies(given) if context.args.log_entropy else list(given)
+            rollouts = self.with_entropies(given) if run.args.log_entropy else list(given)
             entropy = sampling_entropy(rollouts, batch)
-            fresh = [row for row, age in enumerate(token_ages(rollouts, context.step)) if not age]
+            fresh = [row for row, age in enumerate(token_ages(rollouts, run.step)) if not age]
             self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch = replace(batch, engine_logprobs=None)
@@ -81,10 +81,10 @@ class BehaviourScorer:
             The batch with the log-probs, the KL penalty [B] or None, the metric `entropy` in parts where it was to be
             measured and a policy was scored, and other metrics.
         """
-        context, algorithm, training = self.context, self.context.algorithm, mode == "train"
+        run, algorithm, training = self.run, self.run.algorithm, mode == "train"
         penalised = algorithm.kl_in_reward and algorithm.beta != 0
-        off_policy = training and not context.algebra.on_policy
-        policy, old, stats, entropy = context.loop.policy, None, list[Stats](), list[Stats]()
+        off_policy = training and not run.algebra.on_policy
+        policy, old, stats, entropy = run.policy, None, list[Stats](), list[Stats]()
         correction, reported = algorithm.objective.correction, batch.engine_logprobs
         compared = correction is not None and reported is not None and training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
@@ -99,7 +99,7 @@ class BehaviourScorer:
                 batch, stats = replace(batch, mismatch_weights=weights), [*stats, found]
         if self.reference is not None:
             with self.reference.model(policy) as reference:
-                scored = self.scorer.logprobs(reference, batch, context.algebra.rows(mode))
+                scored = self.scorer.logprobs(reference, batch, run.algebra.rows(mode))
                 batch = replace(batch, ref_logprobs=scored)
         batch = replace(batch, old_logprobs=old if off_policy else None)
         if not penalised:
@@ -112,9 +112,9 @@ class BehaviourScorer:
     def with_entropies(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts with entropies, scored if the engine of any process did not report them. Collective."""
         lacking = any(rollout.entropies is None for rollout in rollouts)
-        if not any(self.context.collectives.gather(lacking, "ask for entropies")):
+        if not any(self.run.collectives.gather(lacking, "ask for entropies")):
             return list(rollouts)
-        batch = collate(rollouts).to(self.context.device)  # with truncated completions, learned from or not
+        batch = collate(rollouts).to(self.run.device)  # with truncated completions, learned from or not
         measured = self.scorer.entropies(batch).cpu().split(batch.lengths.tolist())
         return [replace(one, entropies=own.tolist()) for one, own in zip(rollouts, measured, strict=True)]
 
@@ -122,8 +122,8 @@ class BehaviourScorer:
         """Check the engine with rollouts that are not trained on, if there are any. Collective."""
         if not rollouts:
             return
-        batch = collate(rollouts).to(self.context.device)
-        with self.context.phases("score"):
+        batch = collate(rollouts).to(self.run.device)
+        with self.run.phases("score"):
             self.scorer.settle_layout(batch)
             self.engine_check(batch)
 
@@ -139,7 +139,7 @@ class BehaviourScorer:
 class CreditAssigner:
     """Compares the rollouts of all processes with one another."""
 
-    context: RunContext
+    run: Run
     rewards: RewardSuite
     entropy_bonus: bool  # token weights of the entropy bonus are needed
     unread: UnreadSettings
@@ -151,7 +151,7 @@ class CreditAssigner:
         self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode
     ) -> tuple[TrainBatch, Credit, GlobalBatch]:
         """Training data with advantages and token weights; credit and rewards of all processes. Collective."""
-        context, args, algebra, batch = self.context, self.context.args, self.context.algebra, behaviour.batch
+        run, args, algebra, batch = self.run, self.run.args, self.run.algebra, behaviour.batch
         everyone = self.gather(rollouts, behaviour, mode)
         if everyone.staleness > args.max_staleness:
             raise RuntimeError(
@@ -165,7 +165,7 @@ class CreditAssigner:
         self._newest = everyone.scores
         energies = None if self.energies is None else self.energies(batch)
         group = algebra.group_size(mode)
-        credit = assign_credit(context.algorithm, self.rewards.weights, everyone.scores, group, everyone.kl, energies)
+        credit = assign_credit(run.algorithm, self.rewards.weights, everyone.scores, group, everyone.kl, energies)
         tokens = batch.sampled_lengths.float()
         updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if mode == "train" else 1.0
         counts = BatchCounts(
@@ -180,7 +180,7 @@ class CreditAssigner:
         batch = replace(
             batch,
             advantages=credit.of_tokens(everyone.mine).to(batch.lengths.device),
-            weights=token_weights(context.algorithm.weighting, counts, batch.sampled, batch.lengths),
+            weights=token_weights(run.algorithm.weighting, counts, batch.sampled, batch.lengths),
             entropy_weights=bonus,
         )
         return batch, credit, everyone
@@ -200,31 +200,31 @@ class CreditAssigner:
         batch, credit, everyone = self.assign(rollouts, behaviour, mode)
         if mode == "train":
             self.num_tokens += (rollouts.selection or everyone).processed_tokens
-        if log is not None and logs_completions(self.context.args):
+        if log is not None and logs_completions(self.run.args):
             self._write(log, everyone, credit, rollouts, mode)
         return Experience(batch, behaviour.entropy, [*behaviour.stats, self._stats(everyone, credit, rollouts, mode)])
 
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
-        context, scored = self.context, rollouts.scored
+        run, scored = self.run, rollouts.scored
         mine = RankShard(
             scores=scored.scores,
             kl=behaviour.kl,
             trained_tokens=int(behaviour.batch.sampled.sum()),
-            micro_batches=-(-len(scored.rollouts) // context.algebra.rows(mode)),
-            staleness=max(token_ages(scored.rollouts, context.step), default=0),
+            micro_batches=-(-len(scored.rollouts) // run.algebra.rows(mode)),
+            staleness=max(token_ages(scored.rollouts, run.step), default=0),
             lengths=[rollout.num_sampled for rollout in scored.rollouts],
             truncated=[rollout.truncated for rollout in scored.rollouts],
             prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
-            entropies=mean_entropies(scored.rollouts, context.args),
+            entropies=mean_entropies(scored.rollouts, run.args),
             likeness=[keys_of(*pair) for pair in zip(scored.draws, scored.rollouts, strict=True)],
         )
         purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
-        return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
+        return GlobalBatch(run.collectives.gather(mine, purpose), run.collectives.rank)
 
     def _stats(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode) -> Stats:
-        context, names, weights = self.context, self.rewards.names, self.rewards.weights
-        selection, group = rollouts.selection, context.algebra.group_size(mode)
+        run, names, weights = self.run, self.rewards.names, self.rewards.weights
+        selection, group = rollouts.selection, run.algebra.group_size(mode)
         sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
         stats |= generation_stats(
             lengths=sampled.lengths,
@@ -237,18 +237,18 @@ class CreditAssigner:
         )
         stats |= step_stats(sampled.scores, weights, names, group)
         alone = credit if everyone.kl is None else None  # the rewards' own
-        stats |= signal_stats(context.algorithm, weights, everyone.scores, group, alone)
-        return stats | (entropy_stats(everyone.entropies) if context.args.log_entropy else {})
+        stats |= signal_stats(run.algorithm, weights, everyone.scores, group, alone)
+        return stats | (entropy_stats(everyone.entropies) if run.args.log_entropy else {})
 
     def _write(
         self, log: CompletionLog, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode
     ) -> None:
-        context = self.context
-        mine = summarize(rollouts.scored, context.args)
-        summaries = list(chain.from_iterable(context.collectives.to_first(mine, "put the completions together")))
+        run = self.run
+        mine = summarize(rollouts.scored, run.args)
+        summaries = list(chain.from_iterable(run.collectives.to_first(mine, "put the completions together")))
         if log.enabled:
             table = everyone.table(summaries, self.rewards.names, credit.of_completions())
-            log.add(context.step + (mode == "train"), **table)
+            log.add(run.step + (mode == "train"), **table)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tokens": self.num_tokens}

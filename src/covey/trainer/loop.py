@@ -29,12 +29,12 @@ from covey.observability.record import Recorder
 from covey.runtime.data_files import loading_data_alone
 from covey.trainer.checkpoint import Checkpointer
 from covey.trainer.checks import FiniteCheck, foreign_loader
-from covey.trainer.context import RunContext
 from covey.trainer.distributed.stopping import Finished, StopAtStep, random_state
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations.loss_inputs import LossInputs
 from covey.trainer.resuming import follow_schedule
 from covey.trainer.rollout_phase import RolloutBatch, RolloutPhase
+from covey.trainer.run import Run
 from covey.trainer.update_phase import UpdatePhase
 
 
@@ -75,7 +75,7 @@ class TrainingLoop(Trainer):
     optimizer: Any
     lr_scheduler: Any
     current_flos: Any  # a number
-    context: RunContext
+    run: Run
     metrics: MetricLog
     rollouts: RolloutPhase
     behaviour: BehaviourScorer
@@ -133,7 +133,7 @@ class TrainingLoop(Trainer):
         """Sample the rollout batches that begin in a step, and plan the micro-batches of the whole step. Collective."""
         self.model_wrapped.train()
         began: list[Experience] = []
-        with self.context.phases("train"):
+        with self.run.phases("train"):
             if self.args.max_staleness:
                 self.rollouts.launch(step.micro_steps[0].generation)
                 self.behaviour.probe(self.rollouts.probe(self.behaviour.engine_check.wants_samples))
@@ -172,7 +172,7 @@ class TrainingLoop(Trainer):
         for number in range(len(plan.micro_steps)):
             micro_step = PlannedMicroStep(plan, number)
             self.accelerator.gradient_state._set_sync_gradients(micro_step.is_last)
-            with self.context.phases("train"):
+            with self.run.phases("train"):
                 loss = self.training_step(model, micro_step)
             found += micro_step.stats
             self._count(loss, micro_step)
@@ -229,14 +229,14 @@ class TrainingLoop(Trainer):
         kwargs: dict[str, Any] = {}
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # which step within backward
             kwargs["learning_rate"] = self._get_learning_rate()
-        if self.context.sharding.deepspeed:
+        if self.run.sharding.deepspeed:
             kwargs["scale_wrt_gas"] = False
         self.accelerator.backward(loss, **kwargs)
 
     def _clip(self, model: Any) -> Any:
         """Clip the gradient; returns its norm before. A whole gradient is looked at before a NaN norm spoils it."""
         most, scaled = self.args.max_grad_norm, self.finite.scales_loss
-        if self.context.sharding.gradients or scaled or self._has_mixed_mesh_grads(model):
+        if self.run.sharding.gradients or scaled or self._has_mixed_mesh_grads(model):
             clipped = self._clip_grad_norm(model) if most > 0 else None
             norm = self._get_grad_norm(model, grad_norm=clipped)
             self.finite.check_norm(norm)
@@ -338,6 +338,6 @@ class TrainingLoop(Trainer):
 
     def remember_step(self) -> None:
         """Keep what a checkpoint of the last finished step needs, for a run that is stopped in its next one."""
-        args, sharded = self.args, self.context.sharding.weights or self.is_deepspeed_enabled
+        args, sharded = self.args, self.run.sharding.weights or self.is_deepspeed_enabled
         if self.stop.enabled and self.stop.alone and not (sharded or args.max_staleness or args.speculative_reuse):
             self.stop.remember(Finished(self.state.global_step, self.checkpoints.method_state(), random_state()))

@@ -49,12 +49,12 @@ class EntropyController:
 
 def entropy_threshold(scorer: BatchScorer, batch: TrainBatch) -> tuple[float, dict[str, Stat]]:
     """The entropy that a token needs to count, a quantile over the optimizer step, and its metric. Collective."""
-    context = scorer.context
+    run = scorer.run
     with torch.no_grad():
         entropies = scorer.entropies(batch)[batch.sampled]
-    everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile")).double().numpy()
+    everyone = torch.cat(run.collectives.gather(entropies.cpu(), "find the entropy's quantile")).double().numpy()
     # Not torch.quantile, which stops at 2^24 values; without NaN, as one would drop every token.
-    threshold = float(np.nanquantile(everyone, 1 - context.args.top_entropy_quantile)) if len(everyone) else 0.0
+    threshold = float(np.nanquantile(everyone, 1 - run.args.top_entropy_quantile)) if len(everyone) else 0.0
     return threshold, {"entropy/threshold": Mean(threshold, 1.0)}
 
 
@@ -63,32 +63,32 @@ def token_energies(scorer: BatchScorer, batch: TrainBatch) -> Tensor:
 
     The sum is π(o_t)² over the probability of o_t at half the temperature, so scoring twice gives it.
     """
-    context = scorer.context
-    own, half = (scorer.rescore(batch, context.args.temperature / part) for part in (1, 2))
+    run = scorer.run
+    own, half = (scorer.rescore(batch, run.args.temperature / part) for part in (1, 2))
     energies = (1 - 2 * own.exp() + (2 * own - half).exp()).clamp(min=1e-9)
     mine = torch.where(batch.sampled, energies, 0.0).cpu()
-    return torch.cat(context.collectives.gather(mine, "compare completions at each token"))
+    return torch.cat(run.collectives.gather(mine, "compare completions at each token"))
 
 
 def choose_tokens(
     scorer: BatchScorer, batch: TrainBatch, choice: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, Stat]]:
     """The tokens [N] that a loss chooses from all of the step, however it is cut, and their metric. Collective."""
-    context, args = scorer.context, scorer.context.args
+    run, args = scorer.run, scorer.run.args
     assert batch.advantages is not None, "credit comes before the loss"
     with torch.no_grad():
-        logprobs = scorer.logprobs(context.loop.policy, batch)
+        logprobs = scorer.logprobs(run.policy, batch)
     prompts, keys = batch.prompts(), []  # of a rollout's own, so that they do not depend on its process
     for prompt, completion in zip(batch.groups.tolist(), batch.completions(), strict=True):
-        seed = hash((args.seed, context.step, *prompts[prompt].tolist(), -1, *completion.tolist()))
+        seed = hash((args.seed, run.step, *prompts[prompt].tolist(), -1, *completion.tolist()))
         keys.append(torch.rand(len(completion), generator=torch.Generator().manual_seed(seed)))
     columns = logprobs.cpu(), batch.advantages.cpu(), torch.cat(keys)
     mine = torch.stack(columns).double()[:, batch.sampled.cpu()]
-    shares = context.collectives.gather(mine, "choose tokens of the step")
+    shares = run.collectives.gather(mine, "choose tokens of the step")
     every = torch.cat(shares, 1)
     chosen = choice(*every) if every.shape[1] else every[0].bool()
     found = torch.zeros_like(batch.sampled)
-    found[batch.sampled] = chosen.split([share.shape[1] for share in shares])[context.collectives.rank].to(found.device)
+    found[batch.sampled] = chosen.split([share.shape[1] for share in shares])[run.collectives.rank].to(found.device)
     return found, {"chosen_token_fraction": Mean(chosen.sum().item(), len(chosen))}
 
 
@@ -120,7 +120,7 @@ class ExpertBalance:
     def of_step(self, share: float, batch: TrainBatch, scorer: BatchScorer, micro_batches: int) -> "StepBalance":
         """The loss of a `share` of an optimizer step, or of an evaluation batch, in so many micro-batches."""
         survey = partial(load_survey, scorer, self.top_k, batch)
-        in_one = scorer.context.collectives.size == 1 and micro_batches <= 1
+        in_one = scorer.run.collectives.size == 1 and micro_batches <= 1
         return StepBalance(share, len(batch), survey, None if in_one else survey())
 
     @contextmanager
@@ -154,7 +154,7 @@ class StepBalance:
 
 def load_survey(scorer: BatchScorer, top_k: int, batch: TrainBatch) -> RouterLoads:
     """The loads of all processes' experts under the policy, without gradient. Collective."""
-    policy, found = scorer.context.loop.policy, []
+    policy, found = scorer.run.policy, []
 
     def look(part: TrainBatch) -> Tensor:
         found.append(scorer.scorer.loads(policy, part, top_k))
@@ -162,5 +162,5 @@ def load_survey(scorer: BatchScorer, top_k: int, batch: TrainBatch) -> RouterLoa
 
     scorer.values(policy, batch, look)
     mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
-    shares = scorer.context.collectives.gather(mine, "add up the experts' loads")
+    shares = scorer.run.collectives.gather(mine, "add up the experts' loads")
     return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])

@@ -25,21 +25,21 @@ from covey.policy.fused import FusedLayer, find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
-from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex
+from covey.trainer.run import Run
 
 
 class MicroBatchRunner:
     """Cuts batches into micro-batches that fit into memory, and runs them."""
 
-    def __init__(self, context: RunContext, scorer: TokenScorer):
-        self._context, self._scorer = context, scorer  # the scorer's `layout` decides how tokens are counted
-        self._sharded, args = context.sharding.gradients, context.args
-        plan = None if self._sharded else _memory_plan(context)
+    def __init__(self, run: Run, scorer: TokenScorer):
+        self._run, self._scorer = run, scorer  # the scorer's `layout` decides how tokens are counted
+        self._sharded, args = run.sharding.gradients, run.args
+        plan = None if self._sharded else _memory_plan(run)
         self._room = plan.room if plan else 0  # tokens for which the device's memory suffices; 0: unknown
         # Of layers that recompute for want of memory alone.
         self.activations: ActivationRoom | None = plan.activation_room if plan else None
-        plain = context.device.type == "cpu" and not self._sharded and not args.torch_compile
+        plain = run.device.type == "cpu" and not self._sharded and not args.torch_compile
         find: Callable[[nn.Module], Iterable[FusedLayer]] = find_fused_layers if plain else lambda model: ()
         self.fused = cache(find)  # a model's layers to compute fused
         # Learned from running out of memory: most tokens of a micro-batch (in checkpoints), and most layers that keep
@@ -49,18 +49,18 @@ class MicroBatchRunner:
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
         """Most tokens of a micro-batch, where the user's batch size is `rows` completions."""
-        context, wanted = self._context, self._context.args.max_tokens_per_micro_batch
+        run, wanted = self._run, self._run.args.max_tokens_per_micro_batch
         if wanted is None:  # a nominal micro-batch padded to the longest: what the user's batch size stands for
             sequences = batch.prompt_lengths[batch.groups] + batch.lengths
             shared = self._padded_until_proven() == "shared_prefix"
             whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths) if shared else sequences
             longest, largest = (int(sequences.max()), int(whole.max())) if len(sequences) else (1, 1)
-            wanted = derived_budget(rows, longest, largest, context.device.type, self._room)
+            wanted = derived_budget(rows, longest, largest, run.device.type, self._room)
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
         """Cut a batch into micro-batches, the largest first; skipped rollouts are counted with the first."""
-        if (unit := self._context.args.normalize_over) != "rollout":
+        if (unit := self._run.args.normalize_over) != "rollout":
             assert batch.weights is not None, "weights come before micro-batches"
             shares = even_shares(batch, turns=unit == "turn")
             batch = replace(batch, weights=batch.weights * shares)
@@ -98,14 +98,14 @@ class MicroBatchRunner:
 
     def idle(self, batch: TrainBatch, count: int) -> list[TrainBatch]:
         """Idle micro-batches after `count` real ones, as many as other processes run more. Collective."""
-        if not self._context.sharding.weights:
+        if not self._run.sharding.weights:
             return []
-        most = max(self._context.collectives.gather(count, "count forward passes"))
+        most = max(self._run.collectives.gather(count, "count forward passes"))
         return [batch.idle() for _ in range(most - count)]
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        policy = self._context.loop.policy
+        policy = self._run.policy
         before = [(parameter, _grad_state(parameter)) for parameter in policy.parameters() if parameter.requires_grad]
         keeping = self._keeping(part)
         for layer in keeping:
@@ -133,7 +133,7 @@ class MicroBatchRunner:
         if self.activations is None or self._padded_until_proven() == "padded" or not torch.is_grad_enabled():
             return []
         kept = self.activations.kept(pass_tokens(part, range(len(part)), self._scorer.layout))
-        every = getattr(decoder_of(self._context.loop.policy), "layers", ())
+        every = getattr(decoder_of(self._run.policy), "layers", ())
         layers = [layer for layer in every if getattr(layer, "gradient_checkpointing", False)]
         most = len(layers) if self._most_kept is None else self._most_kept
         return layers[max(0, len(layers) - min(kept, most)) :]
@@ -199,16 +199,16 @@ def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch
     return [first, *parts[1:]]
 
 
-def _memory_plan(context: RunContext) -> MemoryEstimate | None:
+def _memory_plan(run: Run) -> MemoryEstimate | None:
     """The memory plan where it decides something; None for decoders that it has no formula for."""
-    if context.device.type != "cuda" and not may_keep(context.args):
+    if run.device.type != "cuda" and not may_keep(run.args):
         return None
     try:
-        return estimate_of(context.args, context.loop.policy)
+        return estimate_of(run.args, run.policy)
     except (AttributeError, TypeError, ValueError) as error:
-        if context.device.type == "cuda":
+        if run.device.type == "cuda":
             warnings.warn(
-                f"no memory plan for {name_of(context.loop.policy)} ({error}): micro-batches stay as small as"
+                f"no memory plan for {name_of(run.policy)} ({error}): micro-batches stay as small as"
                 " per_device_train_batch_size asks for. Set max_tokens_per_micro_batch to make them larger.",
                 stacklevel=3,
             )

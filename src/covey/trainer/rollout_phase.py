@@ -21,8 +21,8 @@ from covey.rollout.speculation import Speculation, reuse_stats
 from covey.runtime.user_code import call_all, preserve_process_state
 from covey.trainer import rollout_reports as reports
 from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
-from covey.trainer.context import RunContext
 from covey.trainer.engines.weight_sync import WeightSync
+from covey.trainer.run import Run
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine check alone, and their length at most
 
@@ -41,17 +41,18 @@ class RolloutBatch:
 class RolloutPhase:
     """Samples and rewards the rollouts of each generation."""
 
-    context: RunContext
+    run: Run
     collector: Collector
     params: SamplingParams  # sampling settings of training
     rewards: RewardSuite
     weight_sync: WeightSync
     speculation: Speculation | None  # reuse of earlier completions
     chooser: PromptChooser | None  # selects prompts by their rewards
+    dataset: Any  # of training
     replay: Replay | None = None  # training's rollouts, from an earlier run's record; evaluations are sampled
 
     def __post_init__(self) -> None:
-        self.failures = reports.FailureMonitor(self.context.collectives.named("count failed rollouts"))
+        self.failures = reports.FailureMonitor(self.run.collectives.named("count failed rollouts"))
         self.async_rollouts: AsyncRollouts | None = None  # samples ahead of training (`max_staleness` above 0)
         self._saved_async: dict[str, Any] | None = None
         self.generations = {"train": 0, "eval": 0}  # begun so far
@@ -59,7 +60,7 @@ class RolloutPhase:
     @property
     def chooses_prompts(self) -> bool:
         """The dataloader only marks where generations begin; prompts are drawn here."""
-        return self.context.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
+        return self.run.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
 
     def next(self, step: MicroStep, mode: Mode) -> RolloutBatch:
         """The rollouts of the rollout batch that begins with `step`, or of an evaluation batch. Collective."""
@@ -68,11 +69,11 @@ class RolloutPhase:
             key = self.next_key(mode)
             return RolloutBatch(key, self.replay.load(key[1]))
         if training and self.async_rollouts is not None and step.generation is not None:
-            in_flight = self.async_rollouts.take(step.generation, self.context.step)
+            in_flight = self.async_rollouts.take(step.generation, self.run.step)
         key = self.next_key(mode) if in_flight is None else in_flight.key
         samples = step.samples if in_flight is None else in_flight.draws
         if training:
-            self.context.timeline.begin(perf_counter())
+            self.run.timeline.begin(perf_counter())
         if self.chooser is None or not training:
             assert samples is not None, "the dataloader draws prompts unless a chooser does"
             return RolloutBatch(key, self.sample(key, samples, mode, in_flight))
@@ -93,35 +94,35 @@ class RolloutPhase:
         params: SamplingParams | None = None,
     ) -> ScoredRollouts:
         """Sample and reward one round of a rollout batch; `in_flight` if its sampling began earlier. Collective."""
-        context, spec, log = self.context, self.collector.spec, reports.RewardLog()
+        run, spec, log = self.run, self.collector.spec, reports.RewardLog()
         reuse = self.speculation if mode == "train" else None  # an evaluation samples from scratch
         with self._located(key), self._stream(in_flight) as stream:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
-                context.metrics.add(reports.staleness_stats(rollouts, context.step), "train")
+                run.metrics.add(reports.staleness_stats(rollouts, run.step), "train")
             else:
                 self.send_weights(mode)
-                with context.phases("generate"), preserve_process_state():
-                    context.activity.count(len(samples))
-                    counted = Counted(stream, context.activity)
+                with run.phases("generate"), preserve_process_state():
+                    run.activity.count(len(samples))
+                    counted = Counted(stream, run.activity)
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, counted)
             self.failures.count(rollouts)
             if spec is not None:
-                context.metrics.add(reports.agent_stats(rollouts, spec), mode)
+                run.metrics.add(reports.agent_stats(rollouts, spec), mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
-                context.metrics.add(reports.failure_stats(rollouts), mode)
+                run.metrics.add(reports.failure_stats(rollouts), mode)
             try:
-                with context.phases("reward"), preserve_process_state():
+                with run.phases("reward"), preserve_process_state():
                     rows, functions = [sample.row for sample in samples], len(self.rewards.names)
-                    context.activity.count(functions, -1)  # the first one that begins is the first one of all
-                    begins = partial(context.activity.advance, 1)
-                    result = self.rewards(rows, rollouts, log.context(context.loop.state), stream, begins)
+                    run.activity.count(functions, -1)  # the first one that begins is the first one of all
+                    begins = partial(run.activity.advance, 1)
+                    result = self.rewards(rows, rollouts, log.context(run.state()), stream, begins)
             finally:
                 if spec is not None:
                     spec.release(rollouts)
-            reports.add_spans(context.timeline, stream, self.rewards.names)
+            reports.add_spans(run.timeline, stream, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
-        context.metrics.add({**result.stats, **log.metrics, **reused}, mode)
+        run.metrics.add({**result.stats, **log.metrics, **reused}, mode)
         return ScoredRollouts(samples, rollouts, result.rewards, log.columns, result.steps)
 
     def next_key(self, mode: Mode) -> tuple[str, int]:
@@ -139,13 +140,13 @@ class RolloutPhase:
         try:
             yield
         except Exception as error:
-            error.add_note(f"This was at step {self.context.step}, in {key[0]} generation {key[1]}.")
+            error.add_note(f"This was at step {self.run.step}, in {key[0]} generation {key[1]}.")
             raise
 
     def _stream(self, in_flight: InFlightBatch | None = None) -> RewardStream:
         if in_flight is not None:
             return in_flight.stream
-        return self.rewards.stream(self.context.loop.state, self.context.args.stream_rewards)
+        return self.rewards.stream(self.run.state(), self.run.args.stream_rewards)
 
     @torch.no_grad()
     def launch(self, generation: int | None) -> None:
@@ -155,13 +156,13 @@ class RolloutPhase:
         if self.async_rollouts is None:
             self.async_rollouts = self._async_rollouts()
             if self._saved_async is not None:
-                given_up = self.async_rollouts.load_state_dict(self._saved_async, self.context.step)
+                given_up = self.async_rollouts.load_state_dict(self._saved_async, self.run.step)
                 self.generations["train"] -= given_up  # they are launched again, with the same seeds
-        self.async_rollouts.launch(self.context.step, generation)
+        self.async_rollouts.launch(self.run.step, generation)
 
     def _async_rollouts(self) -> AsyncRollouts:
-        args, algebra, dataset = self.context.args, self.context.algebra, self.context.loop.train_dataset
-        rank, shuffle = self.context.collectives.rank, bool(args.shuffle_dataset)
+        args, algebra, dataset = self.run.args, self.run.algebra, self.dataset
+        rank, shuffle = self.run.collectives.rank, bool(args.shuffle_dataset)
         per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
         return AsyncRollouts(
             self.collector,
@@ -169,22 +170,22 @@ class RolloutPhase:
             prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.resolved_data_seed),
             algebra,
             per_epoch,
-            self.context.loop.state.max_steps,
+            self.run.state().max_steps,
             args.max_staleness,
             next_key=partial(self.next_key, "train"),
             send_weights=self._send_weights,
             stream=self._stream,
-            waiting=lambda: self.context.phases("wait"),
+            waiting=lambda: self.run.phases("wait"),
         )
 
     def probe(self, wanted: Callable[[], bool]) -> list[Rollout]:
         """Short rollouts of the current weights, for the engine check alone; none before the first update."""
-        asynchronous, version = self.async_rollouts, self.context.step
+        asynchronous, version = self.async_rollouts, self.run.step
         samples = asynchronous.newest_draws(version)[:PROBE_ROWS] if asynchronous is not None and version else []
         if not samples or not wanted():
             return []
         params = replace(self.params, max_tokens=min(self.params.max_tokens, PROBE_TOKENS))
-        with self.context.phases("generate"):
+        with self.run.phases("generate"):
             return self.collector.collect(samples, params, ("probe", version))
 
     def cancel(self) -> None:
@@ -203,16 +204,16 @@ class RolloutPhase:
     def send_weights(self, mode: Mode) -> None:
         """Send the current weights before sampling; what is in flight goes on with those that it began with."""
         if self.async_rollouts is None:
-            self._send_weights(self.context.step, mode)
+            self._send_weights(self.run.step, mode)
             return
         if mode == "eval":
             self.async_rollouts.settle()
-        self.async_rollouts.bring_weights(self.context.step, mode)
+        self.async_rollouts.bring_weights(self.run.step, mode)
 
     def _send_weights(self, version: int, mode: Mode) -> None:
-        with self.context.phases("sync"):
+        with self.run.phases("sync"):
             if not traits_of(self.collector.engine).shares_policy:
-                self.context.metrics.add(self.weight_sync.ensure_current(version), mode)
+                self.run.metrics.add(self.weight_sync.ensure_current(version), mode)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -225,7 +226,7 @@ class RolloutPhase:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generations = dict(state["generations"])
         self._saved_async = state["async_rollouts"]
-        if self._saved_async is not None and self.context.args.max_staleness == 0:  # these are sampled again
+        if self._saved_async is not None and self.run.args.max_staleness == 0:  # these are sampled again
             self.generations["train"] -= len(self._saved_async["flights"])
         for name, part in (("prompts", self.chooser), ("speculation", self.speculation)):
             if part is not None and state[name] is not None:

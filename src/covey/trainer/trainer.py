@@ -17,6 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
 from covey.core.engine import RolloutEngine, SamplingParams
+from covey.core.model import unwrapped
 from covey.core.records import Experience, MicroStep, PromptSample
 from covey.core.stats import Max
 from covey.data.sampler import train_loader
@@ -43,7 +44,6 @@ from covey.trainer.checks import (
     determine_best_metric,
     foreign_loader,
 )
-from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_state
 from covey.trainer.engine_check.parity import EngineCheck, corrected
@@ -53,11 +53,13 @@ from covey.trainer.evaluation.suites import with_user_messages
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import ABSENT, warn_of_unused_methods
+from covey.trainer.integrations.report import named_parts
 from covey.trainer.loop import TrainingLoop
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
+from covey.trainer.run import Method, make_run
 from covey.trainer.unread import check_callbacks, check_unread
 from covey.trainer.update_phase import UpdatePhase
 
@@ -168,44 +170,50 @@ class OnlineTrainer(TrainingLoop):
         if self.accelerator.device.type == "cpu":
             reuse_freed_memory()
         show_own_warnings_plainly()
-        self.context = context = RunContext(self, self.accelerator, args, self.make_algorithm(args))
-        self.sharding, self.collectives = context.sharding, context.collectives
-        self.metrics, self.timeline = context.metrics, context.timeline
+        method = Method(args, self.make_algorithm)
+        self.run = run = make_run(args, method, unwrapped(self.model), self.accelerator, lambda: self.state)
+        self.sharding, self.collectives = run.sharding, run.collectives
+        self.metrics, self.timeline = run.metrics, run.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
         self.balance = ExpertBalance(args, model)
-        self.reference = build.build_reference(args, context.algorithm, model, self.accelerator, peft_config)
+        self.reference = build.build_reference(args, run.algorithm, model, self.accelerator, peft_config)
         self.collector = build.build_collector(
-            context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision, reward_funcs
+            run, model, tokenizer, engine, tools, rollout_func, environment_factory, vision, reward_funcs, self
         )
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
         sampling = build.sampling_params(args, tokenizer)  # before reward models are loaded
-        self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
-        check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
+        self.rewards = build.build_rewards(run, self.collector, reward_funcs, reward_processing_classes)
+        check_fit(run, self.collector, self.rewards, train_dataset, eval_dataset, self.optimizer)
         check_unread(self)
         self._build_step(sampling, prompts_required)
         build.add_callbacks(self, build.as_callbacks(callbacks))
 
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
-        args, context, engine, rows = self.args, self.context, self.collector.engine, self.train_dataset
-        replay, traits = build.build_replay(context, self.collector, self.rewards)
+        args, run, engine, rows = self.args, self.run, self.collector.engine, self.train_dataset
+        replay, traits = build.build_replay(run, self.collector, self.rewards)
         entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
-        context.algorithm = corrected(context.algorithm, args, traits, sampling)
-        runner = MicroBatchRunner(context, self.scorer)
-        scorer = self.batch_scorer = BatchScorer(context, self.scorer, runner)
-        check = EngineCheck(context, self.collector, sampling, traits, scorer.rescore)
-        self.behaviour = BehaviourScorer(context, scorer, self.reference, check)
-        energies = functools.partial(token_energies, scorer) if context.algorithm.token_baseline else None
-        self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args), energies)
+        run.method.correct(lambda algorithm: corrected(algorithm, args, traits, sampling))
+        runner = MicroBatchRunner(run, self.scorer)
+        scorer = self.batch_scorer = BatchScorer(run, self.scorer, runner)
+        check = EngineCheck(run, self.collector, sampling, traits, scorer.rescore)
+        self.behaviour = BehaviourScorer(run, scorer, self.reference, check)
+        energies = functools.partial(token_energies, scorer) if run.algorithm.token_baseline else None
+        self.credit = CreditAssigner(run, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
-        reuse, chooser = build.build_speculation(args, rows), build.build_chooser(context, rows, self.rewards.weights)
-        self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, reuse, chooser, replay)
-        self.finite = FiniteCheck(context, self.credit.describe_rewards)
+        reuse, chooser = build.build_speculation(args, rows), build.build_chooser(run, rows, self.rewards.weights)
+        self.rollouts = RolloutPhase(run, self.collector, sampling, self.rewards, sync, reuse, chooser, rows, replay)
+        self.finite = FiniteCheck(
+            run,
+            self.credit.describe_rewards,
+            optimizer=lambda: self.optimizer,
+            earlier=lambda: self.checkpoints.earlier,
+        )
         described = functools.cache(lambda: describe_run(args, self.train_dataset, self.rewards))
-        self.recorder = build.build_recorder(context, self.collector, self.rewards, described)
+        self.recorder = build.build_recorder(run, self.collector, self.rewards, described, lambda: named_parts(self))
         self.updates = UpdatePhase(
-            context,
+            run,
             self.scorer,
             scorer,
             runner,
@@ -217,7 +225,7 @@ class OnlineTrainer(TrainingLoop):
             updates=None if self.recorder is None else self.recorder.updates,
         )
         self.evaluation = EvaluationPhase(
-            context,
+            run,
             self.rollouts,
             experience=self._evaluated,
             loss_of=lambda experience: self.updates.evaluate(self.model, experience),
@@ -226,7 +234,7 @@ class OnlineTrainer(TrainingLoop):
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
         parts: dict[str, Stateful] = {n: getattr(self, n) for n in stateful} | {"failures": self.rollouts.failures}
-        self.checkpoints = Checkpointer(context, parts, self.finite.check_weights, described, self.reference)
+        self.checkpoints = Checkpointer(run, parts, self.finite.check_weights, described, self.reference)
         alone = self.collectives.size == 1
         self.stop = StopAtStep(
             self.collectives.gather, args.save_strategy != "no", lambda: self.report.farewell(), alone
@@ -336,7 +344,7 @@ class OnlineTrainer(TrainingLoop):
             raise ValueError("training needs a `train_dataset`; this trainer was made without one.")
         return train_loader(
             self.train_dataset,
-            self.context.algebra,
+            self.run.algebra,
             self.collectives.rank,
             shuffle=bool(self.args.shuffle_dataset),
             seed=self.args.resolved_data_seed,
@@ -349,7 +357,7 @@ class OnlineTrainer(TrainingLoop):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the window's metrics to what Hugging Face logs, and write down its completions."""
         if "loss" in logs:
-            for kind, times in (("phase", self.context.phases.drain()), ("overlap", self.timeline.drain())):
+            for kind, times in (("phase", self.run.phases.drain()), ("overlap", self.timeline.drain())):
                 self.metrics.add({f"{kind}/{name}": Max(seconds) for name, seconds in times.items()}, "train")
             logs = {**logs, **self.metrics.drain("train"), "num_tokens": self.credit.num_tokens}
             self.completions.publish(self.state.global_step)
@@ -373,7 +381,7 @@ class OnlineTrainer(TrainingLoop):
     @property
     def policy(self) -> Any:
         """The transformers (or PEFT) model inside its wrappers."""
-        return self.scorer.unwrap(self.model_wrapped)
+        return self.run.policy
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return self.evaluation.loader(self.eval_dataset, eval_dataset)
@@ -406,7 +414,8 @@ class OnlineTrainer(TrainingLoop):
         if not hasattr(dataloader, "suite"):
             raise foreign_loader(dataloader, "get_eval_dataloader")
         self.callback_handler.eval_dataloader = dataloader  # callbacks are given it
-        return self.evaluation.run(dataloader, metric_key_prefix, self._on_prediction_step)
+        optimizer, called = self.optimizer, self._on_prediction_step
+        return self.evaluation.evaluate(dataloader, metric_key_prefix, called, optimizer, self.is_in_train)
 
     def _evaluated(self, samples: list[PromptSample], log: CompletionLog) -> Experience:
         return self.gather_experience(self.rollouts.next(MicroStep(samples=samples), "eval"), "eval", log)
@@ -461,7 +470,8 @@ class OnlineTrainer(TrainingLoop):
             if not self.sharding.weights:
                 super().save_model(output_dir, _internal_call)
                 return
-            self.checkpoints.save_sharded_model(output_dir or self.args.output_dir or ".", self.processing_class)
+            folder = output_dir or self.args.output_dir or "."
+            self.checkpoints.save_sharded_model(self.model_wrapped, folder, self.processing_class)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

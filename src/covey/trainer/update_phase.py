@@ -21,7 +21,6 @@ from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.checks import FiniteCheck
-from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold
@@ -33,6 +32,7 @@ from covey.trainer.microbatches import (
     nominal_parts,
     spread,
 )
+from covey.trainer.run import Run
 
 Stats = dict[str, Stat]
 
@@ -41,7 +41,7 @@ Stats = dict[str, Stat]
 class UpdatePhase:
     """Plans optimizer steps, and computes their losses and gradients."""
 
-    context: RunContext
+    run: Run
     scorer: TokenScorer
     batch_scorer: BatchScorer
     runner: MicroBatchRunner
@@ -58,7 +58,7 @@ class UpdatePhase:
 
     def load(self, experience: Experience) -> None:
         """Put this process's rollouts into the buffer, with the sizes of all others. Collective."""
-        collectives, args = self.context.collectives, self.context.args
+        collectives, args = self.run.collectives, self.run.args
         own, index = pool(experience.batch, collectives)
         parts = nominal_parts(len(index), args.per_device_train_batch_size, collectives.size)
         self.buffer.append(own, index, parts, args.num_iterations)
@@ -70,7 +70,7 @@ class UpdatePhase:
             micro_steps: nominal micro-batches of the step.
             began: rollout batches that are in the buffer since the last plan; their entropies are logged.
         """
-        context, args, algorithm = self.context, self.context.args, self.context.algorithm
+        run, args, algorithm = self.run, self.run.args, self.run.algorithm
         parts = self.buffer.take(micro_steps)
         known = bool(began) and all(one.entropy for one in began)
         stats: list[Stats] = list(chain.from_iterable(one.entropy for one in began)) if known else []
@@ -78,21 +78,21 @@ class UpdatePhase:
         self.batch_scorer.settle_layout(own.batch)
         if not self._needs_every_rollout:
             index = index.without_signal_dropped()
-        shares = balance_ranks(index, context.collectives.size, self.scorer.layout)
+        shares = balance_ranks(index, run.collectives.size, self.scorer.layout)
         rows = args.per_device_train_batch_size
         most = max(len(self.runner.planned(index.select(one), rows)) for one in shares) if len(shares) > 1 else 1
-        mine = own.fetch(index, shares, context.collectives)
+        mine = own.fetch(index, shares, run.collectives)
         if args.top_entropy_quantile < 1.0:
             threshold, found = entropy_threshold(self.batch_scorer, mine)
             mine, stats = replace(mine, entropy_threshold=threshold), [*stats, found]
         if (choice := algorithm.objective.choice) is not None:
             chosen, found = choose_tokens(self.batch_scorer, mine, choice)
             mine, stats = replace(mine, chosen=chosen), [*stats, found]
-        if context.accelerator.is_main_process:
+        if run.accelerator.is_main_process:
             mine = replace(mine, skipped_tokens=index.skipped_tokens, skipped_rows=index.skipped_rows)
         micro_batches = self.runner.plan(mine, rows, at_least=most)
         stats.append(self._sizes(micro_batches, mine.skipped_rows))
-        if context.sharding.gradients:
+        if run.sharding.gradients:
             micro_batches += [own.batch.idle() for _ in range(most - len(micro_batches))]
         balance = None
         if self.balance is not None:
@@ -101,7 +101,7 @@ class UpdatePhase:
         last = parts[-1].micro_batches
         return Plan(
             [*([] for _ in range(micro_steps - last)), *spread(micro_batches, last)],
-            scale=args.gradient_accumulation_steps / micro_steps * context.collectives.size,
+            scale=args.gradient_accumulation_steps / micro_steps * run.collectives.size,
             measures_entropy=not known,
             balance=balance,
             stats=stats,
@@ -116,11 +116,11 @@ class UpdatePhase:
             index = RolloutIndex.of(batch).without_signal_dropped()
             kept = batch.select(index.rows.to(batch.lengths.device))
             kept = replace(kept, skipped_tokens=index.skipped_tokens, skipped_rows=index.skipped_rows)
-        micro_batches = self.runner.plan(kept, self.context.args.per_device_eval_batch_size)
+        micro_batches = self.runner.plan(kept, self.run.args.per_device_eval_batch_size)
         micro_batches += self.runner.idle(batch, len(micro_batches))
         if self.balance is not None:
             balance = self.balance.of_step(1.0, kept, self.batch_scorer, len(micro_batches))
-            stats.append({"aux_loss": Mean(0.0, 1.0 / self.context.collectives.size)})
+            stats.append({"aux_loss": Mean(0.0, 1.0 / self.run.collectives.size)})
         return Plan(
             [micro_batches],
             training=False,
@@ -142,7 +142,7 @@ class UpdatePhase:
         """The rollouts of an optimizer step; those of several rollout batches get weights from the counts of all."""
         if len(parts) == 1:
             return parts[0].own, parts[0].index
-        args, algorithm = self.context.args, self.context.algorithm
+        args, algorithm = self.run.args, self.run.algorithm
         batches = [part.own.batch for part in parts]
         own = OwnRollouts(join(batches), parts[0].own.rank)
         index = join_indexes([part.index for part in parts], [0, *accumulate(map(len, batches))][:-1])
@@ -162,8 +162,8 @@ class UpdatePhase:
     @property
     def _needs_every_rollout(self) -> bool:
         """Rollouts without advantage have a gradient of their own."""
-        by_entropy = self.entropy is not None or self.context.args.top_entropy_quantile < 1.0
-        return self.context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
+        by_entropy = self.entropy is not None or self.run.args.top_entropy_quantile < 1.0
+        return self.run.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
 
     # ---- losses and gradients ----------------------------------------------------------------------------------------
 
@@ -172,11 +172,11 @@ class UpdatePhase:
 
         It is scaled so that the sum over a step, averaged over processes, is the step's loss.
         """
-        context, objective = self.context, self.context.algorithm.objective
+        run, objective = self.run, self.run.algorithm.objective
         filters = batch.entropy_threshold is not None or objective.needs_entropies
         wants_entropy = self.entropy is not None or filters or plan.measures_entropy
         aux: Tensor | float = 0.0
-        with context.accelerator.autocast():
+        with run.accelerator.autocast():
             if self.balance is not None and plan.balance is not None:
                 scores, loads = self.scorer.with_loads(model, batch, self.balance.top_k, entropy=wants_entropy)
                 aux = plan.balance(loads, len(batch))
@@ -195,7 +195,7 @@ class UpdatePhase:
             stats["policy_loss"] = Mean(without_bonus * scale, 0.0)
         loss = result.loss if self.balance is None else result.loss + self.balance.coef * aux
         if torch.is_grad_enabled() and not loss.requires_grad:  # only an image encoder is trained, and this is text
-            trained = next(weight for weight in context.loop.policy.parameters() if weight.requires_grad)
+            trained = next(weight for weight in run.policy.parameters() if weight.requires_grad)
             loss = loss + 0.0 * trained.sum()
         return loss * scale, stats
 
@@ -205,10 +205,10 @@ class UpdatePhase:
         Returns:
             Their loss, and the metrics of each.
         """
-        context, sharding, plan = self.context, self.context.sharding, micro_step.plan
+        run, sharding, plan = self.run, self.run.sharding, micro_step.plan
         if isinstance(model, DistributedDataParallel):
             model = model.module  # no collective in a backward pass: processes need not run equally many
-        loss, found = torch.zeros((), device=context.device), list[Stats]()
+        loss, found = torch.zeros((), device=run.device), list[Stats]()
         first, last = micro_step.earlier + 1, micro_step.earlier + len(micro_step.micro_batches)
         for number, batch in enumerate(micro_step.micro_batches, first):
 
@@ -218,13 +218,13 @@ class UpdatePhase:
                 found.append(stats)
                 return loss.detach()
 
-            context.activity.count(plan.size, number - 1)
-            around = sharding.around_pass(context.accelerator, model, number == last) if sharding.gradients else None
+            run.activity.count(plan.size, number - 1)
+            around = sharding.around_pass(run.accelerator, model, number == last) if sharding.gradients else None
             with around or nullcontext():
                 loss = loss + self.runner.run(batch, backward)
-        if micro_step.is_last and context.collectives.size > 1 and not sharding.gradients:
-            with context.collectives.together("average the gradients"):
-                average_gradients([weight for weight in context.loop.policy.parameters() if weight.requires_grad])
+        if micro_step.is_last and run.collectives.size > 1 and not sharding.gradients:
+            with run.collectives.together("average the gradients"):
+                average_gradients([weight for weight in run.policy.parameters() if weight.requires_grad])
         return loss, found
 
     def step_stats(self, plan: Plan, found: list[Stats], seconds: float) -> list[Stats]:
@@ -236,7 +236,7 @@ class UpdatePhase:
             mine = Mean(0.0, 0.0)
             for one in read([{"entropy": of_batch["entropy"]} for of_batch in found if "entropy" in of_batch]):
                 mine = mine.merge(one["entropy"])  # type: ignore[arg-type]
-            totals = self.context.collectives.gather(mine, "average the step's entropy")
+            totals = self.run.collectives.gather(mine, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
             stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
             stats["policy_loss"] = Mean(0.0, 1.0)
@@ -266,7 +266,7 @@ class UpdatePhase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.buffer.load_state_dict(state["buffer"], self.context.device, self.context.collectives.rank)
+        self.buffer.load_state_dict(state["buffer"], self.run.device, self.run.collectives.rank)
         if self.entropy is not None and state["entropy"] is not None:
             self.entropy.load_state_dict(state["entropy"])
         self.runner.limit = state["token_limit"]

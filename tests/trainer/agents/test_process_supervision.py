@@ -327,7 +327,7 @@ def test_each_token_is_moved_by_its_own_advantage(tmp_path, method):
     probe = Probe(tmp_path, method, [only_first])
     batch = probe.batch
     logprobs = torch.zeros(batch.num_tokens, requires_grad=True)
-    policy_loss(batch, logprobs, None, probe.trainer.context.algorithm.objective).loss.backward()
+    policy_loss(batch, logprobs, None, probe.trainer.run.algorithm.objective).loss.backward()
     first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     first[batch.lengths.cumsum(0) - batch.lengths] = True
     assert logprobs.grad[first].any() and not logprobs.grad[~first].any()

@@ -204,14 +204,14 @@ def test_stale_tokens_weigh_training_over_sampling_weights(tmp_path, cut, method
     settings = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
     trainer = ahead(tmp_path, 1, CopyEngine(model), method, {"model": model}, **settings, **cut)
     kept, used = runs.scored(trainer), []
-    surrogate = trainer.context.algorithm.objective.surrogate
+    surrogate = trainer.run.algorithm.objective.surrogate
 
     def watching(x):
         used.append((x.log_ratio.detach(), x.mismatch_weights, trainer.state.global_step))
         return surrogate(x)
 
-    objective = replace(trainer.context.algorithm.objective, surrogate=watching)
-    trainer.context.algorithm = replace(trainer.context.algorithm, objective=objective)
+    objective = replace(trainer.run.algorithm.objective, surrogate=watching)
+    trainer.run.method.algorithm = replace(trainer.run.algorithm, objective=objective)
     trainer.train()
     batch, scored = kept[1]  # the second generation: sampled with weights that were trained since
     begins = 4 if cut else 1

@@ -44,14 +44,14 @@ def counted(trainer):
 @pytest.mark.parametrize("policy", [ON_POLICY, OFF_POLICY], ids=["on-policy", "off-policy"])
 def test_token_weights_are_trainer_over_engine_probabilities(tmp_path, policy):
     trainer = foreign(tmp_path, vllm_importance_sampling_clip_max=1.5, vllm_importance_sampling_clip_min=0.8, **policy)
-    kept, surrogate, used = runs.scored(trainer), trainer.context.algorithm.objective.surrogate, []
+    kept, surrogate, used = runs.scored(trainer), trainer.run.algorithm.objective.surrogate, []
 
     def watching(x):
         used.append(x.mismatch_weights)
         return surrogate(x)
 
-    objective = replace(trainer.context.algorithm.objective, surrogate=watching)
-    trainer.context.algorithm = replace(trainer.context.algorithm, objective=objective)
+    objective = replace(trainer.run.algorithm.objective, surrogate=watching)
+    trainer.run.method.algorithm = replace(trainer.run.algorithm, objective=objective)
     trainer.train()
     (batch, scored), *_ = kept
     expected = (scored - batch.engine_logprobs).exp().clamp(0.8, 1.5)
@@ -155,7 +155,7 @@ def test_the_built_in_engine_is_not_corrected_unless_asked_for(tmp_path, policy)
     trainer = runs.trainer(tmp_path, engine_parity="off", **policy)
     passes = counted(trainer)
     trainer.train()
-    assert trainer.context.algorithm.objective.correction is None
+    assert trainer.run.algorithm.objective.correction is None
     assert len(passes) == (1 if policy else 0)
     assert runs.history(trainer, f"{PREFIX}/mean") == []
 
@@ -203,13 +203,13 @@ def test_drafts_are_reported_as_the_current_policy_sees_them(tmp_path, reuse):
 def test_vespo_takes_its_ratios_token_by_token(tmp_path):
     trainer = runs.trainer(tmp_path, loss_type="vespo", correct_built_in_engine=True)
     assert trainer.args.vllm_importance_sampling_mode == "sequence_mask"
-    assert trainer.context.algorithm.objective.correction.keywords["mode"] == "token_mask"
+    assert trainer.run.algorithm.objective.correction.keywords["mode"] == "token_mask"
 
 
 def test_switched_off_nothing_is_weighed(tmp_path, recwarn):
     trainer = runs.trainer(tmp_path, vllm_importance_sampling_correction=False)
     sample_from(trainer, model=perturbed(tiny.model()))
-    assert trainer.context.algorithm.objective.correction is None
+    assert trainer.run.algorithm.objective.correction is None
 
 
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
@@ -225,14 +225,14 @@ def test_log_probs_after_and_before_a_cut_are_not_compared(tmp_path):
         )
     kept = runs.scored(trainer)
     trainer.train()
-    assert trainer.context.algorithm.objective.correction is None
+    assert trainer.run.algorithm.objective.correction is None
     assert all(batch.engine_logprobs is None for batch, _ in kept)
 
 
 def test_without_a_cut_the_engine_is_corrected_like_others(tmp_path):
     trainer = runs.trainer(tmp_path, temperature=0.8)
     sample_from(trainer, traits=EngineTraits(reports_after_cut=True))
-    assert trainer.context.algorithm.objective.correction is not None
+    assert trainer.run.algorithm.objective.correction is not None
 
 
 @pytest.mark.parametrize("extra", ["logit_bias", "presence_penalty", "structured_outputs"])

@@ -134,17 +134,17 @@ def test_the_narrowest_number_and_temperature_explain_rounding(temperature, dtyp
 
 
 def check(action="raise", gather=lambda mine: [mine], traits=None, rescore=score, spec=None, top_k=0):
-    context = SimpleNamespace(
+    run = SimpleNamespace(
         args=runs.config("unused", engine_parity=action),
-        accelerator=SimpleNamespace(mixed_precision="no", unwrap_model=lambda model, keep_torch_compile: model),
-        loop=SimpleNamespace(model=MODEL),
+        accelerator=SimpleNamespace(mixed_precision="no"),
+        policy=MODEL,
         collectives=SimpleNamespace(named=lambda what: gather),
         sharding=Sharding(),
         algorithm=SimpleNamespace(objective=SimpleNamespace(correction=None)),
     )
     codec = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=BOS))
     params = SamplingParams(max_tokens=16, top_k=top_k)
-    made = EngineCheck(context, SimpleNamespace(codec=codec, spec=spec), params, traits or EngineTraits(), rescore)
+    made = EngineCheck(run, SimpleNamespace(codec=codec, spec=spec), params, traits or EngineTraits(), rescore)
     made.versions = None  # the first comparisons alone
     return made
 

@@ -231,7 +231,7 @@ def test_completions_of_evaluations_are_exported(tmp_path):
     trainer.evaluate()
     assert len(list((tmp_path / "evaluations").iterdir())) == 1
     table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")
-    assert len(table) == 2 * trainer.context.algebra.eval_group
+    assert len(table) == 2 * trainer.run.algebra.eval_group
     assert {"prompt", "completion", "advantage"} <= set(table.column_names)
     (recorded,) = evaluation_files(tmp_path / "record")["eval_plain"][0]
     assert [row["completion"] for row in read_rows(recorded)] == table["completion"].to_pylist()

@@ -168,7 +168,7 @@ def test_the_kl_penalty_may_be_annealed(tmp_path):
     settings = {"beta": 0.1, "learning_rate": 0.0, "optim": "sgd", "num_iterations": 2, "max_steps": 2}
     made = changed(tmp_path, lambda trainer: setattr(trainer, "beta", 0.0), **settings)
     assert made.beta == 0.0 and made.args.beta == 0.1
-    assert made.context.algorithm.objective.beta == 0.0
+    assert made.run.algorithm.objective.beta == 0.0
     assert len(runs.history(made, "kl")) == 1  # of the first step
 
 

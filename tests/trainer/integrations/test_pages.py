@@ -83,7 +83,7 @@ def interrupted_report(folder):
         "stop": SimpleNamespace(signal=None),
         "args": SimpleNamespace(output_dir=str(folder), save_strategy="steps", draw_curves=False),
     }
-    parts["checkpoints"] = SimpleNamespace(context=SimpleNamespace(earlier={"checkpoint-1", "checkpoint-9"}))
+    parts["checkpoints"] = SimpleNamespace(earlier={"checkpoint-1", "checkpoint-9"})
     return RunReport(SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]), **parts))
 
 

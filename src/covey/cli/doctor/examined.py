@@ -143,7 +143,7 @@ class ExaminedRun:
         self.codec, self.tokenizer = self.collector.codec, self.collector.codec.tokenizer
         self.suite.timeout = min(self.suite.timeout, self.seconds / 5)
         self.failure: RewardError | None = None
-        self.group = trainer.context.algebra.num_generations
+        self.group = trainer.run.algebra.num_generations
         self.weights = self.suite.weights
         play = self.collector.spec and self.collector.spec.play
         self.single = play is None and self.codec.vision is None  # one turn of text: prompts can be written otherwise
@@ -152,7 +152,7 @@ class ExaminedRun:
 
     @property
     def steps(self) -> int:
-        args, algebra = self.args, self.trainer.context.algebra
+        args, algebra = self.args, self.trainer.run.algebra
         if args.max_steps > 0 or not hasattr(self.rows, "__len__"):
             return max(args.max_steps, 1)
         generations = len(self.rows) * self.group // algebra.generation_batch_size
@@ -177,7 +177,7 @@ class ExaminedRun:
     @property
     def rows_read(self) -> int:
         """Number of rows that the run comes to: unshuffled, a short run ends before the last ones."""
-        args, algebra = self.args, self.trainer.context.algebra
+        args, algebra = self.args, self.trainer.run.algebra
         if args.shuffle_dataset or args.prompt_sampler != "uniform" or args.dynamic_sample:
             return len(self.rows)
         batches = math.ceil(self.steps / algebra.updates_per_generation)
@@ -310,7 +310,7 @@ class ExaminedRun:
         numbers: dict[tuple[int, ...], int] = {}
         for one in rollouts:
             one.group = numbers.setdefault(tuple(one.prompt_ids), len(numbers))
-        return collate(rollouts).to(self.trainer.context.device)
+        return collate(rollouts).to(self.trainer.run.device)
 
 
 def _evenly(total: int, most: int, start: int = 0) -> list[int]:

@@ -94,7 +94,7 @@ class Trials:
         trainer, args, batch, before = self.trainer, self.run.args, self.batch, self.before
         betas = (args.adam_beta1, args.adam_beta2)
         optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=0.0)
-        if trainer.reference is not None and trainer.context.algorithm.beta:
+        if trainer.reference is not None and trainer.run.algorithm.beta:
             batch.ref_logprobs = before
         plan, finite, in_passes, in_steps = Plan([[batch]], training=False), True, 0.0, 0.0
         with quiet():
@@ -110,7 +110,7 @@ class Trials:
                 in_passes, in_steps = in_passes + passed - began, in_steps + time.perf_counter() - passed
         after = self.run.logprobs(batch, args.temperature, exact=True)
         moved = (after - before)[batch.sampled].abs().mean().item()
-        scale = trainer.context.algebra.generation_batch_size / max(len(batch), 1)
+        scale = trainer.run.algebra.generation_batch_size / max(len(batch), 1)
         return TrialUpdate(moved, (in_passes * scale + in_steps) / steps, finite and math.isfinite(moved))
 
 
@@ -120,7 +120,7 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     rate, steps = args.learning_rate, max(run.steps, SHORT)
     one = trials.update(rate)
     run.summary["change_by_an_update"] = float(f"{one.moved:.3g}")
-    share_of_batch = len(run.base.rollouts) / run.trainer.context.algebra.generation_batch_size
+    share_of_batch = len(run.base.rollouts) / run.trainer.run.algebra.generation_batch_size
     per_step = one.seconds + run.base.seconds / share_of_batch
     run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
     kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"

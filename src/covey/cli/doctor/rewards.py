@@ -145,7 +145,7 @@ def _late(run: ExaminedRun, evidence: str) -> Finding:
 def slow(run: ExaminedRun) -> Iterator[Finding]:
     """Seconds of rewards for a rollout batch, next to those of sampling and of an update."""
     base = run.base
-    count, algebra = len(base.rollouts), run.trainer.context.algebra
+    count, algebra = len(base.rollouts), run.trainer.run.algebra
     factor = algebra.generation_batch_size / count
     others = run.summary.get("seconds_of_sampling_and_updates", base.seconds * factor)
     shown = "sampling and updates take" if "seconds_of_sampling_and_updates" in run.summary else "sampling takes"

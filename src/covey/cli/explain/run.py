@@ -301,14 +301,13 @@ def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collec
     model = meta_model(config)
     here = {"local_files_only": True}
     processing = load_processing_class(None, model, trust_remote_code=args.trust_remote_code, init_kwargs=here)
-    loop = SimpleNamespace(policy=model, optimizer=None, state=TrainerState())
-    context: Any = SimpleNamespace(args=args, algebra=algebra, device=args.device, loop=loop)
+    planned: Any = SimpleNamespace(args=args, algebra=algebra, device=args.device, policy=model, state=TrainerState)
     vision = build.build_vision(processing, model)
     no_engine = object()  # in the place of one that would be started
-    collector = build.build_collector(context, model, tokenizer_of(processing), no_engine, *played, vision, functions)
+    collector = build.build_collector(planned, model, tokenizer_of(processing), no_engine, *played, vision, functions)
     build.sampling_params(args, collector.codec.tokenizer)
-    suite = build.build_rewards(context, collector, functions, None)
-    check_fit(context, collector, suite, given["train_dataset"], given["eval_dataset"])
+    suite = build.build_rewards(planned, collector, functions, None)
+    check_fit(planned, collector, suite, given["train_dataset"], given["eval_dataset"])
     return collector, suite
 
 

@@ -176,7 +176,7 @@ class OwnRollouts:
         received = self._received.setdefault(sender, {})
         received.update(new)
         if media is not None:
-            batch.media = [tuple(received[key] for key in keys) for keys in media]
+            batch = replace(batch, media=[tuple(received[key] for key in keys) for keys in media])
         return batch.to(self.batch.lengths.device)
 
 
@@ -186,12 +186,18 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
     groups, order = share.groups.sort(stable=True)
     first = order[torch.searchsorted(groups, torch.arange(len(share.prompt_lengths)))]
     own = batch.groups[first.to(device)]
-    batch.prompt_ids = batch.prompt_ids[token_index(own, batch.prompt_lengths)]
-    batch.prompt_lengths, batch.groups = share.prompt_lengths.to(device), share.groups.to(device)
-    for name in ("weights", "entropy_weights"):
-        if (weights := getattr(share, name)) is not None:
-            setattr(batch, name, torch.where(batch.sampled, expand(weights.to(device), batch.lengths), 0.0))
-    return batch
+    given = {name: weights for name in ("weights", "entropy_weights") if (weights := getattr(share, name)) is not None}
+    of_tokens: dict[str, Any] = {
+        name: torch.where(batch.sampled, expand(weights.to(device), batch.lengths), 0.0)
+        for name, weights in given.items()
+    }
+    return replace(
+        batch,
+        prompt_ids=batch.prompt_ids[token_index(own, batch.prompt_lengths)],
+        prompt_lengths=share.prompt_lengths.to(device),
+        groups=share.groups.to(device),
+        **of_tokens,
+    )
 
 
 def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, RolloutIndex]:

@@ -21,8 +21,8 @@ from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.mismatch import mismatch_weights
 from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Collector
-from covey.trainer.context import RunContext
 from covey.trainer.engine_check.staleness import VersionTest
+from covey.trainer.run import Run
 
 CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
 # Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
@@ -260,26 +260,23 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
 class EngineCheck:
     """Compares an engine's first samples with the trainer's view of them; all processes go on, or none does."""
 
-    def __init__(
-        self, context: RunContext, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore
-    ):
-        args = context.args
-        model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
-        autocast = AUTOCAST.get(context.accelerator.mixed_precision)
+    def __init__(self, run: Run, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore):
+        args = run.args
+        autocast = AUTOCAST.get(run.accelerator.mixed_precision)
         self._traits, self.rescore, self.temperature = traits, rescore, args.temperature
-        self.tolerance = tolerance(args.temperature, model.dtype, autocast, traits.dtype)
-        self._model_name, self.bos_token_id = type(model).__name__, collector.codec.tokenizer.bos_token_id
-        self._gather = context.collectives.named("compare engine and trainer")
+        self.tolerance = tolerance(args.temperature, run.policy.dtype, autocast, traits.dtype)
+        self._model_name, self.bos_token_id = type(run.policy).__name__, collector.codec.tokenizer.bos_token_id
+        self._gather = run.collectives.named("compare engine and trainer")
         self._action = "off" if args.replay_from else args.engine_parity  # a replay's engine is not there to be asked
         # False if the engine reports a distribution that sampling has cut: no score equals it.
         self.comparable = not (traits.reports_after_cut and reshapes(args, params))
-        self._corrected = context.algorithm.objective.correction is not None  # the loss uses the log-probs
-        self._together = context.sharding.weights  # scoring takes all processes, each in step with the others
+        self._corrected = run.algorithm.objective.correction is not None  # the loss uses the log-probs
+        self._together = run.sharding.weights  # scoring takes all processes, each in step with the others
         self._plays = collector.spec is not None  # rollouts are more than the engine's completions
         looks = self.comparable and self._action != "off"
         self._left, self._asked = CHECKS if looks else 0, 0
         # Looks for stale weights throughout the run.
-        versions = VersionTest(lambda: context.loop.policy, lambda: context.step)
+        versions = VersionTest(lambda: run.policy, lambda: run.step)
         self.versions = versions if looks and not traits.shares_policy else None
         self._agreed = self._warned = False
 

@@ -82,6 +82,12 @@ class Evidence:
             self.sums.zero_()
         return total > 0 and total >= DEVIATIONS * squares**0.5 and total >= AGREEMENT * sizes
 
+    def renew(self, version: int) -> None:
+        """Begin again with a copy of the current weights, those of `version`."""
+        self.snapshot.renew()
+        self.version = version
+        self.sums.zero_()
+
     def report(self, current: int) -> str:
         _, _, _, now, then, tokens = self.sums.tolist()
         return (
@@ -144,9 +150,7 @@ class VersionTest:
         if self._last is None:
             self._last = Evidence(Snapshot(self._policy()), self._compared)
             return
-        self._last.snapshot.renew()
-        self._last.version = self._compared
-        self._last.sums.zero_()
+        self._last.renew(self._compared)
 
     @torch.no_grad()
     def votes(self, few: TrainBatch, rescore: Callable[[TrainBatch], Tensor], last: bool = False) -> list[float] | None:

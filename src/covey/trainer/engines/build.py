@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,12 @@ from covey.policy.loading import end_token_ids
 from covey.policy.replicas import FullCopy
 from covey.rollout.vision import Vision
 from covey.runtime.loop_thread import LoopThread
-from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST
+from covey.trainer.run import Run
 
 
 def build_engine(
-    run: RunContext, model: Any, tokenizer: Any, policy: Callable[[], Any], context: int | None, vision: Vision | None
+    run: Run, model: Any, tokenizer: Any, policy: Callable[[], Any], context: int | None, vision: Vision | None
 ) -> RolloutEngine:
     """Engine that samples from the policy; backends are imported only when used, and a replay has none."""
     args, accelerator, sharded = run.args, run.accelerator, run.sharding.weights
@@ -78,9 +79,7 @@ class FrozenEngine:
                 self._awake.close()
 
 
-def freeze_seats(
-    agents: Any, run: RunContext, model: Any, tokenizer: Any, context: int | None, vision: Vision | None
-) -> None:
+def freeze_seats(agents: Any, run: Run, model: Any, tokenizer: Any, context: int | None, vision: Vision | None) -> None:
     """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
     names = [
@@ -93,11 +92,10 @@ def freeze_seats(
         return
     if run.sharding.weights:
         raise ValueError('a seat "frozen" needs a copy of the model, and its weights are sharded: give Seat(url=...).')
-    run = copy.copy(run)
-    run.args = args = copy.copy(run.args)
+    args = copy.copy(run.args)
     args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
     frozen = copy.deepcopy(model).requires_grad_(False)
-    engine = FrozenEngine(build_engine(run, frozen, tokenizer, lambda: frozen, context, vision))
+    engine = FrozenEngine(build_engine(replace(run, args=args), frozen, tokenizer, lambda: frozen, context, vision))
     for each, name in names:
         each[name] = engine
 

@@ -21,15 +21,15 @@ from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, generation_stats
 from covey.observability.record import Recorder
 from covey.runtime.user_code import report
-from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of, with_user_messages
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.rollout_reports import as_logged, columns_of, logs_completions, summarize
+from covey.trainer.run import Run
 
 
 @dataclass(eq=False)
 class EvaluationPhase:
-    context: RunContext
+    run: Run
     rollouts: RolloutPhase
     # (samples, log of completions) -> their training data; collective
     experience: Callable[[list[PromptSample], CompletionLog], Experience]
@@ -44,28 +44,29 @@ class EvaluationPhase:
             if chosen not in known:
                 raise ValueError(f"no evaluation dataset is called {chosen!r}; known: {sorted(known)}.")
             chosen = known[chosen]
-        elif chosen is not None and self.context.args.prompts_as_messages:
+        elif chosen is not None and self.run.args.prompts_as_messages:
             chosen = with_user_messages(chosen)
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
         check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required)
         suite = chosen if isinstance(chosen, EvalSuite) else None
-        algebra = self.context.algebra if suite is None else suite.batches(self.context.algebra)
+        algebra = self.run.algebra if suite is None else suite.batches(self.run.algebra)
         report(algebra.check_eval())
-        loader = eval_loader(rows_of(chosen), algebra, self.context.collectives.rank)
-        loader.suite = suite
-        return loader
+        return eval_loader(rows_of(chosen), algebra, self.run.collectives.rank, suite)
 
     def send_completions(self) -> None:
         """Send the completions to trackers, now that these have their runs: the first metrics open them."""
-        args = self.context.args
+        args = self.run.args
         if self.completions is not None and args.log_completions:
-            self.completions.to_trackers(args.report_to or (), self.context.step)
+            self.completions.to_trackers(args.report_to or (), self.run.step)
         self.completions = None
 
-    def run(self, dataloader: Any, prefix: str, on_batch: Callable[[], None]) -> EvalLoopOutput:
-        context, args, model = self.context, self.context.args, self.context.loop.model
+    def evaluate(
+        self, dataloader: Any, prefix: str, on_batch: Callable[[], None], optimizer: Any, training: bool
+    ) -> EvalLoopOutput:
+        """Sample and score a dataset; `training`: a run goes on afterwards, with this optimizer."""
+        run, args, model = self.run, self.run.args, self.run.policy
         was_training = model.training
         model.eval()
         on_batch = self._counting(prefix, dataloader, on_batch)
@@ -78,25 +79,25 @@ class EvaluationPhase:
             folder=Path("evaluations"),
             name=prefix,
             export=args.exports_completions,
-            enabled=context.collectives.rank == 0 and logs_completions(args),
+            enabled=run.collectives.rank == 0 and logs_completions(args),
         )
         if self.recorder is not None:
             self.recorder.begin_evaluation(log.name)
         try:
-            with context.phases(EVALUATE), self._recommended_weights():
+            with run.phases(EVALUATE), self._recommended_weights(optimizer, training):
                 if dataloader.suite is None:
                     rows, found = self._evaluate_with_loss(dataloader, log, on_batch)
                 else:
                     rows, found = self._evaluate_suite(dataloader, dataloader.suite, log, on_batch)
         finally:
-            context.activity.inside("")
+            run.activity.inside("")
             model.train(was_training)
-            if not context.loop.is_in_train:
+            if not training:
                 self.rollouts.close()
-        log.publish(context.step)
+        log.publish(run.step)
         if self.recorder is not None:
-            self.recorder.end_evaluation(log.name, context.step)
-        metrics = context.metrics.drain("eval", prefix=f"{prefix}_")
+            self.recorder.end_evaluation(log.name, run.step)
+        metrics = run.metrics.drain("eval", prefix=f"{prefix}_")
         metrics |= {f"{prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
 
@@ -107,7 +108,7 @@ class EvaluationPhase:
 
         def tell() -> None:
             place = f" {min(done + 1, batches)} of {batches}" if batches > 1 else ""
-            self.context.activity.inside(f"evaluation{f' {name}' if name else ''}{place}")
+            self.run.activity.inside(f"evaluation{f' {name}' if name else ''}{place}")
 
         def counted() -> None:
             nonlocal done
@@ -122,14 +123,14 @@ class EvaluationPhase:
         self, dataloader: Any, log: CompletionLog, on_batch: Callable[[], None]
     ) -> tuple[int, dict[str, float]]:
         """The number of completions of a plain dataset, and their loss."""
-        losses, rows, collectives = 0.0, 0, self.context.collectives
+        losses, rows, collectives = 0.0, 0, self.run.collectives
         for samples in dataloader:
             with collectives.ending_all():
                 experience = self.experience(samples, log)
                 with torch.no_grad():
                     loss, found = self.loss_of(experience)
             for stats in (*experience.stats, *found):
-                self.context.metrics.add(stats, "eval")
+                self.run.metrics.add(stats, "eval")
             shares = collectives.gather((loss, len(experience.batch)), "add up the evaluation's loss")
             rows += (batch_rows := sum(count for _, count in shares))
             losses += batch_rows * sum(loss for loss, _ in shares)
@@ -141,8 +142,8 @@ class EvaluationPhase:
         self, dataloader: Any, suite: EvalSuite, log: CompletionLog, on_batch: Callable[[], None]
     ) -> tuple[int, dict[str, float]]:
         """The number of completions of a suite, and its estimates."""
-        context, functions = self.context, self.rollouts.rewards
-        completions, judge = suite.completions(context.algebra), suite.judge(functions)
+        run, functions = self.run, self.rollouts.rewards
+        completions, judge = suite.completions(run.algebra), suite.judge(functions)
         graded: list[Graded] = []
         rewards: list[Tensor] = []
         lengths: list[int] = []
@@ -151,12 +152,12 @@ class EvaluationPhase:
         key = self.rollouts.next_key("eval")  # one for all, so that samples do not depend on how prompts are batched
         params = suite.sampling(self.rollouts.params)
         for samples in dataloader:
-            with context.collectives.ending_all():
+            with run.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, "eval", params=params)
                 mine = self._grades(scored, judge)
             pairs = zip(scored.draws, scored.rollouts, strict=True)
             sizes = [(one.num_sampled, one.truncated, keys_of(draw, one)) for draw, one in pairs]
-            shards = context.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
+            shards = run.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
             for grades, scores, rows in shards:
                 graded += grades
                 rewards.append(scores)
@@ -165,10 +166,8 @@ class EvaluationPhase:
                 likeness += [keys for _, _, keys in rows]
             if self.recorder is not None:
                 self.recorder.add_evaluated(log.name, scored, grades=[(grade.right, grade.answer) for grade in mine])
-            if logs_completions(context.args):
-                summaries = context.collectives.to_first(
-                    summarize(scored, context.args), "put the completions together"
-                )
+            if logs_completions(run.args):
+                summaries = run.collectives.to_first(summarize(scored, run.args), "put the completions together")
                 for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
                     self._log(log, grades, scores, columns_of(texts))
             on_batch()
@@ -183,7 +182,7 @@ class EvaluationPhase:
         )
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each
-        context.metrics.add(stats, "eval")
+        run.metrics.add(stats, "eval")
         return len(lengths), estimates(suite, completions, graded)
 
     def _log(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
@@ -193,12 +192,12 @@ class EvaluationPhase:
         given = {name: [getattr(grade, name) for grade in grades] for name in ("right", "answer")}
         known = {name: values for name, values in given.items() if any(value is not None for value in values)}
         logged["extras"] = known | logged["extras"]
-        log.add(self.context.step, **logged)
+        log.add(self.run.step, **logged)
 
     @contextmanager
-    def _recommended_weights(self) -> Iterator[None]:
+    def _recommended_weights(self, given: Any, training: bool) -> Iterator[None]:
         """Switch an optimizer that trains other weights than it recommends (schedule-free) to the recommended ones."""
-        optimizer = recommending_optimizer(self.context.loop.optimizer)
+        optimizer = recommending_optimizer(given)
         if optimizer is None:
             yield
             return
@@ -208,7 +207,7 @@ class EvaluationPhase:
             yield
         finally:
             self.rollouts.weight_sync.forget()
-            if self.context.loop.is_in_train:
+            if training:
                 optimizer.train()  # the next generation is sampled before the next step sets it
 
     def _grades(self, scored: ScoredRollouts, judge: Grader) -> list[Graded]:

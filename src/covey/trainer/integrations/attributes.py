@@ -3,9 +3,7 @@
 Assigning another, or a method that is never called, is refused with advice; assigning the value that is there is not.
 """
 
-import copy
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,15 +14,14 @@ from transformers import GenerationConfig, Trainer, TrainingArguments
 from covey.config.aliases import HOOKS, NOT_NEEDED
 from covey.config.base import OLD
 from covey.config.rloo import RLOOConfig
-from covey.config.rules import check_fields
 from covey.observability.metrics import MetricLog
 from covey.rewards.suite import as_weights
 from covey.runtime.overrides import passes_through
-from covey.runtime.user_code import report, warn
+from covey.runtime.user_code import warn
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "epsilon_low": lambda trainer: current(trainer, "epsilon"),
-    "epsilon_high": lambda trainer: live_config(trainer).resolved_epsilon_high,
+    "epsilon_high": lambda trainer: trainer.run.method.config().resolved_epsilon_high,
     "ref_model": lambda trainer: None if trainer.reference is None else trainer.reference.copy,
     "reward_funcs": lambda trainer: RewardFunctions(trainer),
     "reward_func_names": lambda trainer: FixedList(trainer.rewards.names, "reward_func_names"),
@@ -210,35 +207,17 @@ class FixedGenerationConfig(GenerationConfig):
 
 def current(trainer: Any, field: str) -> Any:
     """Value of a field of the config, as the run has it now."""
-    return trainer.context.changed.get(field, getattr(trainer.args, field))
-
-
-def live_config(trainer: Any) -> Any:
-    """A copy of the config with what a script has changed since."""
-    config = copy.copy(trainer.args)
-    for field, value in trainer.context.changed.items():
-        setattr(config, field, value)
-    return config
+    return trainer.run.method.changed.get(field, getattr(trainer.args, field))
 
 
 def change_loss(name: str, trainer: Any, value: Any) -> None:
     """Set a number of the loss, for this step and those that follow. On every process alike."""
-    field, context = LIVE[name], trainer.context
-    if field == "beta" and value and trainer.reference is None:
+    if name == "beta" and value and trainer.reference is None:
         raise AttributeError(
             f"`trainer.beta` cannot become {value}: the run began with beta=0, so there is no reference model. Begin"
             " with a small one, such as beta=1e-6."
         )
-    before = dict(context.changed)
-    context.changed[field] = value
-    try:
-        config = live_config(trainer)
-        report(check_fields(config))
-    except Exception:
-        context.changed = before
-        raise
-    made, correction = trainer.make_algorithm(config), context.algorithm.objective.correction
-    context.algorithm = replace(made, objective=replace(made.objective, correction=correction))
+    trainer.run.method.change(LIVE[name], value)
 
 
 def change_weights(trainer: Any, weights: Any) -> None:

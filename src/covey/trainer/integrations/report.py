@@ -119,7 +119,7 @@ class RunReport(TrainerCallback):
         if not state.is_world_process_zero:
             return ""
         saved = numbered_checkpoints(trainer.args.output_dir)
-        others = trainer.checkpoints.context.earlier
+        others = trainer.checkpoints.earlier
         there = [one for one in saved if one.name not in others and int(one.name[11:]) <= state.global_step]
         way = "no checkpoint was saved"
         if there:

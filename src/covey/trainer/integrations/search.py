@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils.memory import clear_device_cache
 from transformers.trainer_utils import BestRun
 
 from covey.observability.metric_docs import evaluation_sets, prefix
@@ -159,18 +160,22 @@ class _Trials:
         try:
             folder = os.path.join(original.args.output_dir or ".", name)
             parts["args"] = original.args.with_changes(**{"output_dir": folder, **changes})
-            trainer: Any = type(original)(**parts)
             try:
-                return self._trained(trainer, trial)
-            finally:  # release engine, weights and optimizer
-                close = getattr(trainer.collector.engine, "close", None)
-                own = [] if close is None or original.made_of.get("engine") is not None else [close]
-                trainer.model_wrapped = trainer.model = trainer.optimizer = trainer.lr_scheduler = None
-                # The second collects garbage and empties the device's cache.
-                call_all(*own, trainer.accelerator.free_memory)
+                return self._with_trainer(parts, trial)
+            finally:
+                clear_device_cache(garbage_collection=True)  # weights and optimizer of the trainer
         except BaseException as error:
             error.add_note(f"This was in trial {trial.number} of the search, with {changes}.")
             raise
+
+    def _with_trainer(self, parts: dict[str, Any], trial: Any) -> tuple[Any, bool]:
+        trainer: Any = type(self._original)(**parts)
+        try:
+            return self._trained(trainer, trial)
+        finally:
+            close = getattr(trainer.collector.engine, "close", None)
+            own = [] if close is None or self._original.made_of.get("engine") is not None else [close]
+            call_all(*own, trainer.accelerator.free_memory)
 
     def _trained(self, trainer: Any, trial: Any) -> tuple[Any, bool]:
         value, pruned = None, False

@@ -1,0 +1,111 @@
+"""`Run`: settings, method and services of a run, which every stage of a training step reads."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerState
+
+from covey.algorithms.algorithm import Algorithm
+from covey.config.algebra import BatchAlgebra
+from covey.config.base import OnlineConfig
+from covey.config.rules import check_fields
+from covey.observability.activity import Activity
+from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
+from covey.runtime.user_code import report
+from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.distributed.sharding import Sharding, sharding_of
+
+
+class Method:
+    """The algorithm of a run; a script may change numbers of its loss while the run trains."""
+
+    def __init__(self, args: OnlineConfig, make: Callable[[OnlineConfig], Algorithm]):
+        self._args, self._make = args, make
+        self.algorithm = make(args)  # advantages, objective and weighting
+        self.changed: dict[str, Any] = {}  # fields of the config that a script has changed, by name
+
+    def correct(self, corrected: Callable[[Algorithm], Algorithm]) -> None:
+        """Use the algorithm with a correction of the engine's mismatch, or without, as `corrected` gives it."""
+        self.algorithm = corrected(self.algorithm)
+
+    def config(self) -> OnlineConfig:
+        """A copy of the config with what a script has changed."""
+        return self._with(self.changed)
+
+    def change(self, field: str, value: Any) -> None:
+        """Set a field of the config, for this step and those that follow; ValueError if it does not suit the others."""
+        changed = {**self.changed, field: value}
+        config = self._with(changed)
+        report(check_fields(config))
+        made, correction = self._make(config), self.algorithm.objective.correction
+        self.algorithm = replace(made, objective=replace(made.objective, correction=correction))
+        self.changed = changed
+
+    def _with(self, changed: dict[str, Any]) -> OnlineConfig:
+        config = copy.copy(self._args)
+        for field, value in changed.items():
+            setattr(config, field, value)
+        return config
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is the same from the first step of a run to its last, and services of the process."""
+
+    args: OnlineConfig
+    algebra: BatchAlgebra  # batch sizes
+    method: Method
+    policy: Any  # the transformers (or PEFT) model without its wrappers
+    state: Callable[[], TrainerState]  # of Hugging Face's trainer, which makes another when training begins
+    accelerator: Accelerator
+    sharding: Sharding
+    collectives: Collectives
+    metrics: MetricLog
+    timeline: Timeline
+    activity: Activity
+    phases: PhaseTimer
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.method.algorithm
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.state().global_step
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+
+def make_run(
+    args: OnlineConfig, method: Method, policy: Any, accelerator: Accelerator, state: Callable[[], TrainerState]
+) -> Run:
+    """A run with services of its own."""
+    rank, size = accelerator.process_index, accelerator.num_processes
+    collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: state().global_step)
+    timeline, activity = Timeline(), Activity()
+
+    def notice(phase: str) -> None:
+        collectives.note(phase)
+        activity.begin(phase)
+
+    return Run(
+        args=args,
+        algebra=args.algebra(args.world_size),
+        method=method,
+        policy=policy,
+        state=state,
+        accelerator=accelerator,
+        sharding=sharding_of(accelerator),
+        collectives=collectives,
+        metrics=MetricLog(collectives.named("put the metrics together")),
+        timeline=timeline,
+        activity=activity,
+        phases=PhaseTimer(notice=notice, span=timeline.phase),
+    )
