@@ -80,9 +80,9 @@ def right_number(completions: list[str], answer: list[str], **columns: Any) -> l
 
 
 def study(task: str, halves: bool, model: str, folder: str) -> dict[str, Any]:
-    from covey.study.plan import Halving
-    from covey.study.report import comparison
-    from covey.study.study import Study
+    from covey_tools.study.plan import Halving
+    from covey_tools.study.report import comparison
+    from covey_tools.study.study import Study
 
     train, held_out = rows_of(task)
     made = Study(

@@ -316,9 +316,9 @@ def main(folder: Path, mode: str, due: tuple[str, int, int] | None) -> None:
 
 def study(folder: Path, places: Places) -> Any:
     """A study of two variants, one of which is cloned and then stopped."""
-    from covey.study import commands
-    from covey.study import study as module
-    from covey.study.study import Study
+    from covey_tools.study import commands
+    from covey_tools.study import study as module
+    from covey_tools.study.study import Study
 
     def interventions(study: Study) -> list[str]:
         if study.round == 4:

@@ -41,7 +41,7 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 def study(model: str, count: int, settings: dict[str, Any], folder: str) -> dict[str, float]:
     """One study; the time of sampling is that of the engine's batches."""
-    from covey.study.study import Study
+    from covey_tools.study.study import Study
 
     seconds = 0.0
     made = Study(

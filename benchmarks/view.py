@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/view"), help="folder of the pictures and records")
     options = parser.parse_args()
     if browser.path() is None:
-        print("needs Chromium: install it, or look at tests/cli/test_view.py, which needs none")
+        print("needs Chromium: install it, or look at tests/covey_tools/test_view.py, which needs none")
         return 2
     found = asyncio.run(measure(options.out / "records", options.out / "pictures"))
     print(json.dumps(found, indent=1))

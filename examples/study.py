@@ -5,8 +5,7 @@ The best one is cloned with a lower learning rate halfway, and the table shows b
 
 from common import SUMS, parser, settings
 from covey.rewards import numeric_match_reward
-from covey.study.report import comparison, table
-from covey.study.study import Study
+from covey.study import Study, comparison, table
 
 
 def main():

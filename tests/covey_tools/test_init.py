@@ -3,9 +3,9 @@
 import pytest
 
 from covey.cli.explain.run import check_start
-from covey.cli.init import FILES
 from covey.cli.main import main
 from covey.cli.train import read_run
+from covey_tools.init import FILES
 
 
 @pytest.fixture(autouse=True)

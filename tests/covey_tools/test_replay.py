@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from covey.cli.main import main
-from covey.cli.replay import span
+from covey_tools.replay import span
 from tests.rewards.hostile_rewards import shares_of_digits
 from tests.support import runs, tiny
 

@@ -14,7 +14,6 @@ import torch
 from aiohttp import web
 from PIL import Image
 
-from covey.cli.view import command, server
 from covey.core.batch import collate
 from covey.core.findings import Finding
 from covey.core.media import Media
@@ -26,6 +25,7 @@ from covey.observability.record import Recorder
 from covey.observability.record_files import FINDINGS, FOLDER, files, read_rows, spent
 from covey.observability.updates import vocabulary_of
 from covey.trainer.evaluation.suites import EvalSuite
+from covey_tools.view import command, server
 from tests.support import records, runs, tiny
 from tests.support.engines import CopyEngine
 

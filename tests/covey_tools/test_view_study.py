@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from covey.cli.view import command, study
-from covey.study.page import page_of
+from covey_tools.study.page import page_of
+from covey_tools.view import command, study
 from tests.support import studies
 
 JSON = {"Content-Type": "application/json"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tools.notebook import NOTEBOOK, render
 
-from covey.cli.init import FILES, ROWS, contents, tickets
+from covey_tools.init import FILES, ROWS, contents, tickets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "start.md"

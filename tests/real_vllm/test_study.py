@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from covey.study.study import Study
+from covey_tools.study.study import Study
 from tests.real_vllm.serving import serve
 from tests.real_vllm.test_server_training import SETTINGS, digits
 from tests.support import tiny

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from covey.runtime.packages import is_own
+
 TESTS = str(Path(__file__).parents[1])
 _seen: set[str] = set()
 
@@ -20,7 +22,7 @@ def guard() -> None:
         return
     new = sys.modules.keys() - _seen
     _seen.update(new)
-    for name in (name for name in new if name.partition(".")[0] == "covey"):
+    for name in (name for name in new if is_own(name)):
         module = sys.modules[name]
         module.__class__ = _GuardedModule
         for kind in list(vars(module).values()):

@@ -1,7 +1,7 @@
 """Studies of a tiny model."""
 
 from covey.observability.record_files import FOLDER, files, read_rows
-from covey.study.study import Study
+from covey_tools.study.study import Study
 from tests.support import runs, tiny
 
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}

@@ -27,9 +27,9 @@ from covey.rewards.resolve import BUILT_IN
 from covey.rollout.agents import AgentProgram, RemoteAgents
 from covey.rollout.environments import GymEnvironment, OpenEnvironment
 from covey.rollout.environments.verifiers import VerifiersEnvironment
-from covey.study.plan import Halving
-from covey.study.study import Study
 from covey.trainer.evaluation.suites import Graded, estimates
+from covey_tools.study.plan import Halving
+from covey_tools.study.study import Study
 from tests.support import runs, tiny
 from tests.support.outcomes import built, differences, outcome, parts, said
 

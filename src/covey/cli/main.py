@@ -15,16 +15,16 @@ from covey.runtime.interrupts import ANSWERED, Interrupts
 from covey.runtime.safe_text import printable
 
 COMMANDS = {
-    "init": ("covey.cli.init", "main", "write data, rewards and a run file to begin with"),
+    "init": ("covey_tools.init", "main", "write data, rewards and a run file to begin with"),
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "eval": ("covey.cli.train", "evaluate", "sample and score the evaluation sets of a run file, without training"),
-    "study": ("covey.cli.study", "main", "train many configurations over one model, side by side"),
+    "study": ("covey_tools.study.command", "main", "train many configurations over one model, side by side"),
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
-    "view": ("covey.cli.view.command", "main", "look at runs on a page: curves, groups, completions, every token"),
+    "view": ("covey_tools.view.command", "main", "look at runs on a page: curves, groups, completions, every token"),
     "doctor": ("covey.cli.doctor.command", "main", "find out why a run does not learn, and prove it"),
-    "replay": ("covey.cli.replay", "main", "train again from the record of a run, without sampling"),
-    "diff": ("covey.cli.diff", "main", "find the first difference between two runs, and what explains it"),
+    "replay": ("covey_tools.replay", "main", "train again from the record of a run, without sampling"),
+    "diff": ("covey_tools.diff", "main", "find the first difference between two runs, and what explains it"),
     "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),
     "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),

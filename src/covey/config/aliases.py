@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.core.findings import CheckError
 from covey.runtime.overrides import passes_through
+from covey.runtime.packages import OWN
 from covey.runtime.user_code import warn
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -437,7 +438,7 @@ def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -
 def refuse_hooks(kind: type) -> None:
     """Raise TypeError for a class that overrides what is never called, also by assignment: it would train otherwise."""
     members = [member for one in kind.__mro__ for member in vars(one).items()]
-    own = ("covey", "transformers")
+    own = (*OWN, "transformers")
     theirs = {
         name: value
         for name, value in reversed(members)

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from covey.runtime.packages import OWN, is_own
+
 TRAINS = re.compile(
     r"\w*Trainer|Study|launch|sweep|finetune|train|training|main|push_to_hub|save_model|save_pretrained"
     r"|(train|main|launch|finetune)_\w+|\w+_(train|training|main|launch)"
@@ -140,8 +142,8 @@ def main_script() -> str | None:
     if file is None or not file.endswith(".py"):
         return None
     path = Path(file).resolve()
-    is_own = path.is_relative_to(Path(__file__).resolve().parents[1])
-    return None if is_own or str(path).startswith(_LIBRARIES) else str(path)
+    of_covey = any(path.is_relative_to(Path(__file__).resolve().parents[2] / name) for name in OWN)
+    return None if of_covey or str(path).startswith(_LIBRARIES) else str(path)
 
 
 def refuse_while_loading(what: str) -> None:
@@ -160,7 +162,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds the user's modules, outside of libraries, for `DefinitionsLoader`; only within `definitions_only`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if not getattr(_loading, "depth", 0) or fullname.partition(".")[0] == "covey":
+        if not getattr(_loading, "depth", 0) or is_own(fullname):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader or spec.origin is None:

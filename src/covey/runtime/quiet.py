@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from covey.runtime.packages import is_own
+
 
 @contextmanager
 def without_bars() -> Iterator[None]:
@@ -54,4 +56,4 @@ def _warns_from_covey() -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith("covey.")
+    return is_own(frame.f_globals.get("__name__"))

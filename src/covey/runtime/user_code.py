@@ -19,11 +19,15 @@ from typing import Any, TypeVar
 
 from covey.core.findings import CheckError, CheckWarning, Finding
 from covey.runtime.interrupts import run_alone
+from covey.runtime.packages import OWN, is_own
 from covey.runtime.safe_text import printable, without_secrets
 
 T = TypeVar("T")
 
-INSTALLED = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
+INSTALLED = tuple(
+    str(folder) + os.sep
+    for folder in (*(Path(__file__).parents[2] / name for name in OWN), Path(sysconfig.get_paths()["stdlib"]))
+)
 """Folders of Covey and of Python's own modules."""
 
 MAX_MESSAGE_CHARS = 500
@@ -112,7 +116,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     while not _is_of_the_user(frame.f_code.co_filename):
         # The `__init__` that dataclasses generate for a class of the user's stands in the user's module.
         generated = frame.f_code.co_name == "__init__" and frame.f_code.co_filename == "<string>"
-        if not (outside or generated or frame.f_globals.get("__name__", "").partition(".")[0] == "covey"):
+        if not (outside or generated or is_own(frame.f_globals.get("__name__"))):
             outside = level
         if frame.f_back is None:
             level = outside or 2

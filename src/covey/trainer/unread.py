@@ -22,6 +22,7 @@ from covey.rollout.prompts import is_conversational
 from covey.rollout.tool_agent import ToolAgent
 from covey.runtime.calling_thread import is_threaded
 from covey.runtime.isolation import isolation_of
+from covey.runtime.packages import is_own
 from covey.runtime.user_code import is_async, report, warn
 from covey.trainer.checks import evaluation_sets
 from covey.trainer.evaluation.suites import rows_of
@@ -137,7 +138,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)
         for name, value in vars(kind).items():
-            if kind.__module__.startswith("covey.") or hasattr(TrainerCallback, name) or not inspect.isroutine(value):
+            if is_own(kind.__module__) or hasattr(TrainerCallback, name) or not inspect.isroutine(value):
                 continue
             event = EVENTS.get(re.sub("^on", "", name.replace("_", "").lower()))
             if event or (name.startswith("on_") and not _names_itself(kind, name)):

@@ -13,7 +13,7 @@ from covey.config.aliases import ALIASES, hint
 from covey.config.messages import closest
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import warn
-from covey.study.commands import KINDS, Command, read_state, send
+from covey_tools.study.commands import KINDS, Command, read_state, send
 
 USAGE = """usage: covey study study.yaml [--resume] [--field value ...]
        covey study stop NAME --study DIR
@@ -70,7 +70,7 @@ def show(text: str) -> None:
     if sys.stdout.isatty():
         import rich
 
-        from covey.study.report import rich_table
+        from covey_tools.study.report import rich_table
 
         rich.print(rich_table(text))
     else:
@@ -83,9 +83,9 @@ def train(values: dict[str, Any], resume: bool = False, flags: Sequence[str] = (
     from covey.cli.config_file import config_of, new_name, parse_flags, typed
     from covey.cli.data import load_rows
     from covey.cli.train import parts_of, read_run, rewards
-    from covey.study.plan import KEYS, halving_of, refuse_unknown, variants_of
-    from covey.study.report import table
-    from covey.study.study import Study
+    from covey_tools.study.plan import KEYS, halving_of, refuse_unknown, variants_of
+    from covey_tools.study.report import table
+    from covey_tools.study.study import Study
 
     plan = values.pop("study", None)
     if not isinstance(plan, Mapping):

@@ -88,9 +88,9 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 def send(folder: str | Path, command: Command) -> str:
     """Queue a command for the study in a folder; returns a sentence on when it acts."""
-    from covey.study.interventions import check_changes, merged
-    from covey.study.turns import kept_accelerator
-    from covey.study.variants import settings_of  # all of these with torch
+    from covey_tools.study.interventions import check_changes, merged
+    from covey_tools.study.turns import kept_accelerator
+    from covey_tools.study.variants import settings_of  # all of these with torch
 
     folder, state = Path(folder), read_state(folder)
     variants, common = state["variants"], {**state.get("base", {}), **ANYWHERE}

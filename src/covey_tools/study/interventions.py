@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from covey.runtime.files import seal
 from covey.runtime.user_code import warn
-from covey.study.commands import ENDED, Command, check_known, check_name
-from covey.study.turns import kept_accelerator
-from covey.study.variants import Variant, field_of, settings_of
+from covey_tools.study.commands import ENDED, Command, check_known, check_name
+from covey_tools.study.turns import kept_accelerator
+from covey_tools.study.variants import Variant, field_of, settings_of
 
 if TYPE_CHECKING:
-    from covey.study.study import Study
+    from covey_tools.study.study import Study
 
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "generation_batch_size")
 KEPT = ("peft", "optim", "method", "steps_per_generation", "num_iterations", *SIZES)  # what checkpoints count in

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.observability.record_files import FOLDER as RECORD
-from covey.study.commands import CURVES_FILE
+from covey_tools.study.commands import CURVES_FILE
 
 
 def recorded(folder: Path) -> list[Path]:

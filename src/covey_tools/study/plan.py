@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from covey.config.messages import closest
-from covey.study.report import comparison
+from covey_tools.study.report import comparison
 
 if TYPE_CHECKING:
-    from covey.study.study import Study
+    from covey_tools.study.study import Study
 
 
 EXAMPLES = {

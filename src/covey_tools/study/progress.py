@@ -14,7 +14,7 @@ from rich.text import Text
 from covey.observability.dashboard import duration
 
 if TYPE_CHECKING:
-    from covey.study.variants import Variant
+    from covey_tools.study.variants import Variant
 
 LINE_SECONDS = 10.0  # between two lines where there is no terminal, at least
 

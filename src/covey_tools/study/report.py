@@ -17,9 +17,9 @@ from covey.core.estimates import interval_of_mean
 from covey.observability.page.export import PageWriter
 from covey.runtime.files import written_whole
 from covey.runtime.user_code import warn
-from covey.study.commands import CURVES_FILE
-from covey.study.page import page_of, recorded
-from covey.study.variants import Variant
+from covey_tools.study.commands import CURVES_FILE
+from covey_tools.study.page import page_of, recorded
+from covey_tools.study.variants import Variant
 
 CURVES = {
     "reward": "Reward in training",

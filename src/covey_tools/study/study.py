@@ -2,8 +2,8 @@
 
 Each variant has a trainer of its own, with its optimizer, schedule, random numbers, metrics and checkpoints. A round
 samples for all of them in one batch of the engine; then each takes its step. While they train, variants are stopped,
-cloned, changed and resumed (`covey.study.interventions`). Variants without an adapter are trained after the others,
-one at a time, each on a copy of the model.
+cloned, changed and resumed (`covey_tools.study.interventions`). Variants without an adapter are trained after the
+others, one at a time, each on a copy of the model.
 """
 
 import asyncio
@@ -37,14 +37,19 @@ from covey.runtime.files import locked
 from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.runtime.safe_text import without_secrets
 from covey.runtime.user_code import warn
-from covey.study import commands
-from covey.study.commands import Command, check_known, check_name
-from covey.study.interventions import carry_out, check_changes
-from covey.study.plan import Halving
-from covey.study.progress import StudyDisplay
-from covey.study.report import write_report
-from covey.study.turns import Cancelled, Turn, set_shared_state, shared_state
-from covey.study.variants import (
+from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.distributed.stopping import StopAtStep
+from covey.trainer.integrations.first_step import FirstStep
+from covey.trainer.integrations.report import RunReport
+from covey.trainer.integrations.report import command as given_command
+from covey_tools.study import commands
+from covey_tools.study.commands import Command, check_known, check_name
+from covey_tools.study.interventions import carry_out, check_changes
+from covey_tools.study.plan import Halving
+from covey_tools.study.progress import StudyDisplay
+from covey_tools.study.report import write_report
+from covey_tools.study.turns import Cancelled, Turn, set_shared_state, shared_state
+from covey_tools.study.variants import (
     LEARNING,
     TRAINERS,
     CommonEvaluation,
@@ -56,11 +61,6 @@ from covey.study.variants import (
     settings_of,
     with_shared_weights,
 )
-from covey.trainer.checkpoint import numbered_checkpoints
-from covey.trainer.distributed.stopping import StopAtStep
-from covey.trainer.integrations.first_step import FirstStep
-from covey.trainer.integrations.report import RunReport
-from covey.trainer.integrations.report import command as given_command
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server
 ASKED = ("system_prompt", "prompts_as_messages", "chat_template_kwargs")
@@ -88,7 +88,7 @@ class Study:
         processing_class: the tokenizer; loaded with the model if None.
         eval_steps: steps between evaluations, or a list of steps; there is one at the end in any case.
         save_rounds: rounds between checkpoints of all variants, from which `train(resume=True)` goes on.
-        halving: stops variants at every evaluation, as `covey.study.plan.Halving` says.
+        halving: stops variants at every evaluation, as `covey_tools.study.plan.Halving` says.
         parts: further arguments of the trainers, such as `tools` and `environment_factory`.
 
     Raises:

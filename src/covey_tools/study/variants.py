@@ -24,14 +24,14 @@ from covey.core.records import Completion, PromptSample
 from covey.policy.adapters import base_model, why_not_alone
 from covey.rollout.agents import with_agent
 from covey.runtime.user_code import preserve_process_state
-from covey.study.commands import check_public
-from covey.study.turns import Turn
 from covey.trainer.build import build_collector, build_rewards, sampling_params
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
+from covey_tools.study.commands import check_public
+from covey_tools.study.turns import Turn
 
 if TYPE_CHECKING:
-    from covey.study.study import Study
+    from covey_tools.study.study import Study
 
 TRAINERS: dict[str, Any] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
 REFUSED = {  # settings that a study cannot have, and why

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from aiohttp import web
 
-from covey.cli.view.server import application, serve
 from covey.observability.page.export import MEGABYTE, LeftOut, write_page
 from covey.observability.page.runs import RecordedRun
-from covey.study.commands import STATE
-from covey.study.page import page_of, recorded
+from covey_tools.study.commands import STATE
+from covey_tools.study.page import page_of, recorded
+from covey_tools.view.server import application, serve
 
 PORT = 6710
 MAX_MB = 64.0
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             webbrowser.open(address)
 
     def app() -> web.Application:
-        from covey.cli.view import study
+        from covey_tools.view import study
 
         return study.application(options.runs[0]) if is_study else application(runs)
 

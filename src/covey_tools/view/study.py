@@ -5,12 +5,12 @@ from typing import Any
 
 from aiohttp import web
 
-from covey.cli.study import changes_of
-from covey.cli.view import server
 from covey.observability.page.runs import RecordedRun
 from covey.runtime.user_code import format_error
-from covey.study.commands import Command, send
-from covey.study.page import page_of, recorded
+from covey_tools.study.command import changes_of
+from covey_tools.study.commands import Command, send
+from covey_tools.study.page import page_of, recorded
+from covey_tools.view import server
 
 
 def application(folder: Path) -> web.Application:

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from covey.cli.study import rows_to_compare
-from covey.study.page import page_of
-from covey.study.plan import Halving
-from covey.study.progress import StudyDisplay
-from covey.study.report import rich_table, table
-from covey.study.variants import Variant
+from covey_tools.study.command import rows_to_compare
+from covey_tools.study.page import page_of
+from covey_tools.study.plan import Halving
+from covey_tools.study.progress import StudyDisplay
+from covey_tools.study.report import rich_table, table
+from covey_tools.study.variants import Variant
 from tests.support import tiny
 from tests.support.studies import study
 
@@ -19,8 +19,8 @@ from tests.support.studies import study
 def test_equal_variants_are_seldom_called_different():
     import random
 
-    from covey.study.report import comparison
-    from covey.study.variants import Variant
+    from covey_tools.study.report import comparison
+    from covey_tools.study.variants import Variant
 
     draw, wrong = random.Random(0), 0
     for _ in range(200):
@@ -32,8 +32,8 @@ def test_equal_variants_are_seldom_called_different():
 
 
 def test_halving_stops_those_that_are_really_worse():
-    from covey.study.plan import Halving
-    from covey.study.variants import Variant
+    from covey_tools.study.plan import Halving
+    from covey_tools.study.variants import Variant
 
     def variant(name, rewards):
         made = Variant(name, {}, step=2, evaluations={2: rewards})
@@ -102,7 +102,7 @@ def test_halving_acts_at_the_step_of_an_evaluation(tmp_path, saves):
 
 
 def test_later_variants_are_compared_with_all_that_were_there():
-    from covey.study.variants import Variant
+    from covey_tools.study.variants import Variant
 
     def variant(name, step, live, *rewards):
         made = Variant(name, {}, step=step, evaluations=dict(rewards))
@@ -145,8 +145,8 @@ def test_the_page_shows_curves_and_descent(tmp_path):
 
 
 def test_a_setting_of_several_lines_is_one_cell():
-    from covey.study.report import table
-    from covey.study.variants import Variant
+    from covey_tools.study.report import table
+    from covey_tools.study.variants import Variant
 
     changes = {"system_prompt": "Think first.\n\nThen | answer."}
     *_, a, b = table({"a": Variant("a", changes), "b": Variant("b", {})}).splitlines()
@@ -154,8 +154,8 @@ def test_a_setting_of_several_lines_is_one_cell():
 
 
 def test_a_variant_without_rewards_is_not_the_best():
-    from covey.study.report import comparison, table
-    from covey.study.variants import Variant
+    from covey_tools.study.report import comparison, table
+    from covey_tools.study.variants import Variant
 
     unknown = Variant("a", {}, evaluations={1: [float("nan")] * 2})
     assert comparison({"a": unknown}) == (None, {}) and table({"a": unknown}).endswith("a | running | 0 |  |  | ")

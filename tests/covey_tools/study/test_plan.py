@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from covey.cli.main import main
-from covey.study.plan import Halving, halving_of, variants_of
+from covey_tools.study.plan import Halving, halving_of, variants_of
 from tests.support import tiny
 from tests.support.studies import study
 

@@ -12,10 +12,10 @@ import torch
 from accelerate.state import GradientState, PartialState
 from safetensors.torch import load_file
 
-from covey.study import commands
-from covey.study.commands import Command
-from covey.study.study import Study
-from covey.study.variants import settings_of
+from covey_tools.study import commands
+from covey_tools.study.commands import Command
+from covey_tools.study.study import Study
+from covey_tools.study.variants import settings_of
 from tests.support import runs, tiny
 from tests.support.studies import ADAPTER, COMMON, adapters, completions, study
 
@@ -187,7 +187,7 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
     import yaml
 
     from covey.cli.main import main
-    from covey.study.study import Study
+    from covey_tools.study.study import Study
 
     file = tmp_path / "study.yaml"
     rows = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(8)]
@@ -445,7 +445,7 @@ def test_all_commands_of_a_round_are_carried_out_in_order(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "commands", "study.json", "x" * 201, 1])
 def test_names_that_cannot_be_folders_are_refused(name):
-    from covey.study.commands import check_name
+    from covey_tools.study.commands import check_name
 
     with pytest.raises(ValueError, match="cannot be called"):
         check_name(name)
@@ -511,14 +511,14 @@ def test_a_kill_after_the_last_of_several_steps_loses_nothing(tmp_path):
 
 
 def test_points_of_a_grid_do_not_share_mappings():
-    from covey.study.plan import variants_of
+    from covey_tools.study.plan import variants_of
 
     points = variants_of({"grid": {"peft": [{"lora_alpha": 4}], "peft.r": [2, 8]}}).values()
     assert [point["peft"] for point in points] == [{"lora_alpha": 4, "r": 2}, {"lora_alpha": 4, "r": 8}]
 
 
 def test_rows_to_compare_on_are_asked_for(tmp_path):
-    from covey.study.plan import Halving
+    from covey_tools.study.plan import Halving
 
     with pytest.raises(ValueError, match="`eval_dataset` has 0 rows"):
         study(tmp_path, {"a": {}}, eval_steps=2)
@@ -540,7 +540,7 @@ def test_rewards_named_in_the_settings_of_all_are_used(tmp_path, monkeypatch):
 def test_changed_settings_reach_a_loaded_optimizer():
     from types import SimpleNamespace
 
-    from covey.study.variants import adopt_settings
+    from covey_tools.study.variants import adopt_settings
 
     weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([{"params": [weight]}, {"params": [bias]}], lr=1.0, weight_decay=0.0)

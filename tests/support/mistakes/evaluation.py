@@ -6,7 +6,7 @@ from transformers.integrations import integration_utils
 from covey import EvalSuite
 from covey.cli.config_file import load_run
 from covey.cli.data import load_evaluations
-from covey.cli.study import rows_to_compare
+from covey_tools.study.command import rows_to_compare
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake, checked
 

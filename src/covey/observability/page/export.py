@@ -76,7 +76,7 @@ def write_page(
     Args:
         path: the file.
         runs: what is read of them is kept for the next page.
-        study: table, curves and history, as `covey.study.page.page_of` gives them.
+        study: table, curves and history, as `covey_tools.study.page.page_of` gives them.
         steps: optimizer steps whose rollouts have texts; by default all.
         max_bytes: size of the data; half of it for lists and curves.
         most_texts: number of rollout batches of each run that have texts, at most.

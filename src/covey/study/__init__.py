@@ -1,0 +1,12 @@
+"""Names of studies for scripts, `from covey.study import Study`; the code is in `covey_tools`, imported when used."""
+
+from importlib import import_module
+from typing import Any
+
+PLACES = {"Study": "study", "Halving": "plan", "Variant": "variants", "comparison": "report", "table": "report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(PLACES)}")
+    return getattr(import_module(f"covey_tools.study.{PLACES[name]}"), name)
