@@ -217,11 +217,12 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
         **dict.fromkeys(("config", "field"), f"{CLI}explain.py::test_the_command_reads_the_file_and_its_model"),
     },
     "study": {
-        "resume": "study/test_study.py::test_a_study_of_a_file_is_driven_from_the_command_line",
+        "resume": "covey_tools/study/test_study.py::test_a_study_of_a_file_is_driven_from_the_command_line",
         **dict.fromkeys(
-            ("study", "to", "fresh"), "study/test_study.py::test_a_study_of_a_file_is_driven_from_the_command_line"
+            ("study", "to", "fresh"),
+            "covey_tools/study/test_study.py::test_a_study_of_a_file_is_driven_from_the_command_line",
         ),
-        "field": "study/test_study.py::",
+        "field": "covey_tools/study/test_study.py::",
     },
     "eval": {
         "model": f"{CLI}evaluations.py::",
