@@ -9,7 +9,6 @@ import asyncio
 import contextvars
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -167,11 +166,8 @@ class CallingThread:
         settle(job.begun)
         outcome: Any = None
         error: BaseException | None = None
-        began = time.monotonic()
         try:
             outcome, error = call_with_deadline(partial(_outcome, job.function), job.seconds, job.late)
-            if error is not None and time.monotonic() - began >= job.seconds:
-                error = CallTimeout()  # it was interrupted, and raised another exception
         except KeyboardInterrupt as raised:
             stopped = self._stopped or isinstance(raised, Interrupted)
             error = raised if stopped else UserCodeError(raised)

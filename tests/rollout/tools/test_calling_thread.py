@@ -92,6 +92,17 @@ def test_a_late_function_is_interrupted_and_the_next_one_called():
     assert (late.failure, fine.content) == (Failure.TIMEOUT, "fine")
 
 
+def test_an_error_in_place_of_an_interrupt_is_a_timeout():
+    def replaces():
+        try:
+            time.sleep(20)
+        except BaseException as error:
+            raise ValueError("closed") from error
+
+    (late,) = ask(toolbox(replaces, timeout=0.1), "t0")
+    assert late.failure is Failure.TIMEOUT
+
+
 def test_waiting_for_other_calls_is_no_time_of_a_function_or_a_rollout():
     """Four functions of 0.1 s each, with 0.3 s for a function, and a clock that stops while one waits."""
     clocks = []
