@@ -54,8 +54,9 @@ def test_rows_that_repeat_are_a_note_and_multiplied_ones_a_warning():
 
 def test_prompts_with_several_right_answers_are_told():
     joined = [{**row, "answer": str(answer)} for row in SUMS for answer in range(3)]
-    assert found(data.repeated, joined) == [("data-repeated", "warning")]
-    assert found(data.repeated, joined, rescores=False) == [], "of an environment a column is a state"
+    assert found(data.contradicting, joined) == [("data-contradicts", "warning")]
+    assert found(data.contradicting, joined, rescores=False) == [], "of an environment a column is a state"
+    assert found(data.contradicting, SUMS * 3) == []
 
 
 def test_rows_of_one_prompt_whose_states_differ_are_different():

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from covey import GRPOConfig
 from covey.cli.doctor import learning
-from covey.cli.doctor.learning import TrialUpdate
 from covey.core.findings import ranked
+from covey.cli.doctor.learning import Trials, TrialUpdate
+from covey.trainer.trainer import OnlineTrainer
 
 
 def found(monkeypatch, moved, rate=1e-9):
@@ -25,7 +27,8 @@ def found(monkeypatch, moved, rate=1e-9):
     algebra = SimpleNamespace(generation_batch_size=8)
     trainer = SimpleNamespace(context=SimpleNamespace(algebra=algebra), model=object())
     base = SimpleNamespace(rollouts=[None] * 8, seconds=1.0, spread=torch.zeros(1))
-    run = SimpleNamespace(args=SimpleNamespace(learning_rate=rate), steps=100, trainer=trainer, base=base, summary={})
+    args = SimpleNamespace(learning_rate=rate, optim="adamw_torch")
+    run = SimpleNamespace(args=args, steps=100, trainer=trainer, base=base, summary={})
     return ranked(learning.learning_rate(run))
 
 
@@ -39,3 +42,49 @@ def test_no_rate_is_proposed_where_none_helps(moved, monkeypatch):
     """A cold policy, or frozen weights: the largest rate that is proposed would change nothing either."""
     (low,) = found(monkeypatch, moved)
     assert low.code == "learning-rate-low" and "Set learning_rate" not in low.fix
+
+
+class OfLinear:
+    """A trainer of two weights."""
+
+    get_optimizer_cls_and_kwargs = staticmethod(OnlineTrainer.get_optimizer_cls_and_kwargs)
+
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"), [("sgd", torch.optim.SGD), ("adamw_torch", torch.optim.AdamW), ("none such", torch.optim.AdamW)]
+)
+def test_a_trial_takes_the_kind_of_optimizer_of_the_run(optim, kind):
+    """With gradients clipped to 1e-6, SGD moves weights by 1e-9 and AdamW by the learning rate."""
+    args = GRPOConfig(output_dir="", optim=optim if kind is torch.optim.SGD else "adamw_torch", learning_rate=1e-3)
+    args.optim = optim
+    trials = Trials(SimpleNamespace(args=args, trainer=OfLinear()))
+    optimizer = trials._optimizer(0.5)
+    assert type(optimizer) is kind and optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Dropping(torch.nn.Module):
+    """A model whose dropout is on in training."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.attention_dropout = dropout
+
+
+@pytest.mark.parametrize(("dropout", "gap", "level"), [(0.5, 0.4, "error"), (0.1, 0.2, "warning"), (0.1, 0.05, None)])
+def test_dropout_is_measured(dropout, gap, level):
+    model = Dropping(dropout).eval()
+    batch = SimpleNamespace(sampled=torch.ones(4, dtype=torch.bool))
+    run = SimpleNamespace(
+        trainer=SimpleNamespace(model=model),
+        args=SimpleNamespace(temperature=1.0),
+        base=SimpleNamespace(rollouts=[SimpleNamespace(sampled=[True])]),
+        collated=lambda rollouts: batch,
+        logprobs=lambda batch, temperature: torch.full((4,), -1.0 - gap * model.training),
+    )
+    assert [one.level for one in learning.dropout(run)] == ([level] if level else [])
+    assert not model.training
+    model.attention_dropout = 0.0
+    assert [*learning.dropout(run)] == []

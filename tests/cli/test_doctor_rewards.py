@@ -157,21 +157,27 @@ def test_what_is_paid_each_time_it_is_said_is_told():
 
 
 def noisy(noise):
-    """A reward of 1 and 0 in turn, whose second call differs by so much, up and down."""
+    """A reward of 1 and 0 in turn, to which later calls add noise that has nothing to do with it."""
     base = batch([[1], [0]] * 4, size=4)
-    given = iter([noise, -noise, noise])
 
     def score(samples, rollouts):
-        change = torch.tensor([1.0, -1.0] * 4, dtype=torch.double)[: len(rollouts), None]
-        return base.rewards[: len(rollouts)] + next(given, 0.0) * change, {}
+        change = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2, dtype=torch.double)[: len(rollouts), None]
+        return base.rewards[: len(rollouts)] + noise * change, {}
 
     return run(base, ["right"], score=score)
 
 
 def test_noise_is_an_error_where_it_is_most_of_what_differs():
-    # variance within groups 1/3; of a call (2 * noise)^2 / 2 / 4 rewards of +-noise: noise^2 / 2
+    # correlation of both calls: 0.5 / sqrt(0.25 + noise^2), 0.86 and 0.49
     assert codes(order(noisy(0.3))) == [("reward-order", "warning")]
     assert codes(order(noisy(0.9))) == [("reward-order", "error")]
+
+
+def test_a_reward_that_remembers_is_told_though_it_is_seldom_paid():
+    """Two of forty completions get a point, and none of them a second time."""
+    base = batch([[float(n in (3, 17))] for n in range(40)], size=8)
+    given = run(base, ["first"], score=lambda samples, rollouts: (torch.zeros(len(rollouts), 1), {}))
+    assert codes(order(given)) == [("reward-order", "error")]
 
 
 def test_columns_of_other_rows_are_not_blamed_for_a_reward_of_the_wrong_sign():

@@ -81,6 +81,7 @@ DIAGNOSED = {
     "tokenizer-drift": Code(MODEL, "the tokenizer is not the model's"),
     "prompt-empty": Code(DATA, "prompts hold no text"),
     "data-order": Code(DATA, "the order of the rows hides a part of them from the run"),
+    "data-contradicts": Code(DATA, "prompts have several right answers in the data"),
     "data-columns": Code(DATA, "a reward reads a column that is missing, constant or of other rows"),
     "reward-failing": Code(RUNNING, "a reward function fails, or gives no reward"),
     "engine-mismatch": Code(ENGINE, "the engine samples from another policy than the one that is trained"),

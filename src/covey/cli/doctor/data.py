@@ -58,24 +58,29 @@ def _whole(row: Mapping[str, Any], columns: Iterable[str] | None = None) -> Hash
     return json.dumps({**kept, "prompt": _prompt(row)}, sort_keys=True, default=str)
 
 
-def repeated(run: ExaminedRun) -> Iterator[Finding]:
-    """Rows that are in the dataset several times, and prompts with several right answers."""
+def contradicting(run: ExaminedRun) -> Iterator[Finding]:
+    """Prompts with several right answers."""
     rows = run.taken
     wanted: dict[str, set[str | None]] = {}
     for row in rows:
         wanted.setdefault(_prompt(row), set()).add(reference_of(row))
     several = [prompt for prompt, answers in wanted.items() if len(answers) > 1]
-    if run.rescores and len(several) > len(wanted) / 10:
-        shown = sorted(map(str, wanted[several[0]]))[:4]
-        yield Finding(
-            "data-repeated",
-            "warning",
-            f"{len(several)} of {len(wanted)} different prompts have several right answers in the data:"
-            f" {several[0][-60:]!r} has {', '.join(map(repr, shown))}. What one row rewards another one does not.",
-            "Keep the right row of each prompt, or one row with all answers that count.",
-            f"{len(rows)} rows have {len(wanted)} different prompts and {len(set(map(_whole, rows)))} contents.",
-        )
-        return
+    if not run.rescores or len(several) <= len(wanted) / 10:
+        return  # of an environment a column is a state
+    shown = ", ".join(map(repr, sorted(map(str, wanted[several[0]]))[:4]))
+    yield Finding(
+        "data-contradicts",
+        "warning",
+        f"{len(several)} of {len(wanted)} different prompts have several right answers in the data:"
+        f" {several[0][-60:]!r} has {shown}. What one row rewards another one does not.",
+        "Keep the right row of each prompt, or one row with all answers that count.",
+        f"{len(rows)} rows have {len(wanted)} different prompts and {len(set(map(_whole, rows)))} contents.",
+    )
+
+
+def repeated(run: ExaminedRun) -> Iterator[Finding]:
+    """Rows that are in the dataset several times."""
+    rows = run.taken
     counts = Counter(map(_whole, rows)).most_common()
     usual = counts[len(counts) // 2][1]
     multiplied = sum(times for _, times in counts if times >= MANY * usual)
@@ -90,7 +95,7 @@ def repeated(run: ExaminedRun) -> Iterator[Finding]:
         "Remove repeated rows: num_train_epochs or max_steps read all rows as often as needed, each as often as"
         " others."
         + ("" if uneven else " With few prompts, hold some out to see whether the policy learns the task or the rows."),
-        f"{len(counts)} rows remain, {len(wanted)} of them with another prompt.",
+        f"{len(counts)} rows remain, with {len(set(map(_prompt, rows)))} different prompts.",
     )
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
 from covey.core.findings import Effect, Finding
 from covey.core.records import FinishReason, Plan
+from covey.policy.loading import has_dropout
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 
 MOST_TOKENS, FEW = 3000, 8  # of completions in a trial update; completions of a model that is not small
@@ -90,10 +91,19 @@ class Trials:
                 for weight, value in zip(self.trained, saved, strict=True):
                     weight.copy_(value)
 
+    def _optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        """The run's own kind of optimizer, without weight decay; AdamW where it is not to be had on its own."""
+        args = self.run.args
+        with suppress(Exception):  # packages that are missing here, optimizers of single layers
+            kind, settings = type(self.trainer).get_optimizer_cls_and_kwargs(args, self.trainer.model)
+            if not args.optim_target_modules:
+                return kind(self.trained, **{**settings, "lr": learning_rate, "weight_decay": 0.0})
+        betas = (args.adam_beta1, args.adam_beta2)
+        return torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=0.0)
+
     def _apply(self, learning_rate: float, steps: int) -> TrialUpdate:
         trainer, args, batch, before = self.trainer, self.run.args, self.batch, self.before
-        betas = (args.adam_beta1, args.adam_beta2)
-        optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=0.0)
+        optimizer = self._optimizer(learning_rate)
         if trainer.reference is not None and trainer.run.algorithm.beta:
             batch.ref_logprobs = before
         plan, finite, in_passes, in_steps = Plan([[batch]], training=False), True, 0.0, 0.0
@@ -124,6 +134,8 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     per_step = one.seconds + run.base.seconds / share_of_batch
     run.summary["seconds_of_sampling_and_updates"] = round(per_step, 2)
     kind = "an adapter" if hasattr(run.trainer.model, "peft_config") else "all weights"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    kind += "" if optimizer.startswith("adamw") else f" by {optimizer}"
     whole = one.moved * steps * 0.5  # schedules fall to 0
     share = scheduled(run.trainer, run.steps)
     scheduled_change = one.moved * run.steps * share
@@ -296,6 +308,31 @@ def penalties(run: ExaminedRun) -> Iterator[Finding]:
         + (", or set keep_sampling_mask=True." if settings.keys() == {"repetition_penalty"} else "."),
         f"Sampled without, the difference is {_surprise(other):.2g} nats, and the mean reward is {other.mean:.3g}"
         f" instead of {base.mean:.3g}.",
+    )
+
+
+def dropout(run: ExaminedRun) -> Iterator[Finding]:
+    """Log-probs of the completions with the dropout of training, and without."""
+    model = run.trainer.model
+    rollouts = [one for one in run.base.rollouts if any(one.sampled)][:16]
+    if not rollouts or not has_dropout(model):
+        return
+    batch, was = run.collated(rollouts), model.training
+    try:
+        still, moving = (run.logprobs(batch, run.args.temperature) for _ in map(model.train, (False, True)))
+    finally:
+        model.train(was)
+    gap = (still - moving)[batch.sampled].abs().mean().item()
+    if gap < SURPRISE:
+        return
+    yield Finding(
+        "engine-mismatch",
+        "error" if gap > 3 * SURPRISE else "warning",
+        f"the model has dropout, which is on while it is trained and off while it samples: log-probs of the same"
+        f" completions differ by {gap:.2g} nats a token.",
+        "Set disable_dropout=True.",
+        f"Scored without dropout, {len(rollouts)} completions have {still[batch.sampled].mean().item():.2f} nats a"
+        f" token, and with it {moving[batch.sampled].mean().item():.2f}.",
     )
 
 

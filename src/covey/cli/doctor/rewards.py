@@ -190,7 +190,9 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
 
     repeated, reversed_, parted, count = changed(again), changed(back), changed(halves), len(rollouts)
     chance = _chance(run, again)
-    if repeated > count / 10:
+    rewarded = int((base.known > base.known.min()).sum())
+    kept = repeated > count / 10 or (repeated > 1 and repeated > rewarded / 2)  # few may be rewarded at all
+    if kept:
         evidence = (
             f"called twice on the same {count} completions, rewards of {repeated} change: {chance:.0%} of what differs"
             " within groups differs between calls as well."
@@ -209,7 +211,7 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
     varied = torch.stack([first, again, back, halves]).double().std(0).mean().item()
     yield Finding(
         "reward-order",
-        "error" if (chance >= NOISY if repeated > count / 10 else reversed_ > count / 10) else "warning",
+        "error" if (chance >= NOISY if kept else reversed_ > count / 10) else "warning",
         evidence,
         fix,
         f"Over four orders a reward moves by {varied:.3g} on average, in a range of {scale:.3g}; called again,"
@@ -218,12 +220,9 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _chance(run: ExaminedRun, again: Tensor) -> float:
-    """Share of the variance of rewards within groups that another call changes; 1 where there is none."""
-    base = run.base
-    other = weighted_total(again.double(), base.weights.double()).view_as(base.totals)
-    between = ((base.totals - other) ** 2).nanmean().item() / 2
-    within = (base.spread**2).nanmean().item()
-    return min(between / within, 1.0) if within > 0 else 1.0
+    """Share of what differs within groups that differs between two calls as well: 1 less their correlation."""
+    other = weighted_total(again.double(), run.base.weights.double()).view_as(run.base.totals)
+    return 1 - max(_follows(run.base.totals, other), 0.0)
 
 
 def flat(run: ExaminedRun) -> Iterator[Finding]:
