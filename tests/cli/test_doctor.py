@@ -178,6 +178,7 @@ def test_a_record_alone_shows_that_there_is_no_signal(tmp_path, capsys):
     found, summary = shown["findings"][0], shown["summary"]
     assert (found["code"], found["level"]) == ("signal-sparse", "error") and not summary["rebuilt"]
     assert summary["not_examined"]["template"] == "part" and summary["verdict"] == "errors"
+    assert not {"prompt-empty", "data-repeated", "weights-frozen"} & {*summary["not_examined"]}
 
 
 def batch(prompt, texts):

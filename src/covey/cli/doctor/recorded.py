@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
 from covey.cli.data import load_evaluations
-from covey.cli.doctor import course, rewards
+from covey.cli.doctor import course, data, rewards
 from covey.cli.doctor.data import sets_of
 from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
@@ -52,7 +52,11 @@ ELSEWHERE = (
 """Prefixes of settings that a second look at a run does without."""
 
 FIRST = 4  # rollout batches that are looked at together, as far as they have few prompts
-ALONE = ("reward-failing", "signal-sparse", "groups-small", "reward-scale")  # what is seen without experiments
+ALONE = (
+    *("reward-failing", "signal-sparse", "groups-small", "reward-scale", "weights-frozen"),
+    *("prompt-empty", "data-contradicts", "data-repeated", "answer-in-prompt"),
+)
+"""What is seen without experiments."""
 OF_THE_COURSE = ("collapse", "reward-lost")
 SLOW_TO_LEARN = (
     *("signal-sparse", "groups-small", "learning-rate-low", "reward-unreachable", "reward-saturated", "kl-scale"),
@@ -312,7 +316,10 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
         return
     base = read.together(list(islice(loaded, FIRST)))
     suite = SimpleNamespace(names=read.names)
+    rows, parts = read_data(read.folder), parts_of_record(read.described)
+    played = any(parts.get(name) for name in ("environment_factory", "rollout_func", "agent", "unnamed"))
     run: Any = SimpleNamespace(base=base, args=read.args, suite=suite, group=read.size)
+    run.taken, run.numbers, run.rescores = [*rows.values()], [*rows], not played
     summary.update(rewards.summary_of(run))
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
     missing = int(base.totals.isnan().sum()) - errors
@@ -332,3 +339,5 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
         )
     yield from rewards.scale(run)
     yield from rewards.signal(run)
+    for check in (data.empty, data.contradicting, data.repeated, data.answer_in_prompt):
+        yield from check(run)
