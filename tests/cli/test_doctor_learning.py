@@ -7,8 +7,8 @@ import torch
 
 from covey import GRPOConfig
 from covey.cli.doctor import learning
-from covey.core.findings import ranked
 from covey.cli.doctor.learning import Trials, TrialUpdate
+from covey.core.findings import ranked
 from covey.trainer.trainer import OnlineTrainer
 
 
@@ -25,7 +25,7 @@ def found(monkeypatch, moved, rate=1e-9):
     monkeypatch.setattr(learning, "Trials", Trials)
     monkeypatch.setattr(learning, "scheduled", lambda trainer, steps: 1.0)
     algebra = SimpleNamespace(generation_batch_size=8)
-    trainer = SimpleNamespace(context=SimpleNamespace(algebra=algebra), model=object())
+    trainer = SimpleNamespace(run=SimpleNamespace(algebra=algebra), model=object())
     base = SimpleNamespace(rollouts=[None] * 8, seconds=1.0, spread=torch.zeros(1))
     args = SimpleNamespace(learning_rate=rate, optim="adamw_torch")
     run = SimpleNamespace(args=args, steps=100, trainer=trainer, base=base, summary={})

@@ -192,7 +192,7 @@ def test_a_reward_that_used_up_the_time_is_still_slow():
     base = batch([[1], [0]] * 4)
     base.stats = {"rewards/right/seconds": Mean.of([4.0])}
     algebra = SimpleNamespace(generation_batch_size=32)
-    parts = {"trainer": SimpleNamespace(context=SimpleNamespace(algebra=algebra)), "score": lambda samples, rolls: None}
+    parts = {"trainer": SimpleNamespace(run=SimpleNamespace(algebra=algebra)), "score": lambda samples, rolls: None}
     (found,) = slow(run(base, ["right"], **parts))
     assert found.code == "reward-slow" and "16 s of a step" in found.evidence  # 4 s for 8 of 32 completions
 

@@ -23,7 +23,7 @@ from covey.cli.config_file import config_of, load_run, parts_of_record, settings
 from covey.cli.data import load_evaluations
 from covey.cli.doctor import course, data, rewards
 from covey.cli.doctor.data import sets_of
-from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
+from covey.cli.doctor.examined import MOST_ROWS, ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
 from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits
@@ -238,6 +238,16 @@ class PastRun:
         except (OSError, ValueError):  # a disk that was full; arrow's errors are of these types
             return []
 
+    @property
+    def data(self) -> dict[int, dict[str, Any]]:
+        """Rows of the dataset that are on record, by their number, of the files that can be read."""
+        found: dict[int, dict[str, Any]] = {}
+        for number in self.generations:
+            found |= {row["row"]: row["data"] for row in self._rows(number)}
+            if len(found) >= MOST_ROWS:
+                break
+        return dict(sorted(found.items()))
+
     def load(self, number: int) -> ScoredRollouts:
         """Rollouts of a batch, in whole groups; without tokens where the record has none."""
         rows = self._rows(number)
@@ -316,7 +326,7 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
         return
     base = read.together(list(islice(loaded, FIRST)))
     suite = SimpleNamespace(names=read.names)
-    rows, parts = read_data(read.folder), parts_of_record(read.described)
+    rows, parts = read.data, parts_of_record(read.described)
     played = any(parts.get(name) for name in ("environment_factory", "rollout_func", "agent", "unnamed"))
     run: Any = SimpleNamespace(base=base, args=read.args, suite=suite, group=read.size)
     run.taken, run.numbers, run.rescores = [*rows.values()], [*rows], not played

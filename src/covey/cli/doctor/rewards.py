@@ -191,7 +191,7 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
     repeated, reversed_, parted, count = changed(again), changed(back), changed(halves), len(rollouts)
     chance = _chance(run, again)
     rewarded = int((base.known > base.known.min()).sum())
-    kept = repeated > count / 10 or (repeated > 1 and repeated > rewarded / 2)  # few may be rewarded at all
+    kept = repeated > count / 10 or 0 < repeated > rewarded / 2  # few may be rewarded at all
     if kept:
         evidence = (
             f"called twice on the same {count} completions, rewards of {repeated} change: {chance:.0%} of what differs"
