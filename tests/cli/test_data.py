@@ -7,6 +7,7 @@ import pytest
 
 from covey.cli import data
 from covey.cli.data import check_prompt_column, load_rows
+from covey.core.findings import CheckError
 from covey.runtime.hub import NotFound
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
@@ -89,8 +90,9 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch):
     assert len(load_rows("org/name:main", "test")) == 10
     load_rows("org/name", None)
     assert asked == [("org/name", "main"), ("org/name", None)]
-    with pytest.raises(ValueError, match=r"no split 'train'; it has: test"):
+    with pytest.raises(CheckError, match=r"'train'.*: test") as raised:
         load_rows("org/name")
+    assert raised.value.codes == ["dataset-split"]
 
 
 @pytest.mark.parametrize(
@@ -134,31 +136,36 @@ def test_a_suffix_may_be_in_capitals(tmp_path):
 
 
 def test_a_device_is_no_data_file():
-    with pytest.raises(ValueError, match="'/dev/null' is no data file"):
+    with pytest.raises(CheckError, match="'/dev/null'") as raised:
         load_rows("/dev/null")
+    assert raised.value.codes == ["dataset-type"]
 
 
 def test_a_part_of_a_file_is_no_data_set_of_the_hub(jsonl, monkeypatch):
     monkeypatch.chdir(jsonl.parent)
-    with pytest.raises(ValueError, match="'test' is no part of it; see `dataset_split`"):
+    with pytest.raises(CheckError, match="'test'") as raised:
         load_rows("rows.jsonl:test")
+    assert raised.value.codes == ["dataset-split"]
 
 
 @pytest.mark.parametrize("split", ["train[10:]", "train[5:3]"])
 def test_a_slice_without_rows_is_named(jsonl, split):
-    with pytest.raises(ValueError, match="has no rows in split"):
+    with pytest.raises(CheckError) as raised:
         load_rows(str(jsonl), split)
+    assert raised.value.codes == ["dataset-empty"]
 
 
 @pytest.mark.parametrize("split", ["train[3]", "train[a:b]", "train[:3"])
 def test_a_slice_that_cannot_be_read(jsonl, split):
-    with pytest.raises(ValueError, match="a slice is written like"):
+    with pytest.raises(CheckError) as raised:
         load_rows(str(jsonl), split)
+    assert raised.value.codes == ["dataset-split"]
 
 
 def test_without_a_likely_column_the_message_says_what_to_add():
-    with pytest.raises(ValueError, match="text, or a list of messages"):
+    with pytest.raises(CheckError) as raised:
         check_prompt_column("x", ["a", "b"])
+    assert raised.value.codes == ["column-prompt"]
 
 
 def test_columns_are_renamed_where_they_are(tmp_path, jsonl):
@@ -171,10 +178,12 @@ def test_columns_are_renamed_where_they_are(tmp_path, jsonl):
 
 
 def test_columns_that_cannot_be_renamed(jsonl):
-    with pytest.raises(ValueError, match=r"has no 'label'; it has: prompt, answer"):
+    with pytest.raises(CheckError, match=r"'label'.*: prompt, answer") as raised:
         load_rows(str(jsonl), columns={"label": "solution"})
-    with pytest.raises(ValueError, match=r"has a 'answer' already"):
+    assert raised.value.codes == ["column-names"]
+    with pytest.raises(CheckError, match="'answer'") as raised:
         load_rows(str(jsonl), columns={"prompt": "answer"})
+    assert raised.value.codes == ["column-names"]
 
 
 def test_columns_may_change_places(tmp_path):

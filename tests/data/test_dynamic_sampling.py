@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores
 from covey.config.algebra import BatchAlgebra
+from covey.core.findings import CheckError
 from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, PromptStream, ScoredRollouts, groups_with_signal, kept_groups
 from covey.data.sampler import MicroStep, rank_share, train_loader
@@ -271,8 +272,9 @@ def test_streams_are_refused(tmp_path, setting):
     from datasets import Dataset
 
     stream = Dataset.from_list(tiny.rows()).to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"`train_dataset` \(IterableDataset\) can only be read forward"):
+    with pytest.raises(CheckError, match="IterableDataset") as raised:
         runs.trainer(tmp_path, parts={"train_dataset": stream}, **setting)
+    assert raised.value.codes == ["stream-lookup"]
 
 
 def test_only_refills_change_what_is_trained(tmp_path):

@@ -1,13 +1,11 @@
 """Warnings of chat templates, and rows of every format."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
-from covey.data.templates import warn_of_template
+from covey.data.templates import check_template
 from covey.data.validation import check_dataset, first_rows, plain_row
 from covey.rollout.prompts import PromptCodec
 from tests.support import tiny
@@ -21,10 +19,9 @@ SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {}}}
 def said(template, prompt=CHAT, **columns):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_template({0: {"prompt": prompt, **columns}}, "train_dataset", PromptCodec(tokenizer, None, None))
-    return len(caught)
+    found = [*check_template({0: {"prompt": prompt, **columns}}, "", PromptCodec(tokenizer, None, None))]
+    assert {one.code for one in found} <= {"template"}
+    return len(found)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +49,7 @@ def test_tools_that_no_prompt_shows_warn():
 def test_prompts_are_plain_in_every_format(kind):
     rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "n": i} for i in range(2)]
     dataset = Dataset.from_list(rows).with_format(kind)
-    check_dataset(dataset, "train_dataset")
+    assert not [*check_dataset(dataset, "train_dataset")]
     assert [row["prompt"] for row in first_rows(dataset)] == [row["prompt"] for row in rows]
     assert [int(row["n"]) for row in first_rows(dataset)] == [0, 1]
 

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from covey.core.findings import CheckError
 from covey.rollout.prompts import ControlTokens, PromptCodec
 from tests.support import tiny
 
@@ -46,20 +47,23 @@ def test_template_arguments_reach_the_template(tiny_tokenizer):
 
 def test_messages_need_a_template(tiny_tokenizer):
     tiny_tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(CheckError) as raised:
         PromptCodec(tiny_tokenizer, None, None).read([{"role": "user", "content": "hi"}])
+    assert raised.value.codes == ["template"]
 
 
 def test_a_prompt_that_fills_the_context_is_refused(codec):
-    with pytest.raises(ValueError, match="64 tokens leaves no room"):
+    with pytest.raises(CheckError, match="64 tokens") as raised:
         codec.read("x" * 64)
+    assert raised.value.codes == ["prompt-round-trip"]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_prompt_that_is_far_too_long_is_not_even_encoded(codec, wrapped):
     long = "x" * (256 * 64 + 1)
-    with pytest.raises(ValueError, match="16385 characters leaves no room"):
+    with pytest.raises(CheckError, match="16385 characters") as raised:
         codec.read([{"role": "user", "content": [{"type": "text", "text": long}]}] if wrapped else long)
+    assert raised.value.codes == ["prompt-round-trip"]
 
 
 def test_half_of_a_surrogate_pair_is_refused(codec):
@@ -69,20 +73,23 @@ def test_half_of_a_surrogate_pair_is_refused(codec):
 
 
 def test_an_empty_prompt_is_refused(codec):
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(CheckError) as raised:
         codec.read("")
+    assert raised.value.codes == ["prompt-round-trip"]
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], {"role": "user"}])
 def test_values_of_other_types_are_refused_as_prompts(codec, prompt):
-    with pytest.raises(ValueError, match="must be a string or a non-empty list"):
+    with pytest.raises(CheckError) as raised:
         codec.read(prompt)
+    assert raised.value.codes == ["prompt-type"]
 
 
 @pytest.mark.parametrize("message", [{"content": "a"}, {"role": None, "content": "a"}, {"role": "user"}, "a", 1, None])
 def test_a_row_with_a_bad_message_is_refused(codec, message):
-    with pytest.raises(ValueError, match="must be a string or a non-empty list of messages with 'role' and 'content'"):
+    with pytest.raises(CheckError) as raised:
         codec.read_row({"prompt": [{"role": "user", "content": "a"}, message]})
+    assert raised.value.codes == ["prompt-type"]
 
 
 def test_the_fixture_tokenizer_round_trips():

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from covey import EvalSuite, GRPOConfig, GRPOTrainer
-from covey.trainer.checks import PlainTextWarning
+from covey.core.findings import CheckWarning
 from tests.support import tiny
 
 ROWS = [{"prompt": "one plus one", "answer": "2"}, {"prompt": "two plus two", "answer": "4"}]
@@ -29,7 +29,8 @@ def warned(tmp_path, **given):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make(tmp_path, **given)
-    return sum(issubclass(one.category, PlainTextWarning) for one in caught)
+    found = [one.message.finding.code for one in caught if isinstance(one.message, CheckWarning)]
+    return found.count("prompt-text")
 
 
 def test_text_becomes_a_message_for_the_model_and_for_rewards(tmp_path):

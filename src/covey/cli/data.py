@@ -12,13 +12,14 @@ from typing import Any
 import datasets
 
 from covey.cli.run_file import BUILDERS, check_data_file, evaluation_sets, is_function, is_local
+from covey.core.findings import CheckError, Finding
 from covey.core.transcript import is_messages
 from covey.data.conversations import with_system_message
 from covey.data.validation import LOOKED_AT
 from covey.runtime.hub import look_up
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import format_error, place_of, warn
+from covey.runtime.user_code import format_error, place_of, report
 from covey.trainer.evaluation.suites import suite_of
 
 EVAL_SPLITS = ("validation", "test", "eval", "train")
@@ -39,23 +40,28 @@ def load_rows(
         loaded = _load_local(Path(spec).expanduser()) if is_local(spec) else _load_hub(spec)
     rows = _pick(loaded, split, spec)
     if len(rows) == 0:
-        raise ValueError(f"dataset {spec!r} has no rows" + (f" in split {split!r}." if split else "."))
+        place = f" in split {split!r}" if split else ""
+        raise CheckError.of("dataset-empty", f"dataset {spec!r} has no rows{place}.")
     if columns:
         if len({new for new in columns.values() if isinstance(new, str)}) < len(columns):
-            raise ValueError(f"columns={columns}: the new names must be text, and all different.")
+            raise CheckError.of("column-names", f"columns={columns}: the new names must be text, and all different.")
         there = rows.column_names
         if missing := [old for old, new in columns.items() if old not in there and new not in there]:
-            raise ValueError(f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}.")
+            evidence = f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}."
+            raise CheckError.of("column-names", evidence)
         if idle := [old for old in columns if old not in there]:
-            warn(f"columns={columns} renames no {idle[0]!r} in dataset {spec!r}: it has none.")
+            evidence = f"columns={columns} renames no {idle[0]!r} in dataset {spec!r}: it has none."
+            report([Finding.warning("column-names", evidence)])
         columns = {old: new for old, new in columns.items() if old in there}
         if taken := [new for new in columns.values() if new in there and new not in columns]:
-            raise ValueError(f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already. Rename that one, too.")
+            evidence = f"columns={columns}: dataset {spec!r} has a {taken[0]!r} already."
+            raise CheckError.of("column-names", evidence, "Rename that one, too.")
         rows = rows.rename_columns(columns)
     check_prompt_column(spec, rows.column_names)
     prompts = [row["prompt"] for row in rows.select(range(min(LOOKED_AT, len(rows))))] if system_prompt else []
     if prompts and all(prompt and is_messages(prompt) and prompt[0].get("role") == "system" for prompt in prompts):
-        warn(f"`system_prompt` has no effect on dataset {spec!r}: its prompts begin with system messages of their own.")
+        because = "its prompts begin with system messages of their own."
+        report([Finding.warning("setting-unread", f"`system_prompt` has no effect on dataset {spec!r}: {because}")])
     return with_system_message(system_prompt, rows)
 
 
@@ -68,19 +74,19 @@ def _call(spec: str) -> Any:
             return found
         rows = [] if isinstance(found, str) or not hasattr(found, "__iter__") else list(found)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"dataset {spec!r}, called without arguments, raised {format_error(error)}{place_of(error)}"
-        ) from error
+        evidence = f"dataset {spec!r}, called without arguments, raised {format_error(error)}{place_of(error)}"
+        raise CheckError.of("dataset-type", evidence) from error
     if not all(isinstance(row, dict) for row in rows) or not rows:
-        raise ValueError(
+        raise CheckError.of(
+            "dataset-type",
             f"dataset {spec!r} returned {type(found).__name__}: {found!r:.80}; it must return a `datasets.Dataset`, or"
-            " rows such as [{'prompt': '2+2=', 'answer': '4'}]."
+            " rows such as [{'prompt': '2+2=', 'answer': '4'}].",
         )
     return datasets.Dataset.from_list(rows)
 
 
 def check_prompt_column(spec: str, columns: list[str]) -> None:
-    """Raise `ValueError` unless a column is named `prompt`; the message lists the columns and the likely one."""
+    """Raise `CheckError` unless a column is named `prompt`; the message lists the columns and the likely one."""
     if "prompt" in columns:
         return
     close = difflib.get_close_matches("prompt", columns, n=1, cutoff=0.5)
@@ -89,16 +95,18 @@ def check_prompt_column(spec: str, columns: list[str]) -> None:
     hint = (
         f"If {likely[0]!r} holds them, {rename.format(*likely)}" if likely else "Add it: text, or a list of messages."
     )
-    raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}. {hint}")
+    evidence = f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}."
+    raise CheckError.of("column-prompt", evidence, hint)
 
 
 def _load_local(path: Path) -> Any:
     check_data_file(path)
     suffix = path.suffix.lower()
     if not path.is_dir() and suffix not in BUILDERS:
-        raise ValueError(f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}.")
+        evidence = f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}."
+        raise CheckError.of("dataset-type", evidence)
     if path.is_file() and path.stat().st_size == 0:
-        raise ValueError(f"data file {str(path)!r} is empty.")
+        raise CheckError.of("dataset-empty", f"data file {str(path)!r} is empty.")
     try:
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             return datasets.load_from_disk(str(path))
@@ -114,9 +122,8 @@ def _load_local(path: Path) -> Any:
         return loaded
     except Exception as error:  # of half a dozen libraries
         reason = printable(str(error.__cause__ or error)).strip().split("\n")[0]
-        raise ValueError(
-            f"{str(path)!r} holds no rows that can be read: {reason or type(error).__name__}. Text is read as UTF-8."
-        ) from error
+        evidence = f"{str(path)!r} holds no rows that can be read: {reason or type(error).__name__}."
+        raise CheckError.of("row-unread", evidence, "Text is read as UTF-8.") from error
 
 
 def _check_header(path: Path, sep: str = ",") -> None:
@@ -130,7 +137,8 @@ def _check_header(path: Path, sep: str = ",") -> None:
 def _load_hub(spec: str) -> Any:
     name, _, config = spec.partition(":")
     if Path(name).expanduser().exists():
-        raise ValueError(f"dataset {spec!r}: {name!r} is here, and {config!r} is no part of it; see `dataset_split`.")
+        evidence = f"dataset {spec!r}: {name!r} is here, and {config!r} is no part of it; see `dataset_split`."
+        raise CheckError.of("dataset-split", evidence)
     look_up(name, "dataset")
     try:
         return datasets.load_dataset(name, config or None)
@@ -151,7 +159,8 @@ def _pick(loaded: Any, split: str | None, spec: str) -> Any:
         split = next((name for name in EVAL_SPLITS if name in splits), next(iter(splits)))
     name, bracket, inside = split.partition("[")
     if name not in splits:
-        raise ValueError(f"dataset {spec!r} has no split {name!r}; it has: {', '.join(splits)}.")
+        evidence = f"dataset {spec!r} has no split {name!r}; it has: {', '.join(splits)}."
+        raise CheckError.of("dataset-split", evidence)
     return splits[name].select(_sliced(split, inside, len(splits[name])) or []) if bracket else splits[name]
 
 
@@ -163,9 +172,8 @@ def _sliced(split: str, inside: str, count: int) -> range:
     except ValueError:
         ends, colon = [], ""
     if not colon or not inside.endswith("]"):
-        raise ValueError(
-            f"split {split!r} cannot be read; a slice is written like train[:1000], train[100:] or train[:10%]."
-        )
+        evidence = f"split {split!r} cannot be read; a slice is written like train[:1000], train[100:] or train[:10%]."
+        raise CheckError.of("dataset-split", evidence)
     return range(count)[slice(*ends)]
 
 
@@ -188,9 +196,10 @@ def _load_set(entry: Any, *renamed: Any) -> Any:
     if isinstance(entry, str):
         return load_rows(entry, None, *renamed)
     if not isinstance(entry, dict) or not isinstance(entry.get("dataset"), str):
-        raise ValueError(
+        raise CheckError.of(
+            "dataset-type",
             f"eval_dataset holds {entry!r}; an evaluation set is a file or hub id, or settings with one, such as"
-            " {dataset: held_out.jsonl, temperature: 0, pass_at: 1}."
+            " {dataset: held_out.jsonl, temperature: 0, pass_at: 1}.",
         )
     settings = {name: value for name, value in entry.items() if name not in ("dataset", "split")}
     if isinstance(answer := settings.get("answer"), str) and is_reference(answer):

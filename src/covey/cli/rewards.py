@@ -18,6 +18,7 @@ from covey.rewards import RewardContext, RewardError, RewardSuite, completion_te
 from covey.rewards.contract import MissingArgument
 from covey.runtime.definitions import script_of_run
 from covey.runtime.files import read_text
+from covey.runtime.user_code import report
 
 CONTEXT = RewardContext(None, lambda column, values: None, lambda name, value: None)
 Row = dict[str, Any]
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     with script_of_run(_script_of(given.run, given.function)):
         function = resolve_reward(given.function)
     with closing(_suite(function, given.timeout)) as suite:
+        report(suite.check_columns({column for row in rows for column in row}))
         table = examine(suite, rows)
     for verdict, check, result in table:
         print(f"{verdict:<6} {check:<24} {result}")

@@ -1,14 +1,14 @@
 """Findings about a run: a cause with its evidence, the fix, and the experiment that proves it. Codes are stable.
 
 A check is a function that yields findings; `covey.runtime.user_code.report` raises the errors among them and warns of
-the rest. To add one: a code in `CHECKED`, the check beside the others of its stage, and a mistake in
+the rest. To add one: a code in `CHECKED`, the check next to the others of its stage, and a mistake in
 tests/support/mistakes that it must find.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 STAGES = CONFIG, DATA, MODEL, ENGINE, RUNNING = "config", "data", "model", "engine", "running"
 LEVELS = ("error", "warning", "note")
@@ -73,6 +73,42 @@ CHECKED = {
     "engines-several": Code(CONFIG, "more than one engine would sample"),
     "correction-bounds": Code(CONFIG, "bounds of the mismatch correction do not enclose 1"),
     "correction-level": Code(CONFIG, "the mismatch correction works on tokens here"),
+    # datasets
+    "dataset-missing": Code(DATA, "there are no rows to train on or to evaluate with"),
+    "dataset-type": Code(DATA, "what was given is no dataset"),
+    "dataset-empty": Code(DATA, "a dataset has no rows"),
+    "dataset-split": Code(DATA, "a dataset has no such split"),
+    "column-names": Code(DATA, "columns cannot be renamed so"),
+    "dataset-small": Code(DATA, "the dataset does not fill one rollout batch"),
+    "dataset-remainder": Code(DATA, "some rows never come"),
+    "stream-endless": Code(DATA, "a stream has no end, and the run none either"),
+    "stream-lookup": Code(DATA, "rows of a stream cannot be looked up by their number"),
+    "stream-epochs": Code(DATA, "nothing happens at the end of a stream's epochs"),
+    "row-type": Code(DATA, "a row is no dictionary of named columns"),
+    "row-unread": Code(DATA, "a row, or what the model reads of it, cannot be read"),
+    "column-prompt": Code(DATA, "there is no column `prompt`"),
+    "column-reserved": Code(DATA, "a column has the name of an argument"),
+    "column-misspelt": Code(DATA, "a column's name is nearly that of an argument"),
+    "column-unread": Code(DATA, "nothing reads a column"),
+    "mark-unread": Code(DATA, "a mark of a function has no effect"),
+    "prompt-instructions": Code(DATA, "instructions of an environment are in no prompt"),
+    "column-reset": Code(DATA, "an environment asks for a column that is not there"),
+    "column-tools": Code(DATA, "a column of tools and the run's tools do not go together"),
+    "prompt-type": Code(DATA, "a prompt is neither text nor messages"),
+    "prompt-json": Code(DATA, "a prompt is a list of messages written as text"),
+    "prompt-surrogate": Code(DATA, "a prompt holds half of a character"),
+    "prompt-mixture": Code(DATA, "some prompts are text and others messages"),
+    "prompt-text": Code(DATA, "prompts of text skip the chat template"),
+    "prompt-messages": Code(DATA, "tools and environments need prompts of messages"),
+    "prompt-images": Code(DATA, "a program cannot be shown images"),
+    "prompt-role": Code(DATA, "a role is one that chat templates seldom know"),
+    "environment-name": Code(DATA, "a row names no environment"),
+    "reward-twice": Code(DATA, "a reward function is there twice"),
+    "best-metric": Code(DATA, "no evaluation has the metric that chooses the best model"),
+    # models and what trains them
+    "optimizer-weights": Code(MODEL, "an optimizer holds other weights than those that are trained"),
+    "attention-cpu": Code(MODEL, "an attention cannot be trained on a CPU"),
+    "callback-event": Code(MODEL, "a method of a callback is never called"),
 }
 """Mistakes that a check recognises with certainty."""
 
@@ -198,11 +234,11 @@ class CheckError(ValueError):
         return type(self), self.findings
 
     @classmethod
-    def of(cls, code: str, evidence: str, fix: str = "") -> "CheckError":
+    def of(cls, code: str, evidence: str, fix: str = "") -> Self:
         """The error of what cannot be read any further, where a check would have to go on without a value."""
         return cls(Finding.error(code, evidence, fix))
 
-    def within(self, place: str) -> "CheckError":
+    def within(self, place: str) -> Self:
         """The same errors of a part, whose name begins each sentence."""
         return type(self)(*(replace(one, evidence=f"{place}: {one.evidence}") for one in self.findings))
 

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from covey.config.algebra import BatchAlgebra
+from covey.core.findings import Finding
 from covey.core.records import MicroStep, PromptSample
 from covey.data.validation import plain_row, read_row
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report
 
 Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
@@ -33,7 +34,7 @@ class GenerationSampler:
     with_slots: bool = True  # else the trainer chooses the prompts
 
     def __post_init__(self) -> None:
-        check_enough(self.rows, self.algebra)
+        report(check_enough(self.rows, self.algebra))
         self.epoch = 0
         self.generations = self.rows // self.algebra.prompts_per_generation
         """Generations of one epoch; prompts that do not fill one are left out; unshuffled, they begin the next."""
@@ -63,12 +64,13 @@ class GenerationSampler:
         return rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
 
 
-def check_enough(rows: int, algebra: BatchAlgebra) -> None:
+def check_enough(rows: int, algebra: BatchAlgebra) -> Iterator[Finding]:
     if rows < algebra.prompts_per_generation:
-        raise ValueError(
+        yield Finding.error(
+            "dataset-small",
             f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation} "
-            f"(generation_batch_size={algebra.generation_batch_size} / num_generations={algebra.num_generations}). "
-            "Give more prompts, a smaller generation_batch_size, or a larger num_generations."
+            f"(generation_batch_size={algebra.generation_batch_size} / num_generations={algebra.num_generations}).",
+            "Give more prompts, a smaller generation_batch_size, or a larger num_generations.",
         )
 
 
@@ -154,7 +156,7 @@ class TrainingStream(RowStream):
                 if len(left) == self.algebra.prompts_per_generation:
                     yield self._share(left, self.algebra.num_generations)
                     left = {}
-            check_enough(prompts, self.algebra)  # else one prompt would come twice in a generation
+            report(check_enough(prompts, self.algebra))  # else one prompt would come twice in a generation
 
 
 class _EpochLoader(DataLoader):
@@ -182,11 +184,6 @@ def train_loader(
     `context` (fork, spawn or forkserver) and `timeout` (in seconds; 0: no limit) are of worker processes.
     """
     if not hasattr(dataset, "__len__"):
-        if workers:
-            warn(
-                f"`dataloader_num_workers={workers}` has no effect: a dataset without a length is read forward by the"
-                " process that trains, because every worker would have to read all of it.",
-            )
         rows = None if choose_late else dataset
         stream = train_stream(rows, algebra, rank, shuffle=shuffle, seed=seed)
         return _loader(stream, batch_size=None, seed=seed)

@@ -1,12 +1,12 @@
-"""Warnings of chat templates that leave out or rewrite parts of a prompt, or do not begin the policy's turn."""
+"""Findings about chat templates that leave out or rewrite parts of a prompt, or do not begin the policy's turn."""
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from covey.core.findings import Finding
 from covey.core.transcript import content_text
 from covey.rollout.prompts import PromptCodec, is_conversational, row_tools
-from covey.runtime.user_code import warn
 
 _ANSWER = "coveySAID"
 _ADVICE = "Change `tokenizer.chat_template`"
@@ -19,36 +19,39 @@ def unread_arguments(given: Any, tokenizer: Any) -> list[str]:
     return [name for name in given or {} if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)]
 
 
-def warn_of_template(rows: Mapping[int, Any], role: str, codec: PromptCodec) -> None:
-    """Warn, once for each kind, of what the chat template does to these rows of a dataset, by their numbers."""
+def check_template(rows: Mapping[int, Any], role: str, codec: PromptCodec) -> Iterator[Finding]:
+    """Warnings, one of each kind, of what the chat template does to these rows of a dataset, by their numbers."""
     said: set[str] = set()
     for number, row in rows.items():
-        for kind, text in _complaints(row, codec):
+        for kind, text, fix in _complaints(row, codec):
             if kind not in said:
                 said.add(kind)
-                warn(f"row {number} of `{role}`: {text}")
+                yield Finding.warning("template", f"row {number} of `{role}`: {text}", fix)
 
 
-def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str]]:
+def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str, str]]:
     prompt, tools = row.get("prompt"), row_tools(row)
     if row.get("tools") and not tools:
         yield (
             "tools",
             "the column `tools` holds no schemas of functions, so no prompt shows it; only reward functions and"
-            " environments get it. Give dictionaries with a name, a description and parameters, or rename the column.",
+            " environments get it.",
+            "Give dictionaries with a name, a description and parameters, or rename the column.",
         )
     if not is_conversational(prompt):
         if tools:
             yield (
                 "tools",
                 "the schemas in the column `tools` are not shown, because the prompt is a string, which no chat"
-                " template renders. Write it as messages, or put the tools into the text.",
+                " template renders.",
+                "Write it as messages, or put the tools into the text.",
             )
         if row.get("chat_template_kwargs") and isinstance(prompt, str):
             yield (
                 "arguments",
                 "the column `chat_template_kwargs` has no effect, because the prompt is a string, which no chat"
-                " template renders. Write it as messages, or remove the column.",
+                " template renders.",
+                "Write it as messages, or remove the column.",
             )
         return
     if codec.vision is not None or getattr(codec.tokenizer, "chat_template", None) is None:
@@ -58,12 +61,13 @@ def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str]]:
             "arguments",
             f"the column `chat_template_kwargs` has {', '.join(map(repr, unread))}, which the chat template does not"
             " mention, so the prompt is the same without.",
+            "",
         )
     kwargs = codec.template_kwargs(row.get("chat_template_kwargs"))
     shown = _rendered(codec, prompt, {"tools": tools or list(codec.tools) or None, **kwargs})
     if tools and shown == _rendered(codec, prompt, {**kwargs, "tools": None}):
         text = "the chat template leaves out the schemas in the column `tools`."
-        yield "tools", f"{text} {_ADVICE}, or remove the column."
+        yield "tools", text, f"{_ADVICE}, or remove the column."
     for message in prompt:
         content, name = content_text(message.get("content")), message["role"]
         if name != "assistant" and _dense(content) not in _dense(shown):
@@ -71,14 +75,16 @@ def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str]]:
             yield (
                 f"{name} {how}",
                 f"the chat template {how} the message of the role {name!r} ({content[:60]!r}), so the policy reads"
-                f" something else than the row says. {_ADVICE}, or put the text into another message.",
+                " something else than the row says.",
+                f"{_ADVICE}, or put the text into another message.",
             )
     if prompt[-1]["role"] != "assistant" and (opening := _missing_opening(codec, prompt, kwargs)):
         yield (
             "generation prompt",
             "the chat template has no generation prompt: it writes the same with and without `add_generation_prompt`,"
             f" though an assistant's turn begins with {opening!r}. The policy has to sample that text itself, or"
-            f" answers in another role. {_ADVICE}: end it by {{% if add_generation_prompt %}}{opening!r}{{% endif %}}.",
+            " answers in another role.",
+            f"{_ADVICE}: end it by {{% if add_generation_prompt %}}{opening!r}{{% endif %}}.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Validation of a dataset before training starts: of the data alone, and of prompts as encoded for sampling."""
+"""Checks of a dataset before training starts: of the data alone, and of prompts as encoded for sampling."""
 
 import difflib
 import heapq
@@ -9,11 +9,12 @@ from itertools import islice
 from types import NoneType
 from typing import Any
 
+from covey.core.findings import CheckError, Finding
 from covey.core.transcript import content_text
-from covey.data.templates import warn_of_template
-from covey.rewards.functions import refuse_reserved
+from covey.data.templates import check_template
+from covey.rewards.functions import check_reserved
 from covey.rollout.prompts import PromptCodec, are_messages
-from covey.runtime.user_code import format_error, place_of, warn
+from covey.runtime.user_code import format_error, place_of, report
 
 LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
 SHAPES = 64  # sequences of roles of which one prompt is encoded
@@ -35,32 +36,42 @@ USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bin
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
-def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> None:
-    """Check a dataset, "train_dataset" or "eval_dataset" by its `role` in messages; ValueError if it cannot be used."""
-    _check_container(dataset, role)
+def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Iterator[Finding]:
+    """Findings about a dataset, "train_dataset" or "eval_dataset" by its `role` in messages, up to the first error."""
+    for finding in _findings(dataset, role, prompts_required):
+        yield finding
+        if finding.level == "error":
+            return  # the next ones read what is wrong
+
+
+def _findings(dataset: Any, role: str, prompts_required: bool) -> Iterator[Finding]:
+    yield from _check_container(dataset, role)
     rows = first_rows(dataset)
     for number, row in enumerate(rows):
-        _check_row(row, number, role, prompts_required)
+        yield from _check_row(row, number, role, prompts_required)
     first_of: dict[str, int] = {}
     roles: set[str] = set()
     for number, prompt in _prompts(dataset, rows):
         if prompt is None and not prompts_required:
             continue  # the environment gives it
-        first_of.setdefault(_kind(prompt, number, role), number)
+        yield from _check_prompt(prompt, number, role)
+        first_of.setdefault("standard" if isinstance(prompt, str) else "conversational", number)
         roles |= {message["role"] for message in prompt if isinstance(message, dict)}
     for given in roles - ROLES:  # templates may have more, such as ipython
         if (known := USUAL_ROLES.get(name := given.strip().lower(), name)) in ROLES:
-            text = f"messages of `{role}` have the role {given!r}, which chat templates seldom know: write {known!r}."
-            warn(text)
+            evidence = f"messages of `{role}` have the role {given!r}, which chat templates seldom know:"
+            yield Finding.warning("prompt-role", evidence, f"write {known!r}.")
     if len(first_of) > 1:
-        raise ValueError(
+        yield Finding.error(
+            "prompt-mixture",
             f"`{role}` mixes conversational prompts (lists of messages, row {first_of['conversational']}) with plain "
-            f"strings (row {first_of['standard']}); reward functions could not know what they receive. Use one kind."
+            f"strings (row {first_of['standard']}); reward functions could not know what they receive.",
+            "Use one kind.",
         )
 
 
-def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
-    """Encode the first and longest prompts, ValueError naming a bad row; returns the columns of the first rows."""
+def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> Iterator[Finding]:
+    """Findings about the first and longest prompts as they are encoded, up to the first error."""
     first = first_rows(dataset)
     numbered = dict(enumerate(first[:LOOKED_AT]))
     others = {*_longest(_prompts(dataset, first), codec), *_of_each_shape(_prompts(dataset, first))}
@@ -70,10 +81,17 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
             continue  # the environment gives it
         try:
             codec.read_row(row)
-        except ValueError as error:
-            raise ValueError(f"row {number} of `{role}`: {error}") from error
-    warn_of_template(numbered, role, codec)
-    return {column for row in first for column in row}
+        except CheckError as error:
+            yield from error.within(f"row {number} of `{role}`").findings
+            return
+        except ValueError as error:  # of images, or of a tokenizer
+            yield Finding.error("row-unread", f"row {number} of `{role}`: {error}")
+            return
+    yield from check_template(numbered, role, codec)
+
+
+def columns_of(dataset: Any) -> set[str]:
+    return {column for row in first_rows(dataset) for column in row}
 
 
 def first_rows(dataset: Any) -> list[Any]:
@@ -108,15 +126,13 @@ def _plain(value: Any) -> Any:
 
 
 def read_row(dataset: Any, number: int) -> Any:
-    """A row to sample from, of a dataset whose class may be the user's; ValueError naming the row."""
+    """A row to sample from, of a dataset whose class may be the user's; CheckError naming the row."""
     try:
         row = plain_row(dataset[number])
     except Exception as error:  # of the user's class
-        raise ValueError(
-            f"row {number} of a dataset that says it has {len(dataset)} cannot be read: {format_error(error)}"
-            f"{place_of(error)}"
-        ) from error
-    _check_row(row, number, "dataset", prompt_required=False)
+        evidence = f"row {number} of a dataset that says it has {len(dataset)} cannot be read: {format_error(error)}"
+        raise CheckError.of("row-unread", f"{evidence}{place_of(error)}") from error
+    report(islice(_check_row(row, number, "dataset", prompt_required=False), 1))
     return row
 
 
@@ -152,44 +168,52 @@ def _text_bytes(prompt: Any) -> int:
     return sum(len(text.encode(errors="replace")) for text in texts)
 
 
-def _check_container(dataset: Any, role: str) -> None:
+def _check_container(dataset: Any, role: str) -> Iterator[Finding]:
     if isinstance(dataset, str | os.PathLike):
-        raise ValueError(f"`{role}` is the name {os.fspath(dataset)!r}, not a dataset. {LOAD}")
+        yield Finding.error("dataset-type", f"`{role}` is the name {os.fspath(dataset)!r}, not a dataset.", LOAD)
     if isinstance(dataset, Mapping):
         keys = ", ".join(map(repr, dataset))
-        raise ValueError(
-            f"`{role}` is a dictionary with the keys {keys}, not a dataset. If these are splits, give one of them, as"
-            " in `dataset['train']`; if they are columns, make a dataset with `datasets.Dataset.from_dict`."
+        yield Finding.error(
+            "dataset-type",
+            f"`{role}` is a dictionary with the keys {keys}, not a dataset.",
+            "If these are splits, give one of them, as in `dataset['train']`; if they are columns, make a dataset with"
+            " `datasets.Dataset.from_dict`.",
         )
     if hasattr(dataset, "iloc"):
-        raise ValueError(f"`{role}` is a data frame. Make it a dataset with `datasets.Dataset.from_pandas(frame)`.")
+        fix = "Make it a dataset with `datasets.Dataset.from_pandas(frame)`."
+        yield Finding.error("dataset-type", f"`{role}` is a data frame.", fix)
     if isinstance(dataset, Iterator):
-        raise ValueError(
+        yield Finding.error(
+            "dataset-type",
             f"`{role}` is a {type(dataset).__name__}, which can be read only once; a run reads its data again in every"
-            " epoch. Give a list, or `datasets.IterableDataset.from_generator(function)`."
+            " epoch.",
+            "Give a list, or `datasets.IterableDataset.from_generator(function)`.",
         )
     if not hasattr(dataset, "__getitem__") and (not hasattr(dataset, "__iter__") or hasattr(dataset, "__len__")):
-        raise ValueError(
-            f"`{role}` must be a dataset of rows with a 'prompt' column, got {type(dataset).__name__}. {LOAD}"
-        )
+        evidence = f"`{role}` must be a dataset of rows with a 'prompt' column, got {type(dataset).__name__}."
+        yield Finding.error("dataset-type", evidence, LOAD)
     if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ValueError(f"`{role}` is empty. Give at least one row with a 'prompt' column.")
+        yield Finding.error("dataset-empty", f"`{role}` is empty.", "Give at least one row with a 'prompt' column.")
 
 
-def _check_row(row: Any, number: int, role: str, prompt_required: bool) -> None:
+def _check_row(row: Any, number: int, role: str, prompt_required: bool) -> Iterator[Finding]:
     if not isinstance(row, dict):
-        raise ValueError(
+        yield Finding.error(
+            "row-type",
             f"row {number} of `{role}` must be a dictionary of columns, such as {{'prompt': ...}}, got"
-            f" {type(row).__name__}: {row!r:.80}."
+            f" {type(row).__name__}: {row!r:.80}.",
         )
     if others := [column for column in row if not isinstance(column, str)]:
-        raise ValueError(
+        yield Finding.error(
+            "row-type",
             f"row {number} of `{role}` has a column {others[0]!r}, but names of columns are text: reward functions get"
-            " columns by name. Rename it."
+            " columns by name.",
+            "Rename it.",
         )
     if prompt_required and "prompt" not in row:
-        raise ValueError(f"`{role}` has no 'prompt' column; its columns are {sorted(row)}. {_rename_hint(list(row))}")
-    refuse_reserved(row)
+        evidence = f"`{role}` has no 'prompt' column; its columns are {sorted(row)}."
+        yield Finding.error("column-prompt", evidence, _rename_hint(list(row)))
+    yield from check_reserved(row)
 
 
 def _rename_hint(columns: list[str]) -> str:
@@ -200,31 +224,29 @@ def _rename_hint(columns: list[str]) -> str:
     return f"Is {close[0]!r} what the model is asked? Then `dataset.rename_column({close[0]!r}, 'prompt')`."
 
 
-def _kind(prompt: Any, number: int, role: str) -> str:
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ValueError(f"the prompt of row {number} of `{role}` is an empty string. Remove such rows.")
-        if MESSAGES.match(prompt):
-            raise ValueError(
-                f"the prompt of row {number} of `{role}` is a list of messages written as text, which the model would"
-                " read as it is: make it a list with `json.loads`."
-            )
-        _check_encodes(prompt, number, role)
-        return "standard"
-    if are_messages(prompt):
-        _check_encodes("".join(content_text(message.get("content")) for message in prompt), number, role)
-        return "conversational"
-    raise ValueError(
-        f"the prompt of row {number} of `{role}` must be a string or a non-empty list of messages with 'role' and"
-        f" 'content', got {prompt!r:.200}. Correct the row or filter it out."
-    )
-
-
-def _check_encodes(text: str, number: int, role: str) -> None:
+def _check_prompt(prompt: Any, number: int, role: str) -> Iterator[Finding]:
+    place = f"the prompt of row {number} of `{role}`"
+    if not isinstance(prompt, str) and not are_messages(prompt):
+        yield Finding.error(
+            "prompt-type",
+            f"{place} must be a string or a non-empty list of messages with 'role' and 'content', got {prompt!r:.200}.",
+            "Correct the row or filter it out.",
+        )
+        return
+    if prompt == "":
+        yield Finding.error("prompt-empty", f"{place} is an empty string.", "Remove such rows.")
+    if isinstance(prompt, str) and MESSAGES.match(prompt):
+        yield Finding.error(
+            "prompt-json",
+            f"{place} is a list of messages written as text, which the model would read as it is:",
+            "make it a list with `json.loads`.",
+        )
+    text = prompt if isinstance(prompt, str) else "".join(content_text(one.get("content")) for one in prompt)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt of row {number} of `{role}` holds half of a surrogate pair, {text[error.start]!r}, which is"
-            " no character. Repair the text or remove the row."
-        ) from error
+        yield Finding.error(
+            "prompt-surrogate",
+            f"{place} holds half of a surrogate pair, {text[error.start]!r}, which is no character.",
+            "Repair the text or remove the row.",
+        )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from covey.core.findings import CheckError
 from covey.core.model import placeholder_ids, sdpa_suits
-from covey.core.refusal import Refusal
 from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
 from covey.policy.quantization import check_installed, keep_gradients, quantization_method, warn_about_unquantized
 from covey.policy.sharded_tensors import full_shape
@@ -339,10 +339,11 @@ def load_processing_class(
         )
     ends = end_token_ids(model, tokenizer)
     if not ends:
-        raise Refusal(
+        raise CheckError.of(
+            "never-ends",
             "neither the tokenizer nor the model's generation config names an end-of-sequence token, so completions"
-            " could never end. Set `tokenizer.eos_token`.",
-            code="never-ends",
+            " could never end.",
+            "Set `tokenizer.eos_token`.",
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(min(ends))
@@ -373,10 +374,11 @@ def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:
     vocabulary = full_shape(model.get_input_embeddings().weight)[0]
     if len(tokenizer) > vocabulary:
-        raise Refusal(
+        raise CheckError.of(
+            "tokenizer-drift",
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds only {vocabulary}: they do not belong"
-            " together. Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`.",
-            code="tokenizer-drift",
+            " together.",
+            "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`.",
         )
     if len(tokenizer) < OWN_VOCABULARY * vocabulary:
         warn(

@@ -8,7 +8,7 @@ import operator
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from covey.core.findings import Finding
 from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.core.special_tokens import opened_thinking
 from covey.core.transcript import is_messages
@@ -90,7 +91,8 @@ class RewardBatch:
             for name in dict.fromkeys(chain.from_iterable(records)):
                 if name not in NOT_FORWARDED:
                     columns[name] = [record.get(name) for record in records]
-        refuse_reserved(columns)
+        for taken in check_reserved(columns):  # of what rollouts give, too
+            raise RewardError(taken.sentence)
         prompts = list(map(Rollout.asked, self.rollouts, self.rows))
         completions = list(map(Rollout.answered, self.rollouts))
         ids = list(map(attrgetter("completion_ids"), self.rollouts))
@@ -113,13 +115,11 @@ def arguments_with(columns: Iterable[str]) -> set[str]:
     return {*columns} - NOT_FORWARDED | RESERVED | {"completion_ids"}
 
 
-def refuse_reserved(columns: Iterable[str]) -> None:
-    taken = sorted(RESERVED.intersection(columns))
-    if taken:
-        raise RewardError(
-            f"column {taken[0]!r} has the name of an argument that every reward function receives "
-            f"({', '.join(sorted(RESERVED))}); rename it, with `dataset.rename_column` for instance."
-        )
+def check_reserved(columns: Iterable[str]) -> Iterator[Finding]:
+    if taken := sorted(RESERVED.intersection(columns)):
+        evidence = f"column {taken[0]!r} has the name of an argument that every reward function receives"
+        fix = "rename it, with `dataset.rename_column` for instance."
+        yield Finding.error("column-reserved", f"{evidence} ({', '.join(sorted(RESERVED))});", fix)
 
 
 def _loggable(value: Any) -> Any:
@@ -251,28 +251,32 @@ class FunctionReward:
         """Copies of the arguments that the function takes, so that it cannot change them for others."""
         available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
-        self.require(available)
+        for found in self._missing(available):  # what rollouts give is known only now
+            raise MissingArgument(found.sentence)
         names = (available.keys() if self._takes_all else self._names) - self._bound.keys()
         copies = PlainCopies()
         return {name: copies.copy(value) for name, value in available.items() if name in names}
 
-    def require_columns(self, columns: Iterable[str]) -> None:
-        self.require(arguments_with(columns))
+    def check_columns(self, columns: Iterable[str]) -> Iterator[Finding]:
+        """Errors of arguments that neither the trainer nor a dataset with these columns has."""
+        yield from self._missing(arguments_with(columns))
 
-    def require(self, available: Collection[str]) -> None:
+    def _missing(self, available: Collection[str]) -> Iterator[Finding]:
         if self._takes_all and self._receiver in available:
-            raise MissingArgument(
+            yield Finding.error(
+                "data-columns",
                 f"the dataset has a column {self._receiver!r}, and reward function {self.name!r} is a method, or an"
-                f" object with one, that calls its object so: it cannot get both. Rename the column, as by"
-                f" `dataset.rename_column({self._receiver!r}, ...)`."
+                f" object with one, that calls its object so: it cannot get both.",
+                f"Rename the column, as by `dataset.rename_column({self._receiver!r}, ...)`.",
             )
         if missing := self._required.difference(available):
             replaced = sorted(missing & NOT_FORWARDED)
             why = f" A column {replaced[0]!r} is not passed: `{replaced[0]}s` holds the run's own." if replaced else ""
-            raise MissingArgument(
+            yield Finding.error(
+                "data-columns",
                 f"reward function {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which is neither"
-                f" given by the trainer nor a dataset column.{why} Available: {', '.join(sorted(available))}. Rename"
-                " the column, or give the argument a default."
+                f" given by the trainer nor a dataset column.{why} Available: {', '.join(sorted(available))}.",
+                "Rename the column (`columns: {old: new}` in a run file), or give the argument a default.",
             )
 
 

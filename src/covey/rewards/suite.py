@@ -7,7 +7,7 @@ in `_adapt`.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.core.findings import Finding
 from covey.core.records import Rollout, StepRewards
 from covey.core.special_tokens import CompletionDecoder
 from covey.core.stats import Mean, Stat, Sum
@@ -199,11 +200,11 @@ class RewardSuite:
         for index, name in enumerate(self.names):
             self._has_scored[index], self._failed_batches[index] = state.get(name, (False, 0))
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has."""
+    def check_columns(self, columns: Collection[str]) -> Iterator[Finding]:
+        """Errors of arguments of reward functions that neither the trainer nor a dataset with these columns has."""
         for function in self.functions:
             if isinstance(function, FunctionReward):
-                function.require_columns(columns)
+                yield from function.check_columns(columns)
 
     def _score_all(
         self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream, begins: Callable[[str], None]

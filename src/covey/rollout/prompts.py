@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from covey.core.findings import CheckError
 from covey.core.records import Message
-from covey.core.refusal import Refusal
 from covey.core.special_tokens import CompletionDecoder, added_prefix, without_second
 from covey.core.transcript import content_text, without_none
 from covey.rollout.images import ImageError, as_parts, has_images, refuse_unsupported_parts, with_images
@@ -140,11 +140,8 @@ class ControlTokens:
         return list(found[-1][len(found[0]) if inside else 0 :])
 
 
-class PromptTooLong(Refusal):
+class PromptTooLong(CheckError):
     """A prompt after which the model's context has no room."""
-
-    def __init__(self, message: str = "", code: str = "prompt-round-trip"):
-        super().__init__(message, code)
 
 
 @dataclass(eq=False, repr=False)
@@ -177,9 +174,11 @@ class PromptCodec:
         """Tokens of a prompt, and its images; a conversation that ends with the assistant is to be continued."""
         chat = is_conversational(prompt)
         if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
-            raise PromptTooLong(
+            raise PromptTooLong.of(
+                "prompt-round-trip",
                 f"a prompt of {characters(prompt)} characters leaves no room to answer in the model's context of"
-                f" {self.max_context} tokens. Prompts are never truncated; shorten or filter such rows."
+                f" {self.max_context} tokens.",
+                "Prompts are never truncated; shorten or filter such rows.",
             )
         if chat:
             refuse_unsupported_parts(prompt)
@@ -194,12 +193,14 @@ class PromptCodec:
         else:
             encoded = self._encode_text(prompt, images)
         if not encoded.ids:
-            text = f"the prompt {_shorten(prompt)} is empty: it encodes to no tokens. Remove the row."
-            raise Refusal(text, code="prompt-round-trip")
+            evidence = f"the prompt {_shorten(prompt)} is empty: it encodes to no tokens."
+            raise CheckError.of("prompt-round-trip", evidence, "Remove the row.")
         if self.max_context is not None and len(encoded.ids) >= self.max_context:
-            raise PromptTooLong(
+            raise PromptTooLong.of(
+                "prompt-round-trip",
                 f"a prompt of {len(encoded.ids)} tokens leaves no room to answer in the model's context of"
-                f" {self.max_context}: {_shorten(prompt)}. Prompts are never truncated; shorten or filter such rows."
+                f" {self.max_context}: {_shorten(prompt)}.",
+                "Prompts are never truncated; shorten or filter such rows.",
             )
         return encoded
 
@@ -217,9 +218,11 @@ class PromptCodec:
     def template_kwargs(self, row_kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Arguments of the chat template for a row: the config's and the row's own."""
         if not isinstance(row_kwargs or {}, dict):
-            raise ValueError(
+            raise CheckError.of(
+                "row-type",
                 f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"
-                f" {_shorten(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
+                f" {_shorten(row_kwargs)}.",
+                "Write arguments of the chat template by name, or remove the column.",
             )
         return {**(self.chat_template_kwargs or {}), **without_none(row_kwargs or {})}
 
@@ -227,10 +230,10 @@ class PromptCodec:
         self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]], images: Sequence[Any]
     ) -> Encoded:
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise Refusal(
-                "the dataset's prompts are conversations but the tokenizer has no chat template. Set"
-                " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings.",
-                code="template",
+            raise CheckError.of(
+                "template",
+                "the dataset's prompts are conversations but the tokenizer has no chat template.",
+                "Set `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings.",
             )
         kwargs = self.template_kwargs(row_kwargs)
         prefilled = messages[-1]["role"] == "assistant"  # the policy continues its message
@@ -250,10 +253,10 @@ class PromptCodec:
                 **{**({"tools": list(tools)} if tools else {}), **kwargs},
             )
         except Exception as error:  # templates are programs of their authors: they raise anything
-            raise Refusal(
-                f"the tokenizer's chat template cannot render {_shorten(messages)}: {type(error).__name__}: {error}."
-                " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`.",
-                code="template",
+            raise CheckError.of(
+                "template",
+                f"the tokenizer's chat template cannot render {_shorten(messages)}: {type(error).__name__}: {error}.",
+                "Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`.",
             ) from error
         if self.vision is None:
             return Encoded(self.controls.encode(rendered, hidden) if hidden else list(rendered))
@@ -343,10 +346,11 @@ def prefill(messages: Any) -> str:
     return content or ""
 
 
-def _no_prompt(prompt: Any) -> ValueError:
-    return ValueError(
+def _no_prompt(prompt: Any) -> CheckError:
+    return CheckError.of(
+        "prompt-type",
         f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
-        f" {type(prompt).__name__}: {_shorten(prompt)}"
+        f" {type(prompt).__name__}: {_shorten(prompt)}",
     )
 
 

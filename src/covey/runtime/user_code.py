@@ -102,7 +102,7 @@ def _is_of_the_user(file: str) -> bool:
 
 def report(findings: Iterable[Finding]) -> None:
     """Warn of the findings of checks, then raise one `CheckError` with those that are errors."""
-    found = list(findings)
+    found = list(dict.fromkeys(findings))  # two datasets may lack the same
     for finding in found:
         if finding.level == "warning":
             warn(CheckWarning(finding))

@@ -391,13 +391,6 @@ def build_chooser(run: Run, dataset: Any, weights: Tensor) -> PromptChooser | No
     by_difficulty = args.prompt_sampler == "difficulty"
     if dataset is None or not (args.dynamic_sample or by_difficulty):
         return None
-    if not hasattr(dataset, "__len__"):
-        setting = "prompt_sampler='difficulty'" if by_difficulty else "dynamic_sample=True"
-        raise ValueError(
-            f"{setting} looks prompts up by their number, and `train_dataset` ({type(dataset).__name__}) can only be"
-            " read forward. Give a dataset with a length (`datasets.load_dataset` without streaming=True, or a list of"
-            " rows), or leave the setting at its default."
-        )
     history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
     stream = PromptStream(
         len(dataset),

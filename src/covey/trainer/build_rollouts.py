@@ -2,13 +2,14 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from covey.config.base import OnlineConfig
 from covey.config.messages import ignored
+from covey.core.findings import Finding
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
@@ -121,8 +122,8 @@ def plays_functions(spec: RolloutSpec | None) -> bool:
     return spec is not None and isinstance(spec.play, RolloutFunction | GroupFunction | BatchFunction)
 
 
-def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
-    """Refuse strings where tools and environments need conversations, images for programs, unknown environments."""
+def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> Iterator[Finding]:
+    """Errors of strings where conversations are needed, of images for programs, and of unknown environments."""
     play: Any = spec and spec.play
     for number, row in enumerate(rows):
         player = play
@@ -130,24 +131,29 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
             try:
                 player = play.agents[play.checked_name(row)]
             except EnvironmentFailed as unknown:
-                raise ValueError(f"row {number} of `{role}`: {unknown}.") from None
+                yield Finding.error("environment-name", f"row {number} of `{role}`: {unknown}.")
+                return
         if getattr(player, "text_only", False) and (row_images(row) or has_images(row.get("prompt"))):
-            raise ValueError(
+            yield Finding.error(
+                "prompt-images",
                 f"row {number} of `{role}` has images, and `agent` is a program that gets its row as JSON and asks the"
-                " policy in text. Play the rollouts with `rollout_func`, or remove the images, as by"
-                " `dataset.remove_columns('image')`."
+                " policy in text.",
+                "Play the rollouts with `rollout_func`, or remove the images, as by `dataset.remove_columns('image')`.",
             )
         if row_tools(row) and (shown := _schemas(player)):
-            raise ValueError(
+            yield Finding.error(
+                "column-tools",
                 f"row {number} of `{role}` has schemas in its column `tools`, and this run calls tools of its own"
                 f" ({', '.join(one['function']['name'] for one in shown)}): a prompt would show one and the policy call"
-                " the other. Remove the column, as by `dataset.remove_columns('tools')`, or leave the run's tools out."
+                " the other.",
+                "Remove the column, as by `dataset.remove_columns('tools')`, or leave the run's tools out.",
             )
         if isinstance(player, ToolAgent | agent.EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
             needs = "tools need" if isinstance(player, ToolAgent) else "an environment needs"
-            raise ValueError(
-                f"row {number} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
-                f' [{{"role": "user", "content": {prompt[:40]!r}}}].'
+            yield Finding.error(
+                "prompt-messages",
+                f"row {number} of `{role}` has a prompt that is a string, and {needs} conversations.",
+                f'Write it as [{{"role": "user", "content": {prompt[:40]!r}}}].',
             )
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
+from covey.config.messages import ignored
+from covey.core.findings import Finding
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
-from covey.data.validation import check_dataset, check_prompts, first_rows
+from covey.data.validation import check_dataset, check_prompts, columns_of, first_rows
 from covey.policy.precision import changed, held_in_half, sample, share_that_moves
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward, check_isolated, function_name
@@ -20,7 +23,7 @@ from covey.rewards.suite import as_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.isolation import isolation_of
-from covey.runtime.user_code import report, warn
+from covey.runtime.user_code import warn
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
@@ -34,38 +37,95 @@ MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each h
 
 def check_datasets(
     args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool, reward_funcs: Any = None
-) -> None:
-    """Look at the rows of datasets, and at the columns that these `reward_funcs` ask for, before a model is loaded."""
-    if train_dataset is None and eval_dataset is None:
-        way = "with a `prompt` column" if prompts_required else "or `max_steps`: the environments then give the prompts"
-        raise ValueError(f"neither `train_dataset` nor `eval_dataset` was given. Give rows to train on, {way}.")
-    if train_dataset is not None:
-        check_dataset(train_dataset, "train_dataset", prompts_required)
-        if args.max_steps <= 0 and not hasattr(train_dataset, "__len__"):
-            raise ValueError(
-                f"`train_dataset` has no length, as it is read as a stream, and max_steps={args.max_steps}: set"
-                " max_steps, the number of updates after which the run ends."
-            )
-        check_epochs(args, train_dataset)
-    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    if eval_dataset is None and (strategy != "no" or args.eval_on_start):
-        setting = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
-        raise ValueError(f"{setting} evaluates, and there is no `eval_dataset`. Give one, or leave the setting out.")
-    for dataset in evaluation_sets(eval_dataset):
-        check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
-        if args.eval_strategy != "no" or args.eval_on_start:  # else `evaluate` checks, if it is called
-            algebra = args.algebra(args.world_size)
-            report((dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval())
+) -> list[Finding]:
+    """Findings about rows, and about the columns that these `reward_funcs` ask for, before a model is loaded."""
+    evaluated = [rows_of(one) for one in evaluation_sets(eval_dataset)]
+    rows = [] if train_dataset is None else [*check_dataset(train_dataset, "train_dataset", prompts_required)]
+    rows += [one for dataset in evaluated for one in check_dataset(dataset, "eval_dataset", prompts_required)]
+    found = [*_check_given(args, train_dataset, eval_dataset), *rows, *_check_eval_batches(args, eval_dataset)]
     functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
     for function in functions:
         if args.reward_isolation == "process" or isolation_of(function):
             check_isolated(function, function_name(function))
+    if any(one.grave for one in rows):
+        return found  # they cannot be read
+    found += [] if train_dataset is None else _check_length(args, train_dataset)
     if functions and prompts_required:
         as_weights(args.reward_weights, len(as_list(reward_funcs)))
-        for dataset in evaluation_sets(train_dataset) + [rows_of(one) for one in evaluation_sets(eval_dataset)]:
-            columns = {column for row in first_rows(dataset) for column in row}
+        for dataset in evaluation_sets(train_dataset) + evaluated:
             for function in functions:
-                FunctionReward(function, function_name(function)).require_columns(columns)
+                found += FunctionReward(function, function_name(function)).check_columns(columns_of(dataset))
+    return found
+
+
+def _check_eval_batches(args: OnlineConfig, eval_dataset: Any) -> Iterator[Finding]:
+    for dataset in evaluation_sets(eval_dataset) if _evaluates(args) else ():  # else `evaluate` checks, if it is called
+        algebra = args.algebra()
+        yield from (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
+
+
+def _evaluates(args: OnlineConfig) -> bool:
+    return args.eval_strategy != "no" or args.eval_on_start
+
+
+def _check_given(args: OnlineConfig, train_dataset: Any, eval_dataset: Any) -> Iterator[Finding]:
+    if train_dataset is None and eval_dataset is None:
+        yield Finding.error(
+            "dataset-missing",
+            "neither `train_dataset` nor `eval_dataset` was given.",
+            "Give rows to train on, with a `prompt` column or, where environments give the prompts, `max_steps`.",
+        )
+    elif eval_dataset is None and _evaluates(args):
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        setting = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
+        evidence = f"{setting} evaluates, and there is no `eval_dataset`."
+        yield Finding.error("dataset-missing", evidence, "Give one, or leave the setting out.")
+
+
+def _check_length(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
+    """Findings about the number of rows, or the lack of one."""
+    if hasattr(train_dataset, "__len__"):
+        yield from check_enough(len(train_dataset), args.algebra())
+        yield from _check_remainder(args, len(train_dataset), args.algebra().prompts_per_generation)
+        return
+    if args.max_steps <= 0:
+        yield Finding.error(
+            "stream-endless",
+            f"`train_dataset` has no length, as it is read as a stream, and max_steps={args.max_steps}:",
+            "set max_steps, the number of updates after which the run ends.",
+        )
+    if args.dynamic_sample or args.prompt_sampler == "difficulty":
+        setting = "dynamic_sample=True" if args.dynamic_sample else "prompt_sampler='difficulty'"
+        yield Finding.error(
+            "stream-lookup",
+            f"{setting} looks prompts up by their number, and `train_dataset` ({type(train_dataset).__name__}) can"
+            " only be read forward.",
+            "Give a dataset with a length (`datasets.load_dataset` without streaming=True, or a list of rows), or leave"
+            " the setting at its default.",
+        )
+    because = "a dataset without a length is read by the process that trains, as every worker would have to read all"
+    yield from ignored(args, ["dataloader_num_workers"], because)
+    for kind in ("eval", "save", "logging"):
+        if getattr(args, f"{kind}_strategy") == "epoch":
+            yield Finding.warning(
+                "stream-epochs",
+                f"`{kind}_strategy='epoch'` acts at the end of the run alone: `train_dataset` is read as a stream, so"
+                " no step is known to be the last of an epoch.",
+                f"Set {kind}_strategy='steps' and {kind}_steps.",
+            )
+
+
+def _check_remainder(args: OnlineConfig, rows: int, together: int) -> Iterator[Finding]:
+    """Rows that do not fill a rollout batch come first in the next epoch, if there is one and nothing is shuffled."""
+    left = rows % together
+    if left and not args.shuffle_dataset and args.max_steps <= 0 and args.num_train_epochs <= 1:
+        yield Finding.warning(
+            "dataset-remainder",
+            f"the last {left} of {rows} rows never come: a rollout batch has {together} prompts, rows are not shuffled"
+            " (shuffle_dataset=False), and the run ends after one epoch.",
+            "Give a number of rows that rollout batches divide, change generation_batch_size, or train for more epochs,"
+            " which begin with them.",
+        )
 
 
 def foreign_loader(given: Any, method: str) -> TypeError:
@@ -85,69 +145,68 @@ def evaluation_sets(eval_dataset: Any) -> list[Any]:
 
 
 def check_fit(
-    run: Run,
-    collector: Collector,
-    rewards: RewardSuite,
-    train_dataset: Any,
-    eval_dataset: Any,
-    optimizer: Any = None,
-) -> None:
-    """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes."""
-    _check_optimizer(optimizer, run.policy)
-    attention = getattr(run.policy.config, "_attn_implementation", None)
-    if run.device.type == "cpu" and attention == "flex_attention":
-        raise ValueError(
-            "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there."
-            " Leave it out, or choose 'sdpa' or 'eager'."
-        )
+    args: OnlineConfig, collector: Collector, rewards: RewardSuite, train_dataset: Any, eval_dataset: Any
+) -> Iterator[Finding]:
+    """Findings that no part of a trainer can make alone: whether data suit the tokenizer and the rewards."""
     if train_dataset is not None:
-        if hasattr(train_dataset, "__len__"):
-            check_enough(len(train_dataset), run.algebra)
-            _warn_of_rows_left_out(run.args, len(train_dataset), run.algebra.prompts_per_generation)
-        _check_columns(collector, rewards, train_dataset, "train_dataset")
-        warn_of_plain_text(run.args, collector, train_dataset)
+        yield from _check_columns(collector, rewards, train_dataset, "train_dataset")
+        yield from _check_plain_text(args, collector, train_dataset)
     for dataset in evaluation_sets(eval_dataset):
-        _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
-    check_evaluations(run.args, rewards, eval_dataset)
+        yield from _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
+    yield from check_evaluations(args, rewards, eval_dataset)
 
 
-def warn_of_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -> None:
-    """Warn of prompts of text that skip the chat template which the tokenizer has."""
+def check_evaluations(args: OnlineConfig, rewards: RewardSuite, eval_dataset: Any) -> Iterator[Finding]:
+    """Findings about the rewards that suites name, and the metric that chooses the best model."""
+    for dataset in evaluation_sets(eval_dataset):
+        if isinstance(dataset, EvalSuite):
+            dataset.judge(rewards)
+    yield from _check_best_metric(args.metric_for_best_model, eval_dataset)
+
+
+def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> Iterator[Finding]:
+    player, columns = collector.spec and collector.spec.play, columns_of(dataset)
+    yield from islice(check_rows(collector.spec, first_rows(dataset), role), 1)  # of the first row that has one
+    yield from check_prompts(dataset, role, collector.codec)
+    if missing := [name for name in getattr(player, "needs", ()) if name not in columns]:
+        yield Finding.error(
+            "column-reset",
+            f"`reset` of the environment asks for {', '.join(map(repr, missing))}, and `{role}` has no such column; it"
+            f" has {', '.join(sorted(columns))}.",
+            "Rename the column, or give the argument a default.",
+        )
+    if not plays_functions(collector.spec):  # what these give to reward functions is known when they have
+        given = {OBJECTS} if getattr(player, "gives_objects", False) else set()
+        yield from rewards.check_columns(columns | given)
+
+
+def _check_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -> Iterator[Finding]:
+    """A warning of prompts of text that skip the chat template which the tokenizer has."""
     tokenizer = collector.codec.tokenizer
     if args.prompts_as_messages is not None or not tokenizer.chat_template or plays_functions(collector.spec):
         return
     texts = [row["prompt"] for row in first_rows(dataset) if isinstance(row.get("prompt"), str)]
     marks = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if texts and not any(mark in texts[0] for mark in marks):  # written by a template before
-        warn(
+        yield Finding.warning(
+            "prompt-text",
             "the prompts are text, which skips the chat template of this tokenizer: an instruct model then continues"
-            " the text instead of answering it. Set prompts_as_messages=True, which makes each a message of the user"
-            " (in a run file a system_prompt does so, too); for a base model False keeps them as they are.",
-            PlainTextWarning,
+            " the text instead of answering it.",
+            "Set prompts_as_messages=True, which makes each a message of the user (in a run file a system_prompt does"
+            " so, too); for a base model False keeps them as they are.",
         )
 
 
-def _warn_of_rows_left_out(args: OnlineConfig, rows: int, together: int) -> None:
-    """Rows that do not fill a rollout batch come first in the next epoch, if there is one and nothing is shuffled."""
-    left = rows % together
-    if left and not args.shuffle_dataset and args.max_steps <= 0 and args.num_train_epochs <= 1:
-        warn(
-            f"the last {left} of {rows} rows never come: a rollout batch has {together} prompts, rows are not shuffled"
-            " (shuffle_dataset=False), and the run ends after one epoch. Give a number of rows that rollout batches"
-            " divide, change generation_batch_size, or train for more epochs, which begin with them.",
+def check_policy(policy: Any, optimizer: Any, device: str) -> Iterator[Finding]:
+    """Findings about the weights to train, and an optimizer that was given."""
+    yield from _check_optimizer(optimizer, policy)
+    attention = getattr(policy.config, "_attn_implementation", None)
+    if device == "cpu" and attention == "flex_attention":
+        yield Finding.error(
+            "attention-cpu",
+            "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there.",
+            "Leave it out, or choose 'sdpa' or 'eager'.",
         )
-
-
-class PlainTextWarning(UserWarning):
-    """Prompts of text skip the chat template of the model."""
-
-
-def check_evaluations(args: OnlineConfig, rewards: RewardSuite, eval_dataset: Any) -> None:
-    """Look at the rewards that suites name, and at the metric that chooses the best model."""
-    for dataset in evaluation_sets(eval_dataset):
-        if isinstance(dataset, EvalSuite):
-            dataset.judge(rewards)
-    _check_best_metric(args.metric_for_best_model, eval_dataset)
 
 
 MOST_STILL, FEW = 5, 0.1  # optimizer steps, and the share of weights that each should at least change
@@ -208,47 +267,23 @@ class MovedWeights(TrainerCallback):
             )
 
 
-def check_epochs(args: OnlineConfig, train_dataset: Any) -> None:
-    """Warn of what is to happen at the end of each epoch of a stream, whose epochs have no known end."""
-    if train_dataset is None or hasattr(train_dataset, "__len__"):
-        return
-    for kind in ("eval", "save", "logging"):
-        if getattr(args, f"{kind}_strategy") == "epoch":
-            warn(
-                f"`{kind}_strategy='epoch'` acts at the end of the run alone: `train_dataset` is read as a stream, so"
-                f" no step is known to be the last of an epoch. Set {kind}_strategy='steps' and {kind}_steps.",
-            )
-
-
-def _check_optimizer(optimizer: Any, policy: Any) -> None:
+def _check_optimizer(optimizer: Any, policy: Any) -> Iterator[Finding]:
     """One that is given holds weights that are trained; an adapter's are there once the trainer has made it."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return
     held = {id(parameter) for group in groups for parameter in group["params"]}
     if not any(parameter.requires_grad and id(parameter) in held for parameter in policy.parameters()):
-        raise ValueError(
+        yield Finding.error(
+            "optimizer-weights",
             f"`optimizers` holds a {type(optimizer).__name__} of other weights than those that are trained, so nothing"
-            " would change. Make it of `model.parameters()` of the model that the trainer gets. With a `peft_config` it"
-            " makes the weights to train: give optimizer_cls_and_kwargs=(class, arguments), or apply"
-            " `get_peft_model` yourself."
+            " would change.",
+            "Make it of `model.parameters()` of the model that the trainer gets. With a `peft_config` it makes the"
+            " weights to train: give optimizer_cls_and_kwargs=(class, arguments), or apply `get_peft_model` yourself.",
         )
 
 
-def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> None:
-    player = collector.spec and collector.spec.play
-    check_rows(collector.spec, first_rows(dataset), role)
-    columns = check_prompts(dataset, role, collector.codec)
-    if missing := [name for name in getattr(player, "needs", ()) if name not in columns]:
-        raise ValueError(
-            f"`reset` of the environment asks for {', '.join(map(repr, missing))}, and `{role}` has no such column; it"
-            f" has {', '.join(sorted(columns))}. Rename the column, or give the argument a default."
-        )
-    if not plays_functions(collector.spec):  # what these give to reward functions is known when they have
-        rewards.check_columns(columns | ({OBJECTS} if getattr(player, "gives_objects", False) else set()))
-
-
-def _check_best_metric(name: str | None, datasets: Any) -> None:
+def _check_best_metric(name: str | None, datasets: Any) -> Iterator[Finding]:
     """The best model is chosen by a metric of an evaluation; with named sets, of one of them."""
     if name is None or datasets is None:
         return
@@ -257,10 +292,12 @@ def _check_best_metric(name: str | None, datasets: Any) -> None:
         owners = [one for one in datasets if metric.startswith(f"{one}_")]
         if not owners:
             proposals = [f"eval_{one}_{metric}" for one in datasets]
-            raise ValueError(
-                f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one."
-                f" Choose whose is to decide: {' or '.join(map(repr, proposals))}."
+            yield Finding.error(
+                "best-metric",
+                f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one.",
+                f"Name the evaluation set: {' or '.join(map(repr, proposals))}.",
             )
+            return
         owner = max(owners, key=len)
         metric, dataset = metric.removeprefix(f"{owner}_"), datasets[owner]
     is_suite = isinstance(dataset, EvalSuite)  # it has no loss, and an estimate is only of the k that it names
@@ -271,9 +308,10 @@ def _check_best_metric(name: str | None, datasets: Any) -> None:
         others = (
             ", or let it estimate others (pass_at, maj_at)" if is_suite else "; pass@k and maj@k are an EvalSuite's"
         )
-        raise ValueError(
-            f"metric_for_best_model={name!r}: this evaluation set{' is a suite and' * is_suite} has no {metric}. Choose"
-            f" among its metrics, such as {', '.join(there)}{others}."
+        yield Finding.error(
+            "best-metric",
+            f"metric_for_best_model={name!r}: this evaluation set{' is a suite and' * is_suite} has no {metric}.",
+            f"Choose among its metrics, such as {', '.join(there)}{others}.",
         )
 
 

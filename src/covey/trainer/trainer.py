@@ -31,16 +31,13 @@ from covey.runtime.files import locked
 from covey.runtime.interrupts import interruptible
 from covey.runtime.process_memory import reuse_freed_memory
 from covey.runtime.quiet import show_own_warnings_plainly, without_bars
-from covey.runtime.user_code import call_all
+from covey.runtime.user_code import call_all, report
 from covey.trainer import build
 from covey.trainer.asking import Metrics, describe, generate
 from covey.trainer.batch_scorer import BatchScorer
-from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checkpoint import STAGING, Checkpointer, resume_from
 from covey.trainer.checks import (
     FiniteCheck,
-    check_datasets,
-    check_fit,
     determine_best_metric,
     foreign_loader,
 )
@@ -49,7 +46,6 @@ from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_
 from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
-from covey.trainer.evaluation.suites import with_user_messages
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import ABSENT, warn_of_unused_methods
@@ -57,6 +53,7 @@ from covey.trainer.integrations.report import named_parts
 from covey.trainer.loop import TrainingLoop
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.prepare import build_parts, read_arguments
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.run import Method, make_run
@@ -137,17 +134,20 @@ class OnlineTrainer(TrainingLoop):
         if model is not None and model_init is not None:
             raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
         model = model if model_init is None else search.make_model(model_init)
-        args = build.resolve_args(args, model, self.config_class)
-        build.check_engine_choice(args, engine)
-        if agent is not None:
-            from covey.rollout.agents import with_agent
-
-            environment_factory = with_agent(agent, environment_factory, tools, rollout_func)
-        prompts_required = environment_factory is None
-        train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
-        if args.prompts_as_messages:
-            train_dataset, eval_dataset = map(with_user_messages, (train_dataset, eval_dataset))
-        check_datasets(args, train_dataset, eval_dataset, prompts_required, None if rollout_func else reward_funcs)
+        given = read_arguments(
+            self.config_class,
+            args,
+            model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+            agent=agent,
+            engine=engine,
+        )
+        args = given.args
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)
         init_kwargs: Any = args.model_init_kwargs  # a config parses JSON
@@ -160,8 +160,8 @@ class OnlineTrainer(TrainingLoop):
                 model=model,  # type: ignore[arg-type] # loaded by now
                 args=args,
                 data_collator=lambda batch: batch,  # type: ignore[arg-type, return-value]
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                train_dataset=given.train_dataset,
+                eval_dataset=given.eval_dataset,
                 processing_class=processing_class,
                 callbacks=build.as_callbacks(callbacks),
                 optimizers=optimizers,
@@ -177,16 +177,14 @@ class OnlineTrainer(TrainingLoop):
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
         self.balance = ExpertBalance(args, model)
         self.reference = build.build_reference(args, run.algorithm, model, self.accelerator, peft_config)
-        self.collector = build.build_collector(
-            run, model, tokenizer, engine, tools, rollout_func, environment_factory, vision, reward_funcs, self
+        parts = build_parts(
+            run, given, model, processing_class, engine, reward_processing_classes, self.optimizer, trainer=self
         )
+        self.collector, self.rewards = parts.collector, parts.rewards
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
-        sampling = build.sampling_params(args, tokenizer)  # before reward models are loaded
-        self.rewards = build.build_rewards(run, self.collector, reward_funcs, reward_processing_classes)
-        check_fit(run, self.collector, self.rewards, train_dataset, eval_dataset, self.optimizer)
-        check_unread(self)
-        self._build_step(sampling, prompts_required)
+        report(check_unread(self))
+        self._build_step(parts.sampling, given.prompts_required)
         build.add_callbacks(self, build.as_callbacks(callbacks))
 
     def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
@@ -365,7 +363,7 @@ class OnlineTrainer(TrainingLoop):
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, or one of a class, behind those that are there."""
-        check_callbacks([callback])
+        report(check_callbacks([callback]))
         super().add_callback(callback)
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -1,19 +1,20 @@
 """Arguments of a trainer, marks of functions and columns of data that change nothing, pointed out once each.
 
-Settings of the config are pointed out by its rules (`covey.config`). To add a case, write a function that warns and
-call it in `check_unread`.
+Settings of the config are pointed out by its rules (`covey.config`). To add a case, write a function that yields
+its findings and call it in `check_unread`.
 """
 
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
 from covey.config.messages import closest, default_of, ignored, is_set
+from covey.core.findings import Finding
 from covey.data.templates import unread_arguments
 from covey.data.validation import first_rows
 from covey.rewards.contract import is_per_completion
@@ -23,7 +24,7 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.runtime.calling_thread import is_threaded
 from covey.runtime.isolation import isolation_of
 from covey.runtime.packages import is_own
-from covey.runtime.user_code import is_async, report, warn
+from covey.runtime.user_code import is_async
 from covey.trainer.checks import evaluation_sets
 from covey.trainer.evaluation.suites import rows_of
 from covey.trainer.integrations.attributes import listed
@@ -37,50 +38,52 @@ OF_THE_TRAINER = frozenset(
 """Columns that prompts and episodes consist of, or that the run's own replace."""
 
 
-def check_unread(trainer: Any) -> None:
-    """Warn of what was given to a trainer and changes nothing."""
+def check_unread(trainer: Any) -> Iterator[Finding]:
+    """Warnings of what was given to a trainer and changes nothing."""
     args, given = trainer.args, trainer.made_of
-    check_optimizer_settings(trainer)
-    check_callbacks(listed(given.get("callbacks")))
-    check_rewards(trainer)
-    check_marks(given)
+    yield from check_optimizer_settings(trainer)
+    yield from check_callbacks(listed(given.get("callbacks")))
+    yield from check_rewards(trainer)
+    yield from check_marks(given)
     if given.get("engine") is not None:
-        report(
-            ignored(args, ["max_concurrent_completions"], "the trainer was given an engine, which batches by itself")
+        yield from ignored(
+            args, ["max_concurrent_completions"], "the trainer was given an engine, which batches by itself"
         )
     if trainer.collector.codec.vision is None:
-        report(ignored(args, ["log_multimodal"], "the model sees no images"))
+        yield from ignored(args, ["log_multimodal"], "the model sees no images")
     evaluated = [("eval_dataset", rows_of(one)) for one in evaluation_sets(given.get("eval_dataset"))]
     own = [(role, one) for role, one in [("train_dataset", given.get("train_dataset")), *evaluated] if one is not None]
     rows = [(role, first_rows(dataset)) for role, dataset in own]
-    check_prompt_settings(trainer, [row.get("prompt") for _, some in rows for row in some])
+    yield from check_prompt_settings(trainer, [row.get("prompt") for _, some in rows for row in some])
     for role, some in rows:
-        check_columns(trainer, {column for row in some for column in row}, role)
+        yield from check_columns(trainer, {column for row in some for column in row}, role)
 
 
-def check_prompt_settings(trainer: Any, prompts: Sequence[Any]) -> None:
-    """Warn of settings of messages where prompts are text, and of texts where they are messages."""
+def check_prompt_settings(trainer: Any, prompts: Sequence[Any]) -> Iterator[Finding]:
+    """Warnings of settings of messages where prompts are text, and of texts where they are messages."""
     args, codec = trainer.args, trainer.collector.codec
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if prompts and not texts:
-        report(ignored(args, ["prompts_as_messages"], "every prompt is a list of messages"))
+        yield from ignored(args, ["prompts_as_messages"], "every prompt is a list of messages")
     if texts and len(texts) == len(prompts) and not args.prompts_as_messages:
-        report(
-            ignored(args, ["chat_template_kwargs"], "prompts of text are read as they are, without the chat template")
+        yield from ignored(
+            args, ["chat_template_kwargs"], "prompts of text are read as they are, without the chat template"
         )
     elif unread := unread_arguments(args.chat_template_kwargs, codec.tokenizer):
-        warn(
+        yield Finding.warning(
+            "setting-unread",
             f"`chat_template_kwargs` has {', '.join(map(repr, unread))}, which the chat template does not mention, so"
-            " prompts are the same without."
+            " prompts are the same without.",
         )
     factory = trainer.made_of.get("environment_factory")
     for one in factory.values() if isinstance(factory, dict) else listed(factory):
         for name in ("instructions", "system"):
             text = "" if isinstance(one, type) else getattr(one, name, None)
             if isinstance(text, str) and text and prompts and not any(text in str(_texts(one)) for one in prompts):
-                warn(
-                    f"`{name}` of {type(one).__name__} is in no prompt: rows that are given have prompts of their own."
-                    " Make them by its `dataset(...)`, or put the text into their prompts."
+                yield Finding.warning(
+                    "prompt-instructions",
+                    f"`{name}` of {type(one).__name__} is in no prompt: rows that are given have prompts of their own.",
+                    "Make them by its `dataset(...)`, or put the text into their prompts.",
                 )
 
 
@@ -91,22 +94,22 @@ def _texts(prompt: Any) -> list[str]:
 # ---- optimizer and callbacks -----------------------------------------------------------------------------------------
 
 
-def check_optimizer_settings(trainer: Any) -> None:
-    """Warn of settings of the optimizer and the schedule that those in use do not read."""
+def check_optimizer_settings(trainer: Any) -> Iterator[Finding]:
+    """Warnings of settings of the optimizer and the schedule that those in use do not read."""
     args, names = trainer.args, ["optim", "optim_args", "optim_target_modules", "learning_rate", *ADAM]
     optimizer, scheduler = trainer.made_of.get("optimizers") or (None, None)
     if scheduler is not None:
         schedule = ["lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"]
-        report(ignored(args, schedule, "the trainer was given a scheduler"))
+        yield from ignored(args, schedule, "the trainer was given a scheduler")
     if optimizer is not None:
-        report(ignored(args, [*names, "weight_decay"], "the trainer was given an optimizer"))
+        yield from ignored(args, [*names, "weight_decay"], "the trainer was given an optimizer")
     elif trainer.made_of.get("optimizer_cls_and_kwargs") is not None:
-        report(ignored(args, names, "the trainer was given the class of an optimizer and its arguments"))
+        yield from ignored(args, names, "the trainer was given the class of an optimizer and its arguments")
     else:
-        _check_settings_of(args, trainer.policy)
+        yield from _check_settings_of(args, trainer.policy)
 
 
-def _check_settings_of(args: OnlineConfig, policy: Any) -> None:
+def _check_settings_of(args: OnlineConfig, policy: Any) -> Iterator[Finding]:
     try:
         used = _optimizer_settings(args, policy)
     except (ImportError, ValueError, TypeError):
@@ -115,7 +118,7 @@ def _check_settings_of(args: OnlineConfig, policy: Any) -> None:
         other = copy.copy(args)
         setattr(other, name, default_of(type(args), name))
         if _optimizer_settings(other, policy) == used:
-            report(ignored(args, [name], f"optim={getattr(args.optim, 'value', args.optim)!r} does not read it"))
+            yield from ignored(args, [name], f"optim={getattr(args.optim, 'value', args.optim)!r} does not read it")
     parts = [part for part in (args.optim_args or "").replace(" ", "").split(",") if part]
     for part in parts:
         other = copy.copy(args)
@@ -123,15 +126,16 @@ def _check_settings_of(args: OnlineConfig, policy: Any) -> None:
         if is_set(args, "optim_args") and _optimizer_settings(other, policy) == used:
             name = getattr(args.optim, "value", args.optim)
             if name not in ("adamw_torch", "adamw_torch_fused"):  # a rule says so of all their arguments
-                warn(f"`optim_args` has {part!r}, which has no effect: optim={name!r} has it already or lacks it.")
+                evidence = f"`optim_args` has {part!r}, which has no effect: optim={name!r} has it already or lacks it."
+                yield Finding.warning("setting-unread", evidence)
 
 
 def _optimizer_settings(args: OnlineConfig, policy: Any) -> str:
     return repr(Trainer.get_optimizer_cls_and_kwargs(args, policy))
 
 
-def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Warn of methods that look like events of training and are none, so that nothing calls them.
+def check_callbacks(callbacks: Iterable[Any]) -> Iterator[Finding]:
+    """Warnings of methods that look like events of training and are none, so that nothing calls them.
 
     Such are `on_step_ended`, unless its class names it elsewhere, and the words of an event in another form: `stepEnd`.
     """
@@ -143,7 +147,8 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
             event = EVENTS.get(re.sub("^on", "", name.replace("_", "").lower()))
             if event or (name.startswith("on_") and not _names_itself(kind, name)):
                 hint = f" Did you mean {event!r}?" if event else closest(name, EVENTS.values())
-                warn(f"{kind.__name__}.{name} is never called: there is no such event.{hint}")
+                evidence = f"{kind.__name__}.{name} is never called: there is no such event.{hint}"
+                yield Finding.warning("callback-event", evidence)
 
 
 def _names_itself(kind: type, method: str) -> bool:
@@ -157,8 +162,8 @@ def _names_itself(kind: type, method: str) -> bool:
 # ---- reward functions, tools and environments ------------------------------------------------------------------------
 
 
-def check_rewards(trainer: Any) -> None:
-    """Warn of a reward that is there twice, of tokenizers of functions, and of marks that a function cannot use."""
+def check_rewards(trainer: Any) -> Iterator[Finding]:
+    """Warnings of a reward that is there twice, of tokenizers of functions, and of marks that a function cannot use."""
     given, names, functions = (
         listed(trainer.made_of.get("reward_funcs")),
         trainer.rewards.names,
@@ -167,32 +172,37 @@ def check_rewards(trainer: Any) -> None:
     classes = listed(trainer.made_of.get("reward_processing_classes"))
     for place, one in enumerate(given[: len(names)]):
         if any(one is earlier for earlier in given[:place]):
-            warn(
-                f"`reward_funcs` has {names[place]!r} twice: it is computed twice and counts twice. Leave one out, or"
-                " give it more weight with reward_weights."
+            yield Finding.warning(
+                "reward-twice",
+                f"`reward_funcs` has {names[place]!r} twice: it is computed twice and counts twice.",
+                "Leave one out, or give it more weight with reward_weights.",
             )
         function = functions[place]
         if not isinstance(function, FunctionReward):
             continue
         if place < len(classes) and classes[place] is not None:
-            warn(
+            yield Finding.warning(
+                "setting-unread",
                 f"`reward_processing_classes` has a tokenizer for {names[place]!r}, which has no effect: it is a"
-                " function, and only reward models are given one."
+                " function, and only reward models are given one.",
             )
         if is_per_completion(function.function) and not function.per_completion:
-            warn(
+            yield Finding.warning(
+                "mark-unread",
                 f"reward function {names[place]!r} is marked per_completion, which has no effect: it asks for"
-                " `trainer_state`, so it is called once everything is sampled."
+                " `trainer_state`, so it is called once everything is sampled.",
             )
         if is_threaded(function.function) and not is_async(function.function):
-            warn(
+            yield Finding.warning(
+                "mark-unread",
                 f"reward function {names[place]!r} is marked covey.threaded, which has no effect: it marks tools and"
-                " environments. covey.rewards.per_completion lets rewards be computed while others are sampled."
+                " environments.",
+                "covey.rewards.per_completion lets rewards be computed while others are sampled.",
             )
 
 
-def check_marks(given: dict[str, Any]) -> None:
-    """Warn of marks of reward functions on what is no reward function."""
+def check_marks(given: dict[str, Any]) -> Iterator[Finding]:
+    """Warnings of marks of reward functions on what is no reward function."""
     marks: dict[str, Callable[[Any], Any]] = {"isolated": isolation_of, "per_completion": is_per_completion}
     for argument in ("tools", "rollout_func", "environment_factory", "agent"):
         value = given.get(argument)
@@ -200,14 +210,15 @@ def check_marks(given: dict[str, Any]) -> None:
             for mark, is_marked in marks.items():
                 if is_marked(one):
                     name = getattr(one, "__name__", type(one).__name__)
-                    warn(f"{name!r} of `{argument}` is marked {mark}, which has no effect: it marks reward functions.")
+                    evidence = f"{name!r} of `{argument}` is marked {mark}, which has no effect:"
+                    yield Finding.warning("mark-unread", evidence, "it marks reward functions.")
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def check_columns(trainer: Any, columns: set[str], role: str) -> None:
-    """Warn of columns that nothing reads, and of arguments that a misspelt column leaves at their defaults."""
+def check_columns(trainer: Any, columns: set[str], role: str) -> Iterator[Finding]:
+    """Warnings of columns that nothing reads, and of arguments that a misspelt column leaves at their defaults."""
     if trainer.collector.spec is not None and not isinstance(trainer.collector.spec.play, ToolAgent):
         return  # environments, programs and rollout functions are given rows
     functions = [one for one in trainer.rewards.functions if isinstance(one, FunctionReward)]
@@ -218,13 +229,15 @@ def check_columns(trainer: Any, columns: set[str], role: str) -> None:
     for function in functions:
         for name in sorted(function.unfilled(columns)):
             if hint := closest(name, unread):
-                warn(
+                yield Finding.warning(
+                    "column-misspelt",
                     f"reward function {function.name!r} has an argument {name!r}, and `{role}` no such column, so its"
-                    f" default is used.{hint}"
+                    f" default is used.{hint}",
                 )
                 unread = {column for column in unread if repr(column) not in hint}
     if unread:
-        warn(
-            f"`{role}` has columns that nothing reads: {', '.join(map(repr, sorted(unread)))}. No reward function has"
-            " an argument of such a name; give it one, or remove them."
+        yield Finding.warning(
+            "column-unread",
+            f"`{role}` has columns that nothing reads: {', '.join(map(repr, sorted(unread)))}.",
+            "No reward function has an argument of such a name; give it one, or remove them.",
         )

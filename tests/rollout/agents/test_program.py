@@ -364,9 +364,10 @@ def test_images_are_refused_for_programs(row):
     validator = RolloutValidator(len(TOKENIZER), None)
     for agent in (AgentProgram(sys.executable), RemoteAgents(0, key="x" * 16)):
         spec = RolloutSpec(PlayedEnvironment(agent, 20.0, validator), None, 20.0)
-        check_rows(spec, [{"prompt": None, "image": None, "images": []}], "train_dataset")
-        with pytest.raises(ValueError, match="row 1 of `eval_dataset` has images, and `agent` is a program"):
-            check_rows(spec, [{"prompt": "?"}, row], "eval_dataset")
+        assert not [*check_rows(spec, [{"prompt": None, "image": None, "images": []}], "train_dataset")]
+        (found,) = check_rows(spec, [{"prompt": "?"}, row], "eval_dataset")
+        assert found.code == "prompt-images"
+        assert "row 1 of `eval_dataset`" in found.evidence
 
 
 @pytest.mark.slow

@@ -104,10 +104,12 @@ AGENTS = [
         lambda b: conversations(b, tools=[without_hints]),
         ("'without_hints' cannot be described", "Google-style docstring"),
     ),
-    Mistake(
+    checked(
         "Gave tools with prompts that are strings",
         lambda b: conversations(b, tools=[add], train_dataset=tiny.rows()),
-        ("row 0 of `train_dataset`", "tools need conversations", '"role": "user"'),
+        "prompt-messages",
+        "row 0 of `train_dataset`",
+        '"role": "user"',
     ),
     Mistake(
         "Gave tools with a chat template that changes earlier turns",

@@ -8,7 +8,7 @@ from covey.rollout.user_functions import RolloutError
 from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny
 from tests.support.mistakes.agents import conversations, nobody
-from tests.support.mistakes.cases import TRAINING, Bench, Mistake
+from tests.support.mistakes.cases import TRAINING, Bench, Mistake, checked
 from tests.trainer.agents.test_tools import add
 
 
@@ -110,10 +110,13 @@ ENVIRONMENTS = [
         ("openenv.core cannot be imported", r"pip install openenv"),
     ),
     Mistake("Gave an environment without reset", lambda b: acting(b, NoReset), ("made a NoReset", "no method `reset")),
-    Mistake(
+    checked(
         "Gave environments by name, and a row that names none of them",
         lambda b: acting(b, {"walk": Walk, "talk": Talks}),
-        ("row 0 of `train_dataset`", "column `environment` is None", "the environments are 'walk', 'talk'"),
+        "environment-name",
+        "row 0 of `train_dataset`",
+        "None",
+        "'walk', 'talk'",
     ),
     Mistake(
         "Gave environments by names that are no text",
@@ -125,15 +128,20 @@ ENVIRONMENTS = [
         lambda b: acting(b, Undescribed),
         ("'helper' cannot be described", "Google-style docstring"),
     ),
-    Mistake(
+    checked(
         "Gave an environment whose reset asks for a column that is not there",
         lambda b: acting(b, Asks),
-        ("asks for 'board'", "`train_dataset` has no such column", "answer, prompt"),
+        "column-reset",
+        "'board'",
+        "`train_dataset`",
+        "answer, prompt",
     ),
-    Mistake(
+    checked(
         "Gave an environment and prompts that are strings",
         lambda b: acting(b, Walk, train_dataset=tiny.rows()),
-        ("row 0 of `train_dataset`", "an environment needs conversations", '"role": "user"'),
+        "prompt-messages",
+        "row 0 of `train_dataset`",
+        '"role": "user"',
     ),
     Mistake(
         "Gave a text environment and tools",

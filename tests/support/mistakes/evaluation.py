@@ -110,7 +110,7 @@ EVALUATION = [
         ("no reward function has logged such a column with `log_extra`; there are: none",),
         TRAINING,
     ),
-    Mistake(
+    checked(
         "Chose the best model by a metric without the name of its evaluation set",
         lambda b: b.build(
             {
@@ -122,26 +122,34 @@ EVALUATION = [
             },
             eval_dataset={"sums": tiny.rows(2), "more": tiny.rows(2)},
         ),
-        ("the evaluation sets have names", "Choose whose is to decide: 'eval_sums_reward' or 'eval_more_reward'"),
+        "best-metric",
+        "metric_for_best_model='eval_reward'",
+        "'eval_sums_reward'",
     ),
-    Mistake(
+    checked(
         "Chose the best model by a metric that its evaluation set does not have",
         lambda b: b.build(
             {"metric_for_best_model": "eval_hard_pass@8", "per_device_eval_batch_size": 4},
             eval_dataset={"hard": EvalSuite(tiny.rows(2), num_generations=4, pass_at=(1, 4), success_reward="longer")},
         ),
-        ("is a suite and has no pass@8", "such as reward, pass@1, pass@4, or let it estimate others"),
+        "best-metric",
+        "pass@8",
+        "reward, pass@1, pass@4",
     ),
-    Mistake(
+    checked(
         "Asked for evaluations without data for them",
         lambda b: b.build({"eval_strategy": "steps"}),
-        ("eval_strategy='steps' evaluates, and there is no `eval_dataset`", "Give one, or leave"),
+        "dataset-missing",
+        "eval_strategy='steps'",
+        "`eval_dataset`",
     ),
-    Mistake(
+    checked(
         "Wrote an evaluation set into a run file that is none",
         lambda b: load_evaluations({"sums": {"temperature": 0}}),
-        ("an evaluation set is a file or hub id, or settings with one",),
-        CONFIG,
+        "dataset-type",
+        "eval_dataset",
+        "'temperature': 0",
+        when=CONFIG,
     ),
     Mistake(
         "Gave an evaluation set in a run file a setting that does not exist",

@@ -28,10 +28,11 @@ from transformers import (
 from covey import GRPOTrainer
 from covey.cli.explain.command import take_flags
 from covey.cli.launch import launch_command, launch_if_asked
-from covey.trainer.checks import NotFiniteError, PlainTextWarning
+from covey.core.findings import CheckWarning
+from covey.trainer.checks import NotFiniteError
 from covey.trainer.distributed.sharding import Sharding
 from tests.support import hybrids, mixtures, runs, tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
+from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake, checked
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
 T5 = {"vocab_size": 104, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -441,17 +442,20 @@ MODELS = [
         lambda b: b.build(model=tiny.model().requires_grad_(False)),
         ("every weight of the model is frozen", "nothing would be trained", r"requires_grad_\(True\)"),
     ),
-    Mistake(
+    checked(
         "Gave a callback with a method that no event calls",
         lambda b: b.build(callbacks=[type("Mine", (TrainerCallback,), {"on_step_ended": print})()]),
-        ("Mine.on_step_ended is never called: there is no such event", "Did you mean 'on_step_end'"),
-        kind=UserWarning,
+        "callback-event",
+        r"Mine\.on_step_ended",
+        "'on_step_end'",
+        kind=CheckWarning,
     ),
-    Mistake(
+    checked(
         "Gave a reward function twice",
         lambda b: b.build(reward_funcs=[runs.longer, runs.longer]),
-        ("`reward_funcs` has 'longer.*' twice", "Leave one out, or give it more weight with reward_weights"),
-        kind=UserWarning,
+        "reward-twice",
+        "'longer.*'",
+        kind=CheckWarning,
     ),
     Mistake(
         "Loaded the weights to train in bfloat16, at a small learning rate",
@@ -536,10 +540,11 @@ MODELS = [
         ("needs a package that is missing here", "attn_implementation", "leave that out"),
         kind=ImportError,
     ),
-    Mistake(
+    checked(
         "Asked for flex_attention on a CPU",
         lambda b: b.build({"model_init_kwargs": {"attn_implementation": "flex_attention"}}, model=b.folder),
-        ("attn_implementation='flex_attention' cannot be trained on a CPU", "choose 'sdpa' or 'eager'"),
+        "attention-cpu",
+        "'sdpa' or 'eager'",
     ),
     Mistake(
         "Gave a model whose head does more than Covey knows",
@@ -687,10 +692,12 @@ ARGUMENTS = [
         ("one of several already", "Use one of the two"),
         when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Gave an optimizer of weights that are not trained, as of the model that a peft_config freezes",
         optimizer_under_an_adapter,
-        ("a SGD of other weights than those that are trained", "give optimizer_cls_and_kwargs"),
+        "optimizer-weights",
+        " SGD ",
+        "optimizer_cls_and_kwargs",
     ),
     Mistake(
         "Chose an output_dir that is a file or cannot be written to",
@@ -725,15 +732,18 @@ TOKENIZERS = [
         lambda b: b.build(processing_class=Processor()),
         ("is the processor Processor", "LlamaForCausalLM sees no images", r"Pass `processor\.tokenizer`"),
     ),
-    Mistake(
+    checked(
         "Used a tokenizer and a model that both name no end-of-sequence token",
         without_an_end,
-        ("neither the tokenizer nor the model's generation config", "could never end", r"Set `tokenizer\.eos_token`"),
+        "never-ends",
+        r"`tokenizer\.eos_token`",
     ),
-    Mistake(
+    checked(
         "Used a tokenizer with more tokens than the model embeds",
         lambda b: b.build(processing_class=with_more_tokens()),
-        ("has 106 tokens but the model embeds only 104", "do not belong", "resize_token_embeddings"),
+        "tokenizer-drift",
+        " 106 tokens .* 104:",
+        "resize_token_embeddings",
     ),
     Mistake(
         "Used the tokenizer of another, smaller model",
@@ -741,37 +751,48 @@ TOKENIZERS = [
         ("has 104 tokens but the model embeds 500", "another model's", "Pass the model's own tokenizer"),
         kind=UserWarning,
     ),
-    Mistake(
+    checked(
         "Gave prompts of text to a model with a chat template",
         lambda b: b.build(),
-        ("skips the chat template of this tokenizer", "Set prompts_as_messages=True", "False keeps them as they are"),
-        kind=PlainTextWarning,
+        "prompt-text",
+        "prompts_as_messages=True",
+        kind=CheckWarning,
     ),
-    Mistake(
+    checked(
         "Gave conversations to a tokenizer without a chat template",
         lambda b: b.build(processing_class=tokenizer(chat_template=None), train_dataset=CHATS),
-        ("row 0 of `train_dataset`", "no chat template", r"Set `tokenizer\.chat_template`, use an instruction-tuned"),
+        "template",
+        "row 0 of `train_dataset`",
+        r"`tokenizer\.chat_template`",
     ),
-    Mistake(
+    checked(
         "Gave conversations that the chat template refuses, or a broken template",
         lambda b: b.build(processing_class=tokenizer(chat_template="{{ raise_exception('no') }}"), train_dataset=CHATS),
-        ("row 0 of `train_dataset`", "cannot render .*TemplateError: no", "Change the messages"),
+        "template",
+        "row 0 of `train_dataset`",
+        "TemplateError: no",
     ),
-    Mistake(
+    checked(
         "Gave conversations that the chat template refuses, or a broken template",
         lambda b: b.build(processing_class=tokenizer(chat_template="{% for m in messages %}"), train_dataset=CHATS),
-        ("row 0 of `train_dataset`", "cannot render .*TemplateSyntaxError", r"`tokenizer\.chat_template`"),
+        "template",
+        "row 0 of `train_dataset`",
+        "TemplateSyntaxError",
     ),
-    Mistake(
+    checked(
         "Used a chat template without a generation prompt, or one that leaves out or rewrites messages",
         lambda b: b.build(processing_class=tokenizer(chat_template=TURNS), train_dataset=CHATS),
-        ("row 0 of `train_dataset`", "has no generation prompt", r"Change `tokenizer\.chat_template`"),
-        kind=UserWarning,
+        "template",
+        "row 0 of `train_dataset`",
+        "add_generation_prompt",
+        kind=CheckWarning,
     ),
-    Mistake(
+    checked(
         "Used a chat template without a generation prompt, or one that leaves out or rewrites messages",
         lambda b: b.build(processing_class=tokenizer(chat_template="{{ messages | length }}"), train_dataset=CHATS),
-        ("row 0 of `train_dataset`", "leaves out the message of the role 'user'", r"Change `tokenizer\.chat_template`"),
-        kind=UserWarning,
+        "template",
+        "row 0 of `train_dataset`",
+        "'user'",
+        kind=CheckWarning,
     ),
 ]

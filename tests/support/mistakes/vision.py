@@ -69,20 +69,26 @@ class Rows:
 TWO = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]
 
 VISION = [
-    Mistake(
+    checked(
         "Gave images to a model that is trained with a tokenizer",
         lambda b: b.build(train_dataset=[{"prompt": "1+1=", "image": tiny_vision.picture()}] * 2),
-        ("row 0 of `train_dataset`", "would not see them", "its processor", "remove_columns"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "'image' or 'images'",
     ),
-    Mistake(
+    checked(
         "Gave images to a model that is trained with a tokenizer",
         lambda b: b.build(train_dataset=[{"prompt": [{"role": "user", "content": TWO}]}] * 2),
-        ("row 0 of `train_dataset`", "would not see them"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "'image' or 'images'",
     ),
-    Mistake(
+    checked(
         "Gave an image that cannot be read",
         broken,
-        ("row 1 of `train_dataset`", r"image 0 \(.*broken.png\) cannot be read", "Mend or remove the row"),
+        "row-unread",
+        "row 1 of `train_dataset`",
+        r"image 0 \(.*broken.png\)",
     ),
     Mistake(
         "Gave an image that cannot be read, in a row that is first looked at when it is sampled",
@@ -91,10 +97,12 @@ VISION = [
         TRAINING,
         RolloutWarning,
     ),
-    Mistake(
+    checked(
         "Gave an image of floating-point numbers or of 32 bits",
         lambda b: seeing(b, [row(Image.new("F", (4, 4), 0.5))] * 2),
-        ("row 0 of `train_dataset`", "PIL's mode 'F'", "convert it to RGB"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "'F'",
     ),
     Mistake(
         "Returned from a rollout_func tokens that do not show the images that go with them",
@@ -110,47 +118,56 @@ VISION = [
         when=TRAINING,
         kind=RolloutError,
     ),
-    Mistake(
+    checked(
         "Gave something as an image that is none",
         lambda b: seeing(b, [row(7)] * 2),
-        ("row 0 of `train_dataset`", "is of type int", "give a PIL image, the path of a file, its bytes"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        " int;",
     ),
-    Mistake(
+    checked(
         "Put a video or a sound into a message",
         lambda b: seeing(b, [{"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}] * 2),
-        ("row 0 of `train_dataset`", "a part of type 'video'", "Give a video as some of its images"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "'video'",
     ),
-    Mistake(
+    checked(
         "Put a video or a sound into a message",
         lambda b: b.build(
             train_dataset=[{"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}] * 2
         ),
-        ("row 0 of `train_dataset`", "a part of type 'audio'"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "'audio'",
     ),
-    Mistake(
+    checked(
         "Gave the address of an image",
         lambda b: seeing(b, [row("https://example.org/cat.png")] * 2),
-        ("row 0 of `train_dataset`", "is the address", "download it first"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "https://example.org/cat.png",
     ),
-    Mistake(
+    checked(
         "Gave more or fewer images than the messages have places",
         lambda b: seeing(b, [{"prompt": [{"role": "user", "content": TWO}], "image": tiny_vision.picture()}] * 2),
-        (
-            "row 0 of `train_dataset`",
-            "2 image parts that name no image",
-            "1 images in its column",
-            "leave the image parts",
-        ),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "2 image parts .* 1 images",
     ),
-    Mistake(
+    checked(
         "Gave pictures in both columns, image and images",
         lambda b: seeing(b, [{**row(tiny_vision.picture()), "images": [tiny_vision.picture()]}] * 2),
-        ("row 0 of `train_dataset`", "both columns", "into one of them"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "'image' and 'images'",
     ),
-    Mistake(
+    checked(
         "Wrote the token of an image into a prompt without an image",
         lambda b: seeing(b, [row(None, "<image>What?")] * 2),
-        ("row 0 of `train_dataset`", "a token that stands for an image", "Give the image"),
+        "row-unread",
+        "row 0 of `train_dataset`",
+        "a token that stands for an image",
     ),
     Mistake(
         "Set freeze_vit, freeze_aligner or freeze_llm for a model that sees no images",
@@ -164,7 +181,7 @@ VISION = [
     ),
     checked(
         "Froze all parts of a vision-language model",
-        lambda b: seeing(b, [row(None)], {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}),
+        lambda b: seeing(b, [row(None)] * 2, {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}),
         "nothing-trained",
         "freeze_vit, freeze_aligner and freeze_llm",
     ),

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 
+from covey.core.findings import CheckError
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.environments import EnvironmentWarning
 from covey.rollout.user_functions import RolloutError
@@ -380,8 +381,9 @@ def test_rows_name_their_environment_and_see_its_tools_alone(tmp_path):
 @pytest.mark.parametrize("name", ["shop", None])
 def test_an_unknown_environment_is_named_with_its_row(tmp_path, name):
     rows = [NAMED[0], NAMED[0] | {"environment": name}]
-    with pytest.raises(ValueError, match=rf"row 1 .*is {name!r}, and the environments are 'counter', 'talk'"):
+    with pytest.raises(CheckError, match=rf"row 1 .*{name!r}.* 'counter', 'talk'") as raised:
         trainer(tmp_path, {"counter": Counter, "talk": Talk}, rows=rows)
+    assert raised.value.codes == ["environment-name"]
 
 
 def test_environments_need_no_data(tmp_path):
@@ -396,8 +398,9 @@ def test_environments_need_no_data(tmp_path):
 
 
 def test_without_data_steps_have_to_be_given(tmp_path):
-    with pytest.raises(ValueError, match=r"or `max_steps`: the environments then give the prompts"):
+    with pytest.raises(CheckError, match="`max_steps`") as raised:
         trainer(tmp_path, Riddle, parts={"train_dataset": None}, max_steps=-1)
+    assert raised.value.codes == ["dataset-missing"]
 
 
 def test_environments_of_one_class_share_a_reward_and_others_have_their_own(tmp_path):

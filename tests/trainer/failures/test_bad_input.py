@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.core.findings import CheckError
 from covey.rewards import RewardError
 from tests.support import runs, tiny
 from tests.support.failing_processes import WAYS
@@ -73,21 +74,27 @@ def test_a_tokenizer_without_padding_pads_with_its_end(bench):
 
 def test_an_iterator_is_refused_before_anything_is_read_from_it(bench):
     rows_left = iter(tiny.rows())
-    with pytest.raises(ValueError, match="read only once"):
+    with pytest.raises(CheckError) as raised:
         bench.build(train_dataset=rows_left)
+    assert raised.value.codes == ["dataset-type"]
     assert next(rows_left) == tiny.rows()[0]
 
 
-@pytest.mark.parametrize(
-    "settings, says", [({}, "asks for 'department'"), ({"reward_weights": [1.0, 2.0]}, "2 reward we")]
-)
-def test_rewards_are_checked_before_a_model_is_loaded(tmp_path, settings, says):
-    def right(completions, department):
-        return [0.0 for _ in completions]
+def right(completions, department):
+    return [0.0 for _ in completions]
 
-    with pytest.raises(RewardError, match=says):
-        args = GRPOConfig(output_dir=str(tmp_path), report_to="none", **settings)
+
+def test_rewards_are_checked_before_a_model_is_loaded(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), report_to="none", num_generations=2)
+    with pytest.raises(CheckError, match="'department'") as raised:
         GRPOTrainer(model="no-such/model", reward_funcs=right, args=args, train_dataset=[{"prompt": "2+2="}])
+    assert raised.value.codes == ["dataset-small", "data-columns"]  # named together
+
+
+def test_weights_are_counted_before_a_model_is_loaded(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), report_to="none", reward_weights=[1.0, 2.0])
+    with pytest.raises(RewardError, match="2 reward we"):
+        GRPOTrainer(model="no-such/model", reward_funcs=right, args=args, train_dataset=[{"prompt": "2+2="}] * 8)
 
 
 def test_an_eval_batch_size_matters_only_with_an_eval_dataset(bench):

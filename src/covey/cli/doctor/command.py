@@ -8,6 +8,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
 from covey.cli.run_file import take_config
 from covey.cli.train import build_trainer, read_run
-from covey.core.findings import Finding, ranked
-from covey.core.refusal import Refusal
+from covey.core.findings import CheckError, Finding, ranked
 from covey.observability.dashboard import duration
 from covey.observability.findings import write_findings
 from covey.observability.record_files import FINDINGS, FOLDER
 from covey.rewards import RewardError
-from covey.rewards.contract import MissingArgument
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
@@ -83,14 +82,6 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
 )
 """Checks with the codes that they can find, in the order of causes: an error of one stage explains the next ones'."""
 
-FIXES = {
-    "template": "Set the tokenizer's chat_template to that of the model, correct it, or change the messages.",
-    "tokenizer-drift": "Save the model's own tokenizer into its folder.",
-    "prompt-round-trip": "Shorten or remove such rows; or use the model's own tokenizer.",
-    "never-ends": "Set eos_token of the model's tokenizer.",
-}
-"""By the code of a `Refusal`."""
-
 REASONS = {
     "time": "no time was left: give more by --seconds",
     "part": "a part of the run cannot be made again or called with other texts",
@@ -138,9 +129,9 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
             trainer = build_trainer(run)
         except Exception as error:
             explained = refusal(error, run)
-            if explained is None:
+            if not explained:
                 raise
-            yield explained
+            yield from explained
             return
         left = max(seconds - (time.perf_counter() - began) / 2, seconds / 4)  # a large model takes long to load
         sets = sets_of(trainer.eval_dataset)
@@ -151,26 +142,19 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
             trainer.rollouts.close()
 
 
-def refusal(error: BaseException, run: RunConfig) -> Finding | None:
-    """The finding that an error stands for; None for one that is no cause of poor learning."""
+def refusal(error: BaseException, run: RunConfig) -> list[Finding]:
+    """The findings that an error stands for; none for one that no check has found."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, Refusal | RewardError):
+    while cause is not None and not isinstance(cause, CheckError | RewardError):
         cause = cause.__cause__
-    if isinstance(cause, MissingArgument):
-        return Finding(
-            "data-columns",
-            "error",
-            str(cause).partition(" Rename")[0],
-            "Rename the column (`columns: {old: new}` in the run file), or the argument.",
-            "The trainer refuses to start.",
-        )
+    if isinstance(cause, CheckError):
+        return [replace(one, proof=_with_a_template(run, one.code)) for one in cause.findings]
     if isinstance(cause, RewardError):
-        return Finding("reward-failing", "error", str(cause), "Correct the reward function.", "It was called.")
-    if isinstance(cause, Refusal):
-        return Finding(cause.code, "error", str(error), FIXES[cause.code], _with_a_template(run, cause.code))
+        return [Finding("reward-failing", "error", str(cause), "Correct the reward function.", "It was called.")]
     if is_out_of_memory(error):
-        return Finding("memory", "error", str(error)[:300], "Take a smaller model, peft, or fewer tokens at a time.")
-    return None
+        fix = "Take a smaller model, peft, or fewer tokens at a time."
+        return [Finding("memory", "error", str(error)[:300], fix)]
+    return []
 
 
 def _with_a_template(run: RunConfig, code: str) -> str:

@@ -22,26 +22,23 @@ from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
-from covey.data.sampler import check_enough
 from covey.policy.loading import load_processing_class, sees_images
 from covey.rewards.functions import FunctionReward, RewardContext
 from covey.rewards.suite import RewardSuite
-from covey.rollout.agents import with_agent
 from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.tool import Tool
-from covey.rollout.vision import Vision, tokenizer_of
+from covey.rollout.vision import Vision
 from covey.runtime.process_memory import available_memory
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import parameters_of
+from covey.runtime.user_code import parameters_of, report
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
 from covey.sizing.model_spec import meta_model
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
-from covey.trainer import build
 from covey.trainer.build_rollouts import plays_functions
-from covey.trainer.checks import check_datasets, check_evaluations, check_fit
-from covey.trainer.evaluation.suites import with_user_messages
+from covey.trainer.checks import check_evaluations
+from covey.trainer.prepare import Arguments, build_parts, read_arguments
 
 MOST_ROWS = 1000  # whose prompts are counted, evenly over the data set
 SHOWN_LINES = 12  # of the first prompt
@@ -217,7 +214,7 @@ def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -
 
 def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     start = Start(missing=[name for name in run.needed if not getattr(run, name)])
-    given = _check_data(run, algebra, start) | {"reward_funcs": [], "tools": []}
+    given = _check_data(run, start) | {"reward_funcs": [], "tools": []}
     for name in run.reward_funcs:
         with start.reporting(f"reward {name!r}"):
             given["reward_funcs"] += rewards([name])
@@ -230,10 +227,8 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     for kind, read in (("rollout_func", named), ("environment_factory", environments)):
         with start.reporting(f"{kind} {getattr(run, kind)!r}"):
             given[kind] = read(getattr(run, kind), kind)
-    if run.agent:
-        with start.reporting(f"agent {run.agent!r}"):
-            played = (given[name] for name in ("environment_factory", "tools", "rollout_func"))
-            given["environment_factory"] = with_agent(agent_of(run.agent), *played)
+    with start.reporting(f"agent {run.agent!r}"):
+        given["agent"] = agent_of(run.agent) if run.agent else None
     if run.quantization:
         with start.reporting():
             quantisation(run.quantization)
@@ -241,10 +236,11 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
             start.problems.append("`quantization` without `peft`: quantised weights cannot be trained.")
     if run.model and not Path(run.model).is_dir():
         start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
-    if not (start.problems or start.missing) and (rows := given["train_dataset"]) is not None:
+    if not (start.problems or start.missing) and given["train_dataset"] is not None:
         with start.reporting("a check of the trainer"):
-            if parts := trainer_parts(run, algebra, given):
-                collector, suite = parts
+            arguments = read_arguments(type(run.args), run.args, run.model, **given)
+            if parts := offline_parts(arguments, run.model, algebra):
+                (collector, suite), rows = parts, arguments.train_dataset
                 if collector:
                     longest = run.args.max_completion_length
                     start.prompts, start.prompt_tokens = prompt_lines(collector.codec, rows, longest)
@@ -252,7 +248,7 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     return start
 
 
-def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> dict[str, Any]:
+def _check_data(run: RunConfig, start: Start) -> dict[str, Any]:
     """The data sets that are on this machine, as arguments of a trainer."""
     given: dict[str, Any] = {"train_dataset": None, "eval_dataset": None}
     renamed = (run.columns, run.system_prompt)
@@ -269,46 +265,33 @@ def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> dict[str
     if evaluations and not set(evaluations) & set(far):
         with start.reporting():
             given["eval_dataset"] = load_evaluations(run.eval_dataset, *renamed)
-    if start.rows is not None:
-        with start.reporting():
-            check_enough(start.rows, algebra)
-    if run.args.prompts_as_messages:
-        return {name: with_user_messages(rows) for name, rows in given.items()}
     return given
 
 
-def trainer_parts(run: Any, algebra: Any, given: dict[str, Any]) -> tuple[Collector | None, RewardSuite] | None:
-    """Make what a trainer makes of its arguments, in its order, and check it; None where models would be loaded.
+def offline_parts(given: Arguments, name: Any, algebra: Any) -> tuple[Collector | None, RewardSuite] | None:
+    """Parts of a trainer of the model's config without its weights; None where models would be loaded.
 
-    Without the model's config there is no collector: columns, rewards and evaluations are checked alone. Whatever would
-    keep the run from starting is raised, with the trainer's words.
+    Without that config there is no collector: rewards and evaluations are checked alone. Whatever would keep the run
+    from starting is raised, with the trainer's words.
     """
-    args, played = run.args, (given["tools"], given["rollout_func"], given["environment_factory"])
-    build.resolve_args(args, run.model, type(args))
-    functions, prompts_required = given["reward_funcs"] or None, given["environment_factory"] is None
-    judged = None if given["rollout_func"] else functions
-    check_datasets(args, given["train_dataset"], given["eval_dataset"], prompts_required, judged)
+    args, functions = given.args, given.reward_funcs
     if any(isinstance(one, str) for one in functions or ()):
         return None  # reward models, which are not loaded
     try:
-        config = AutoConfig.from_pretrained(run.model, local_files_only=True, trust_remote_code=args.trust_remote_code)
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError):
-        if functions and not any(played):
+        if functions and not (given.tools or given.rollout_func or given.environment_factory):
             suite = RewardSuite(functions, weights=args.reward_weights)
-            check_evaluations(args, suite, given["eval_dataset"])
+            report(check_evaluations(args, suite, given.eval_dataset))
             return None, suite
         return None
     model = meta_model(config)
     here = {"local_files_only": True}
     processing = load_processing_class(None, model, trust_remote_code=args.trust_remote_code, init_kwargs=here)
     planned: Any = SimpleNamespace(args=args, algebra=algebra, device=args.device, policy=model, state=TrainerState)
-    vision = build.build_vision(processing, model)
     no_engine = object()  # in the place of one that would be started
-    collector = build.build_collector(planned, model, tokenizer_of(processing), no_engine, *played, vision, functions)
-    build.sampling_params(args, collector.codec.tokenizer)
-    suite = build.build_rewards(planned, collector, functions, None)
-    check_fit(planned, collector, suite, given["train_dataset"], given["eval_dataset"])
-    return collector, suite
+    parts = build_parts(planned, given, model, processing, no_engine)
+    return parts.collector, parts.rewards
 
 
 def prompt_lines(codec: PromptCodec, dataset: Any, max_completion_length: int | None) -> tuple[list[str], int]:

@@ -49,7 +49,7 @@ class EvaluationPhase:
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required)
+        report(check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required))
         suite = chosen if isinstance(chosen, EvalSuite) else None
         algebra = self.run.algebra if suite is None else suite.batches(self.run.algebra)
         report(algebra.check_eval())
