@@ -1,5 +1,6 @@
 """Trial updates of `covey doctor`, whose sizes are given."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 from covey import GRPOConfig
 from covey.cli.doctor import learning
+from covey.cli.doctor.examined import ExaminedRun
 from covey.cli.doctor.learning import Trials, TrialUpdate
 from covey.core.findings import ranked
 from covey.trainer.trainer import OnlineTrainer
+from tests.support import runs, tiny
 
 
 def found(monkeypatch, moved, rate=1e-9):
@@ -42,6 +45,17 @@ def test_no_rate_is_proposed_where_none_helps(moved, monkeypatch):
     """A cold policy, or frozen weights: the largest rate that is proposed would change nothing either."""
     (low,) = found(monkeypatch, moved)
     assert low.code == "learning-rate-low" and "Set learning_rate" not in low.fix
+
+
+def test_dropout_of_attention_is_seen_through_the_trainers_own_scoring(tmp_path):
+    """A model whose attention drops half of its weights."""
+    model = tiny.folder(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "attention_dropout": 0.9}))
+    parts = {"model": model, "reward_funcs": lambda completions, **kwargs: [float(len(one)) for one in completions]}
+    trainer = runs.trainer(tmp_path / "run", parts=parts)
+    (found,) = learning.dropout(ExaminedRun(trainer, trainer.train_dataset))
+    assert (found.code, found.fix) == ("engine-mismatch", "Set disable_dropout=True.")
 
 
 class OfLinear:
@@ -82,7 +96,7 @@ def test_dropout_is_measured(dropout, gap, level):
         args=SimpleNamespace(temperature=1.0),
         base=SimpleNamespace(rollouts=[SimpleNamespace(sampled=[True])]),
         collated=lambda rollouts: batch,
-        logprobs=lambda batch, temperature: torch.full((4,), -1.0 - gap * model.training),
+        logprobs=lambda batch, temperature, exact: torch.full((4,), -1.0 - gap * model.training),
     )
     assert [one.level for one in learning.dropout(run)] == ([level] if level else [])
     assert not model.training

@@ -319,7 +319,7 @@ def dropout(run: ExaminedRun) -> Iterator[Finding]:
         return
     batch, was = run.collated(rollouts), model.training
     try:
-        still, moving = (run.logprobs(batch, run.args.temperature) for _ in map(model.train, (False, True)))
+        still, moving = (run.logprobs(batch, run.args.temperature, exact=True) for _ in map(model.train, (False, True)))
     finally:
         model.train(was)
     gap = (still - moving)[batch.sampled].abs().mean().item()
