@@ -145,6 +145,7 @@ class CallingThread:
                 await asyncio.wrap_future(job.begun)
             on_begin()
             result = asyncio.wrap_future(job.result)
+            result.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody may await it any more
             if not (await asyncio.wait({result}, timeout=seconds + deadlines.BLOCKED_SECONDS))[0]:
                 late.add(job.result)
                 late.warn_of_main_thread(seconds)
