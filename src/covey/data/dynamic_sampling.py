@@ -17,7 +17,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.credit import assign_credit, spread_of_rewards
 from covey.config.algebra import BatchAlgebra
 from covey.core.likeness import Keys, keys_of
-from covey.core.records import PromptSample, ScoredRollouts, Scores
+from covey.core.records import PromptSample, RolloutBatch, Scores
 from covey.core.stats import Mean, Stat
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
 from covey.rollout.prompts import sample_seed
@@ -178,7 +178,7 @@ class SamplingRound:
 class Selection:
     """Groups selected to train on."""
 
-    kept: ScoredRollouts  # this process's share of them
+    kept: RolloutBatch  # this process's share of them
     first: SamplingRound  # before any refilling
     processed_tokens: int  # of all rounds
     stats: dict[str, Stat]
@@ -223,7 +223,7 @@ class PromptChooser:
             return None
         return self._draws(self.stream.take(missing, avoid={prompt for one in rounds for prompt in one.prompts}))
 
-    def select(self, mine: list[ScoredRollouts], rounds: list[SamplingRound]) -> Selection:
+    def select(self, mine: list[RolloutBatch], rounds: list[SamplingRound]) -> Selection:
         """The groups to train on, from this process's completions of all `rounds`. Collective."""
         kept = kept_groups([one.has_signal for one in rounds], self.algebra.prompts_per_generation)
         tokens = sum(one.processed_tokens for one in rounds)
@@ -249,9 +249,9 @@ class PromptChooser:
         slots = rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
         return PromptDataset(self.dataset).__getitems__(slots)
 
-    def share(self, mine: ScoredRollouts) -> SamplingRound:
+    def share(self, mine: RolloutBatch) -> SamplingRound:
         """Gather the scores of a round, and add them to the history. Collective."""
-        pairs = zip(mine.draws, mine.rollouts, strict=True)
+        pairs = zip(mine.samples, mine.rollouts, strict=True)
         facts = [
             (draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids), keys_of(draw, one))
             for draw, one in pairs
@@ -276,14 +276,14 @@ class PromptChooser:
             has_signal=groups_with_signal(self.algorithm, self.weights, scores, group, learned),
         )
 
-    def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
+    def _collect(self, mine: list[RolloutBatch], rounds: list[SamplingRound], kept: list[Place]) -> RolloutBatch:
         """This process's equal share of the selected groups, fetched from other processes where needed."""
         if all(number == 0 for number, _ in kept):
             return mine[0]  # this process sampled its share
         group = self.algebra.num_generations
         places = [(number, place * group + sample) for number, place in kept for sample in range(group)]
         shares = [places[share_of(len(places), self.algebra, rank)] for rank in range(self.algebra.world_size)]
-        held: dict[Place, ScoredRollouts] = {}
+        held: dict[Place, RolloutBatch] = {}
         for number, (sampled, shared) in enumerate(zip(mine, rounds, strict=True)):
             share = share_of(len(shared.lengths), self.algebra, self.rank)
             for index, place in enumerate(range(share.start, share.stop)):
@@ -313,13 +313,13 @@ def _signals(rounds: list[SamplingRound]) -> int:
     return sum(sum(one.has_signal) for one in rounds)
 
 
-def _joined(completions: list[ScoredRollouts], groups: list[Place]) -> ScoredRollouts:
+def _joined(completions: list[RolloutBatch], groups: list[Place]) -> RolloutBatch:
     """Single completions of several rounds as one share; equal `groups` belong together."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     names = dict.fromkeys(name for one in completions for name in one.columns)
     pairs = zip(completions, groups, strict=True)
-    return ScoredRollouts(
-        draws=[draw for one in completions for draw in one.draws],
+    return RolloutBatch(
+        samples=[draw for one in completions for draw in one.samples],
         rollouts=[replace(rollout, group=numbers[group]) for one, group in pairs for rollout in one.rollouts],
         rewards=torch.cat([one.rewards for one in completions]),
         columns={name: [cell for one in completions for cell in one.columns.get(name, [None])] for name in names},

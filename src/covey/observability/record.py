@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits
-from covey.core.records import FinishReason, PromptSample, Rollout, ScoredRollouts
+from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch
 from covey.observability.excerpts import thumbnails
 from covey.observability.metrics import Timeline, drawn
 from covey.observability.record_files import (
@@ -77,11 +77,11 @@ class Recorder(TrainerCallback):
     tokens: bool = True  # keep the columns of tokens, which a replay needs
     tokenizer: Any = None  # its vocabulary is written with the tokens
     timeline: Timeline | None = None  # of which the latest rollout batch is written at every log
-    _pending: list[tuple[int, int, ScoredRollouts, TrainBatch]] = field(default_factory=list, init=False)
+    _pending: list[tuple[int, int, RolloutBatch, TrainBatch]] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
     _config: str = field(default="", init=False)
-    _evaluated: dict[str, list[tuple[ScoredRollouts, list[float | None] | None, Grades]]] = field(
+    _evaluated: dict[str, list[tuple[RolloutBatch, list[float | None] | None, Grades]]] = field(
         default_factory=dict, init=False
     )
     _own: set[Path] = field(default_factory=set, init=False)  # files of evaluations before training began
@@ -91,7 +91,7 @@ class Recorder(TrainerCallback):
     def __post_init__(self) -> None:
         self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
 
-    def add(self, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> TrainBatch:
+    def add(self, step: int, generation: int, scored: RolloutBatch, batch: TrainBatch) -> TrainBatch:
         """Take a rollout batch that training begins with; returns its training data with numbers of the tokens."""
         if self.updates is not None:
             unknown = any(rollout.entropies is None for rollout in scored.rollouts)
@@ -104,7 +104,7 @@ class Recorder(TrainerCallback):
         self._evaluated[name] = []
 
     def add_evaluated(
-        self, name: str, scored: ScoredRollouts, batch: TrainBatch | None = None, grades: Grades = ()
+        self, name: str, scored: RolloutBatch, batch: TrainBatch | None = None, grades: Grades = ()
     ) -> None:
         """Take rollouts of the evaluation that has begun, with their advantages or with grades."""
         advantages = None if batch is None else [advantage for _, advantage in _outcomes(scored.rollouts, batch)]
@@ -212,7 +212,7 @@ class Recorder(TrainerCallback):
             new.write_text(json.dumps(described, indent=1))
 
     def _write_evaluation(
-        self, path: Path, step: int, parts: list[tuple[ScoredRollouts, list[float | None] | None, Grades]]
+        self, path: Path, step: int, parts: list[tuple[RolloutBatch, list[float | None] | None, Grades]]
     ) -> Path:
         columns: dict[str, list[Any]] = {}
         for number, (scored, advantages, grades) in enumerate(parts):
@@ -229,7 +229,7 @@ class Recorder(TrainerCallback):
                 self._describe()
         return write_table(path, _typed(columns))
 
-    def _write(self, path: Path, step: int, generation: int, scored: ScoredRollouts, batch: TrainBatch) -> Path:
+    def _write(self, path: Path, step: int, generation: int, scored: RolloutBatch, batch: TrainBatch) -> Path:
         fates, advantages = zip(*_outcomes(scored.rollouts, batch), strict=True)
         columns = _typed(self._of_rollouts(step, generation, scored, fates, advantages))
         if self.tokens:
@@ -240,7 +240,7 @@ class Recorder(TrainerCallback):
         self,
         step: int,
         generation: int,
-        scored: ScoredRollouts,
+        scored: RolloutBatch,
         fates: Sequence[str],
         advantages: Sequence[float | None],
     ) -> dict[str, list[Any]]:
@@ -248,9 +248,9 @@ class Recorder(TrainerCallback):
         return {
             "step": [step] * len(rollouts),
             "generation": [generation] * len(rollouts),
-            "row": [draw.prompt for draw in scored.draws],
-            "sample": [draw.sample for draw in scored.draws],
-            "data": [draw.row for draw in scored.draws],
+            "row": [draw.prompt for draw in scored.samples],
+            "sample": [draw.sample for draw in scored.samples],
+            "data": [draw.row for draw in scored.samples],
             **{name: [getattr(rollout, name) for rollout in rollouts] for name in AS_THEY_ARE},
             **{REWARD + name: _known(scored.rewards[:, i]) for i, name in enumerate(self.reward_names)},
             "steps": [{str(function): pairs for function, pairs in steps.items()} for steps in scored.steps],
@@ -331,7 +331,7 @@ class Replay:
     def path(self, generation: int) -> Path:
         return self.folder / FOLDER / file_name(generation, self.rank, self.processes)
 
-    def load(self, generation: int) -> ScoredRollouts:
+    def load(self, generation: int) -> RolloutBatch:
         """This process's rollouts of a generation; ValueError where the record has none, or no text alone."""
         path = self.path(generation)
         if not path.exists():
@@ -361,10 +361,10 @@ class Replay:
         return as_scored(rows, names, [rollout_of(row) for row in rows])
 
 
-def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollout]) -> ScoredRollouts:
+def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollout]) -> RolloutBatch:
     """Rollouts of a record's rows with what else the rows say of them: prompts, and the rewards of these names."""
     rewards = [[_number(row[REWARD + name]) for name in names] for row in rows]
-    return ScoredRollouts(
+    return RolloutBatch(
         [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
         rollouts,
         torch.tensor(rewards, dtype=torch.float64).view(len(rows), len(names)),

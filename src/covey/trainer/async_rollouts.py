@@ -1,6 +1,6 @@
-"""Async rollouts: while one generation is trained on, later ones are sampled (`max_staleness`).
+"""Async rollouts: while one rollout batch is trained on, later ones are sampled (`max_staleness`).
 
-A generation whose training begins after optimizer step s is launched at the beginning of the first step v for which
+A rollout batch whose training begins after optimizer step s is launched at the beginning of the first step v for which
 s - v <= max_staleness, with the weights of v. What is launched when depends on no clock: the main thread decides, alike
 on every process, and only the engine is waited for in the background.
 """
@@ -32,13 +32,13 @@ SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its reque
 
 @dataclass
 class InFlightBatch:
-    """A generation that is being sampled, or has been."""
+    """A rollout batch that is being sampled, or has been."""
 
-    generation: int  # its number since the run began
+    number: int  # since the run began
     key: tuple[str, int]  # what its samples are seeded with
     version: int  # of the weights that it was launched with
-    draws: list[PromptSample]  # of this process
-    work: Future[list[Rollout]]  # the rollouts, in the draws' order
+    samples: list[PromptSample]  # of this process
+    work: Future[list[Rollout]]  # the rollouts, in the samples' order
     stream: RewardStream = field(default_factory=RewardStream)  # of rollouts as they end; not once a run was resumed
 
     def rollouts(self) -> list[Rollout]:
@@ -62,45 +62,45 @@ class InFlightBatch:
             )
             rollouts = None
         return {
-            "generation": self.generation,
+            "generation": self.number,
             "key": list(self.key),
             "version": self.version,
-            "slots": [[draw.prompt, draw.sample] for draw in self.draws],
+            "slots": [[one.prompt, one.sample] for one in self.samples],
             "rollouts": rollouts,
         }
 
 
 @dataclass(eq=False)
 class AsyncRollouts:
-    """The generations between the one that is trained on and the newest that has been launched."""
+    """The rollout batches between the one that is trained on and the newest that has been launched."""
 
     collector: Collector  # until `close`, all that it samples runs in the background thread
     params: SamplingParams
     prompts: PromptSource
     algebra: BatchAlgebra  # the run's batch sizes
-    per_epoch: int | None  # generations of an epoch; None for a dataset without length: one endless epoch
+    per_epoch: int | None  # rollout batches of an epoch; None for a dataset without length: one endless epoch
     max_steps: int  # optimizer steps of the run
     max_staleness: int  # optimizer steps between weights and training, 1 or more
     _: KW_ONLY
-    next_key: Callable[[], tuple[str, int]]  # names the samples of one more generation
+    next_key: Callable[[], tuple[str, int]]  # names the samples of one more rollout batch
     send_weights: Callable[[int, Mode], None]  # (version, purpose); collective where several processes train
-    stream: Callable[[], RewardStream]  # makes that of a generation's rollouts
+    stream: Callable[[], RewardStream]  # makes that of a rollout batch's rollouts
     waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which nothing but sampling goes on
 
     def __post_init__(self) -> None:
         self._thread = LoopThread("covey-sampling", no_grad=True)
         self._in_front = self.collector.run_by(self._thread.run)
-        self._flights: deque[InFlightBatch] = deque()
+        self._in_flight: deque[InFlightBatch] = deque()
         self._next: int | None = None
         self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
         self._sent: int | None = None
 
     def launch(self, version: int, begins: int | None) -> None:
-        """Begin to sample every generation that may be sampled with weights of `version`. Collective."""
-        if begins is not None and not (self._flights and self._flights[0].generation == begins):
+        """Begin to sample every rollout batch that may be sampled with weights of `version`. Collective."""
+        if begins is not None and not (self._in_flight and self._in_flight[0].number == begins):
             self._restart(begins, version)
         while self._next is not None and self._may_begin(self._next, version):
-            self._fly_next(version)
+            self._launch_next(version)
 
     def bring_weights(self, version: int, mode: Mode = "train") -> None:
         """Send the weights of `version` unless the engine has them. Collective."""
@@ -111,28 +111,28 @@ class AsyncRollouts:
         self.send_weights(version, mode)
         self._sent = version
 
-    def newest_draws(self, version: int) -> list[PromptSample]:
-        """The draws of the generation that was launched last, if that was with weights of `version`; else none."""
-        newest = self._flights[-1] if self._flights else None
-        return newest.draws if newest is not None and newest.version == version else []
+    def newest_samples(self, version: int) -> list[PromptSample]:
+        """The samples of the rollout batch that was launched last, if that was with weights of `version`; else none."""
+        newest = self._in_flight[-1] if self._in_flight else None
+        return newest.samples if newest is not None and newest.version == version else []
 
-    def take(self, generation: int, version: int) -> InFlightBatch:
-        if not (self._flights and self._flights[0].generation == generation):
-            self._restart(generation, version)
-        inflight = self._flights.popleft()
+    def take(self, number: int, version: int) -> InFlightBatch:
+        if not (self._in_flight and self._in_flight[0].number == number):
+            self._restart(number, version)
+        inflight = self._in_flight.popleft()
         with self.waiting():
             self._thread.wait(inflight.work)
         return inflight
 
     def settle(self) -> None:
         with self.waiting():
-            for inflight in self._flights:
+            for inflight in self._in_flight:
                 with suppress(Exception):
                     self._thread.wait(inflight.work)
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return {"next": self._next, "late": self._late, "flights": [inflight.state() for inflight in self._flights]}
+        return {"next": self._next, "late": self._late, "flights": [inflight.state() for inflight in self._in_flight]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> int:
         """Continue where `state` was taken; the number of batches given up, which are not yet due here. Collective."""
@@ -144,14 +144,14 @@ class AsyncRollouts:
         if kept:
             self.bring_weights(version)  # on every process, whether or not sampling failed there
         for one in kept:
-            draws = self.prompts(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
+            samples = self.prompts(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
             key = one["key"][0], one["key"][1]
             if one["rollouts"] is None:
-                self._fly(one["generation"], key, version, draws)
+                self._launch(one["generation"], key, version, samples)
                 continue
             done: Future[list[Rollout]] = Future()
             done.set_result([_rollout(fields) for fields in one["rollouts"]])
-            self._flights.append(InFlightBatch(one["generation"], key, one["version"], draws, done))
+            self._in_flight.append(InFlightBatch(one["generation"], key, one["version"], samples, done))
         return len(saved) - len(kept)
 
     def close(self, seconds: float = 5.0) -> None:
@@ -159,43 +159,43 @@ class AsyncRollouts:
         self.collector.run_by(self._in_front)
         call_all(self._give_up, partial(self._thread.close, seconds))
 
-    def begins(self, generation: int) -> int:
-        """The optimizer step after which the training of a generation begins by the schedule."""
+    def begins(self, number: int) -> int:
+        """The optimizer step after which the training of a rollout batch begins by the schedule."""
         micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
-        epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
+        epoch, place = (0, number) if self.per_epoch is None else divmod(number, self.per_epoch)
         steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
         return epoch * steps_per_epoch + place * micro_batches // accumulation
 
-    def _may_begin(self, generation: int, version: int) -> bool:
-        begins = self.begins(generation) + self._late
+    def _may_begin(self, number: int, version: int) -> bool:
+        begins = self.begins(number) + self._late
         return begins < self.max_steps and begins - version <= self.max_staleness
 
-    def _fly_next(self, version: int) -> None:
+    def _launch_next(self, version: int) -> None:
         assert self._next is not None, "the dataloader has said where it is"
         self.bring_weights(version)
-        self._fly(self._next, self.next_key(), version, self.prompts(self._next, None))
+        self._launch(self._next, self.next_key(), version, self.prompts(self._next, None))
         self._next += 1
 
-    def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[PromptSample]) -> None:
-        """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
+    def _launch(self, number: int, key: tuple[str, int], version: int, samples: list[PromptSample]) -> None:
+        """Launch a rollout batch, and wait until the engine has its requests: what comes next comes after them."""
         submitted, stream = threading.Event(), self.stream()
-        work = self._thread.start(self.collector.sample(draws, self.params, key, None, submitted.set, stream))
+        work = self._thread.start(self.collector.sample(samples, self.params, key, None, submitted.set, stream))
         work.add_done_callback(lambda _: submitted.set())
-        self._flights.append(InFlightBatch(generation, key, version, draws, work, stream))
+        self._in_flight.append(InFlightBatch(number, key, version, samples, work, stream))
         submitted.wait(SUBMITTED)
 
     def _give_up(self) -> None:
-        for inflight in self._flights:
+        for inflight in self._in_flight:
             inflight.work.cancel()
             inflight.stream.__exit__()
-        self._flights.clear()
+        self._in_flight.clear()
 
-    def _restart(self, generation: int, version: int) -> None:
+    def _restart(self, number: int, version: int) -> None:
         """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
         self._give_up()
-        self._next = generation
-        self._late = version - self.begins(generation)
-        self._fly_next(version)
+        self._next = number
+        self._late = version - self.begins(number)
+        self._launch_next(version)
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:

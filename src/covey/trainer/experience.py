@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
-from covey.core.records import Experience, Mode, RankShard, Rollout, Scores
+from covey.core.records import Behaviour, Experience, Mode, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Mean, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
@@ -23,7 +23,6 @@ from covey.rewards import RewardSuite
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import micro_batch_tokens
-from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import (
     GlobalBatch,
     entropy_stats,
@@ -36,16 +35,6 @@ from covey.trainer.rollout_reports import (
 from covey.trainer.run import Run
 
 Stats = dict[str, Stat]
-
-
-class Behaviour(NamedTuple):
-    """Rollouts under the policies that the loss compares with."""
-
-    rollouts: list[Rollout]  # with the entropies that were measured
-    batch: TrainBatch  # with the log-probs that the loss needs
-    kl: Tensor | None  # [B] the reward's KL penalty, or None
-    entropy: list[Stats]  # the metric `entropy` of all completions, in parts; empty if it is not known
-    stats: list[Stats]
 
 
 @dataclass(eq=False)
@@ -206,7 +195,7 @@ class CreditAssigner:
 
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
-        run, scored = self.run, rollouts.scored
+        run, scored = self.run, rollouts
         mine = RankShard(
             scores=scored.scores,
             kl=behaviour.kl,
@@ -217,9 +206,9 @@ class CreditAssigner:
             truncated=[rollout.truncated for rollout in scored.rollouts],
             prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
             entropies=mean_entropies(scored.rollouts, run.args),
-            likeness=[keys_of(*pair) for pair in zip(scored.draws, scored.rollouts, strict=True)],
+            likeness=[keys_of(*pair) for pair in zip(scored.samples, scored.rollouts, strict=True)],
         )
-        purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
+        purpose = "gather the rewards of {} rollout batch {}".format(*rollouts.key)
         return GlobalBatch(run.collectives.gather(mine, purpose), run.collectives.rank)
 
     def _stats(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode) -> Stats:
@@ -244,7 +233,7 @@ class CreditAssigner:
         self, log: CompletionLog, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode
     ) -> None:
         run = self.run
-        mine = summarize(rollouts.scored, run.args)
+        mine = summarize(rollouts, run.args)
         summaries = list(chain.from_iterable(run.collectives.to_first(mine, "put the completions together")))
         if log.enabled:
             table = everyone.table(summaries, self.rewards.names, credit.of_completions())

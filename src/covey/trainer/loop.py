@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.records import Experience, MicroStep, Mode, Plan, PlannedMicroStep
+from covey.core.records import Experience, MicroStep, Mode, Plan, PlannedMicroStep, RolloutBatch
 from covey.core.stats import Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import MetricLog
@@ -33,7 +33,7 @@ from covey.trainer.distributed.stopping import Finished, StopAtStep, random_stat
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations.loss_inputs import LossInputs
 from covey.trainer.resuming import follow_schedule
-from covey.trainer.rollout_phase import RolloutBatch, RolloutPhase
+from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.run import Run
 from covey.trainer.update_phase import UpdatePhase
 
@@ -135,10 +135,10 @@ class TrainingLoop(Trainer):
         began: list[Experience] = []
         with self.run.phases("train"):
             if self.args.max_staleness:
-                self.rollouts.launch(step.micro_steps[0].generation)
+                self.rollouts.launch(step.micro_steps[0].rollout_batch)
                 self.behaviour.probe(self.rollouts.probe(self.behaviour.engine_check.wants_samples))
             for micro_step in step.micro_steps:
-                if micro_step.generation is not None:
+                if micro_step.rollout_batch is not None:
                     rollouts = self.rollouts.next(micro_step, "train")  # send weights, sample, reward, select
                     began.append(self.gather_experience(rollouts, "train", self.completions))
                     self.updates.load(began[-1])
@@ -151,18 +151,16 @@ class TrainingLoop(Trainer):
     @torch.no_grad()
     def gather_experience(self, rollouts: RolloutBatch, mode: Mode, log: CompletionLog | None) -> Experience:
         """Score rollouts, assign credit and weights: training data. `log` gets the completions. Collective."""
-        behaviour = self.behaviour.score(rollouts.scored.rollouts, mode)  # old and reference log-probs, where needed
-        rollouts = replace(rollouts, scored=replace(rollouts.scored, rollouts=behaviour.rollouts))
+        behaviour = self.behaviour.score(rollouts.rollouts, mode)  # old and reference log-probs, where needed
+        rollouts = replace(rollouts, rollouts=behaviour.rollouts)  # with the entropies that were measured
         experience = self.credit.experience(rollouts, behaviour, mode, log)  # advantages and token weights
         if self.recorder is None:
             return experience
         if mode == "eval":
             assert log is not None, "an evaluation has a log, which has its name"
-            self.recorder.add_evaluated(log.name, rollouts.scored, experience.batch)
+            self.recorder.add_evaluated(log.name, rollouts, experience.batch)
             return experience
-        numbered = self.recorder.add(
-            self.state.global_step + 1, int(rollouts.key[1]), rollouts.scored, experience.batch
-        )
+        numbered = self.recorder.add(self.state.global_step + 1, int(rollouts.key[1]), rollouts, experience.batch)
         return replace(experience, batch=numbered)
 
     def optimizer_step(self, model: Any, plan: Plan, began: float) -> Update | None:

@@ -1,4 +1,4 @@
-"""Rollouts of a generation: send weights, sample, reward, and select the groups to train on."""
+"""Rollouts of a rollout batch: send weights, sample, reward, and select the groups to train on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from covey.core.engine import SamplingParams, traits_of
-from covey.core.records import MicroStep, Mode, PromptSample, Rollout, ScoredRollouts
-from covey.data.dynamic_sampling import PromptChooser, Selection, prompt_source
+from covey.core.records import MicroStep, Mode, PromptSample, Rollout, RolloutBatch
+from covey.data.dynamic_sampling import PromptChooser, prompt_source
 from covey.observability.activity import Counted
 from covey.observability.record import Replay
 from covey.rewards import RewardSuite
@@ -26,20 +26,13 @@ from covey.trainer.run import Run
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine check alone, and their length at most
 
-# ("train" or "eval", number of the generation, and of the refill if any); samples are seeded with it.
-GenerationKey = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    key: GenerationKey  # names the generation
-    scored: ScoredRollouts  # this process's share
-    selection: Selection | None = None  # the groups selected by their rewards, where any are
+# ("train" or "eval", number of the rollout batch, and of a further round if any); samples are seeded with it.
+RolloutKey = tuple[str | int, ...]
 
 
 @dataclass(eq=False)
 class RolloutPhase:
-    """Samples and rewards the rollouts of each generation."""
+    """Samples and rewards the rollouts of each rollout batch."""
 
     run: Run
     collector: Collector
@@ -59,7 +52,7 @@ class RolloutPhase:
 
     @property
     def chooses_prompts(self) -> bool:
-        """The dataloader only marks where generations begin; prompts are drawn here."""
+        """The dataloader only marks where rollout batches begin; prompts are drawn here."""
         return self.run.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
 
     def next(self, step: MicroStep, mode: Mode) -> RolloutBatch:
@@ -67,32 +60,32 @@ class RolloutPhase:
         training, in_flight = mode == "train", None
         if training and self.replay is not None:
             key = self.next_key(mode)
-            return RolloutBatch(key, self.replay.load(key[1]))
-        if training and self.async_rollouts is not None and step.generation is not None:
-            in_flight = self.async_rollouts.take(step.generation, self.run.step)
+            return replace(self.replay.load(key[1]), key=key)
+        if training and self.async_rollouts is not None and step.rollout_batch is not None:
+            in_flight = self.async_rollouts.take(step.rollout_batch, self.run.step)
         key = self.next_key(mode) if in_flight is None else in_flight.key
-        samples = step.samples if in_flight is None else in_flight.draws
+        samples = step.samples if in_flight is None else in_flight.samples
         if training:
             self.run.timeline.begin(perf_counter())
         if self.chooser is None or not training:
             assert samples is not None, "the dataloader draws prompts unless a chooser does"
-            return RolloutBatch(key, self.sample(key, samples, mode, in_flight))
+            return self.sample(key, samples, mode, in_flight)
         scored = [self.sample(key, self.chooser.draw() if samples is None else samples, mode, in_flight)]
         rounds = [self.chooser.share(scored[0])]
         while (more := self.chooser.refill(rounds)) is not None:
             scored.append(self.sample((*key, len(rounds)), more, mode))
             rounds.append(self.chooser.share(scored[-1]))
         selection = self.chooser.select(scored, rounds)
-        return RolloutBatch(key, selection.kept, selection)
+        return replace(selection.kept, key=key, selection=selection)
 
     def sample(
         self,
-        key: GenerationKey,
+        key: RolloutKey,
         samples: list[PromptSample],
         mode: Mode,
         in_flight: InFlightBatch | None = None,
         params: SamplingParams | None = None,
-    ) -> ScoredRollouts:
+    ) -> RolloutBatch:
         """Sample and reward one round of a rollout batch; `in_flight` if its sampling began earlier. Collective."""
         run, spec, log = self.run, self.collector.spec, reports.RewardLog()
         reuse = self.speculation if mode == "train" else None  # an evaluation samples from scratch
@@ -123,7 +116,7 @@ class RolloutPhase:
             reports.add_spans(run.timeline, stream, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         run.metrics.add({**result.stats, **log.metrics, **reused}, mode)
-        return ScoredRollouts(samples, rollouts, result.rewards, log.columns, result.steps)
+        return RolloutBatch(samples, rollouts, result.rewards, log.columns, result.steps, key)
 
     def next_key(self, mode: Mode) -> tuple[str, int]:
         number = self.generations[mode]
@@ -135,12 +128,12 @@ class RolloutPhase:
         self.generations["eval"] = 0
 
     @contextmanager
-    def _located(self, key: GenerationKey) -> Iterator[None]:
-        """Add step and generation to errors: those of servers and rewards know neither."""
+    def _located(self, key: RolloutKey) -> Iterator[None]:
+        """Add step and rollout batch to errors: those of servers and rewards know neither."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"This was at step {self.run.step}, in {key[0]} generation {key[1]}.")
+            error.add_note(f"This was at step {self.run.step}, in {key[0]} rollout batch {key[1]}.")
             raise
 
     def _stream(self, in_flight: InFlightBatch | None = None) -> RewardStream:
@@ -149,8 +142,8 @@ class RolloutPhase:
         return self.rewards.stream(self.run.state(), self.run.args.stream_rewards)
 
     @torch.no_grad()
-    def launch(self, generation: int | None) -> None:
-        """At the beginning of an optimizer step, launch the generations that may be sampled with its weights."""
+    def launch(self, begins: int | None) -> None:
+        """At the beginning of an optimizer step, launch the rollout batches that may be sampled with its weights."""
         if self.replay is not None:  # it holds what was sampled ahead
             return
         if self.async_rollouts is None:
@@ -158,7 +151,7 @@ class RolloutPhase:
             if self._saved_async is not None:
                 given_up = self.async_rollouts.load_state_dict(self._saved_async, self.run.step)
                 self.generations["train"] -= given_up  # they are launched again, with the same seeds
-        self.async_rollouts.launch(self.run.step, generation)
+        self.async_rollouts.launch(self.run.step, begins)
 
     def _async_rollouts(self) -> AsyncRollouts:
         args, algebra, dataset = self.run.args, self.run.algebra, self.dataset
@@ -181,7 +174,7 @@ class RolloutPhase:
     def probe(self, wanted: Callable[[], bool]) -> list[Rollout]:
         """Short rollouts of the current weights, for the engine check alone; none before the first update."""
         asynchronous, version = self.async_rollouts, self.run.step
-        samples = asynchronous.newest_draws(version)[:PROBE_ROWS] if asynchronous is not None and version else []
+        samples = asynchronous.newest_samples(version)[:PROBE_ROWS] if asynchronous is not None and version else []
         if not samples or not wanted():
             return []
         params = replace(self.params, max_tokens=min(self.params.max_tokens, PROBE_TOKENS))

@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.likeness import Keys
-from covey.core.records import FinishReason, RankShard, Rollout, ScoredRollouts, Scores
+from covey.core.records import FinishReason, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
 from covey.core.transcript import Counts, RolloutSummary, count
 from covey.observability.excerpts import thumbnails
@@ -198,12 +198,12 @@ def mean_entropies(rollouts: Sequence[Rollout], args: OnlineConfig) -> list[floa
     return [fmean(entropies) if entropies else None for entropies in known]
 
 
-def summarize(scored: ScoredRollouts, args: OnlineConfig) -> list[RolloutSummary]:
+def summarize(scored: RolloutBatch, args: OnlineConfig) -> list[RolloutSummary]:
     """A summary of each rollout, with small images and its entropy if the config asks for them."""
     known: dict[int, bytes] = {}
     entropies = mean_entropies(scored.rollouts, args)
     found = []
-    for index, (sample, rollout) in enumerate(zip(scored.draws, scored.rollouts, strict=True)):
+    for index, (sample, rollout) in enumerate(zip(scored.samples, scored.rollouts, strict=True)):
         # Messages show calls that were not executed, too; the rollout's own counts know their results.
         shown, executed = count(rollout.completion), sum(rollout.calls.values())
         extras = {"solution": sample.row["solution"]} if "solution" in sample.row else {}

@@ -68,7 +68,7 @@ def test_the_versions_of_all_tokens_are_known_ahead(tmp_path):
     gather, found = made.credit.gather, []
 
     def noting(rollouts, behaviour, mode):
-        found.append((made.state.global_step, rollouts.scored.rollouts))
+        found.append((made.state.global_step, rollouts.rollouts))
         return gather(rollouts, behaviour, mode)
 
     made.credit.gather = noting

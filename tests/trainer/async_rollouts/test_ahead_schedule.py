@@ -90,12 +90,12 @@ class Run:
     def go(self):
         taken = []
         for step, micro in self.steps():
-            self.ahead.launch(step, micro[0].generation)
+            self.ahead.launch(step, micro[0].rollout_batch)
             for marks in micro:
-                if marks.generation is not None:
-                    flight = self.ahead.take(marks.generation, step)
+                if marks.rollout_batch is not None:
+                    flight = self.ahead.take(marks.rollout_batch, step)
                     taken.append((step, flight))
-                    self.events.append(("train", flight.generation))
+                    self.events.append(("train", flight.number))
         self.ahead.close()
         return taken
 
@@ -126,9 +126,9 @@ def test_weights_are_as_old_as_they_may_be_and_never_older(cut, staleness):
 def test_the_schedule_knows_the_first_step_of_every_generation(cut):
     run = Run(1, CUTS[cut], max_steps=9)
     taken = run.go()
-    assert [step for step, _ in taken] == [run.ahead.begins(flight.generation) for _, flight in taken]
+    assert [step for step, _ in taken] == [run.ahead.begins(flight.number) for _, flight in taken]
     launched = next(run.keys)
-    assert launched == len(taken) == len({flight.generation for _, flight in taken})  # nothing that is not trained on
+    assert launched == len(taken) == len({flight.number for _, flight in taken})  # nothing that is not trained on
 
 
 def test_one_step_ahead_is_launched_before_the_step_is_trained():
@@ -165,7 +165,7 @@ def test_prompts_and_seeds_are_those_of_the_synchronous_run(cut):
         epoch += 1
     for staleness in (1, 4):
         taken = Run(staleness, a, max_steps=20).go()
-        found = [content(flight.draws, flight.rollouts()) for _, flight in taken]
+        found = [content(flight.samples, flight.rollouts()) for _, flight in taken]
         assert found[:5] == synchronous[:5] and len(found[:5]) == 5
 
 
@@ -174,7 +174,7 @@ def test_a_stream_is_read_ahead_in_its_own_order():
         def __iter__(self):
             return iter(EIGHT[:6])
 
-    drawn = [[d.row["prompt"] for d in flight.draws][::4] for _, flight in Run(2, rows=Stream(), max_steps=5).go()]
+    drawn = [[d.row["prompt"] for d in flight.samples][::4] for _, flight in Run(2, rows=Stream(), max_steps=5).go()]
     names = [row["prompt"] for row in EIGHT[:6]]
     assert drawn == [names[0:2], names[2:4], names[4:6], names[0:2], names[2:4]]
 
@@ -196,7 +196,7 @@ def test_weights_wait_for_answers_of_an_engine_that_needs_it():
 
 def test_checkpoints_keep_rollouts_and_resample_failed_ones():
     def facts(flights):
-        return [(f.generation, f.version, f.key, [r.completion_ids for r in f.rollouts()]) for f in flights]
+        return [(f.number, f.version, f.key, [r.completion_ids for r in f.rollouts()]) for f in flights]
 
     straight = facts(flight for _, flight in Run(2).go())
     run = Run(2)
@@ -204,10 +204,10 @@ def test_checkpoints_keep_rollouts_and_resample_failed_ones():
     found = []
     for _ in range(3):
         step, micro = next(at)
-        run.ahead.launch(step, micro[0].generation)
+        run.ahead.launch(step, micro[0].rollout_batch)
         for one in micro:
-            if one.generation is not None:
-                found.append(run.ahead.take(one.generation, step))
+            if one.rollout_batch is not None:
+                found.append(run.ahead.take(one.rollout_batch, step))
     state = run.ahead.state_dict()
     run.ahead.close()
     assert [one["generation"] for one in state["flights"]] == [3, 4]
@@ -219,10 +219,10 @@ def test_checkpoints_keep_rollouts_and_resample_failed_ones():
     for step, micro in resumed.steps():
         if step < 3:
             continue
-        resumed.ahead.launch(step, micro[0].generation)
+        resumed.ahead.launch(step, micro[0].rollout_batch)
         for one in micro:
-            if one.generation is not None:
-                found.append(resumed.ahead.take(one.generation, step))
+            if one.rollout_batch is not None:
+                found.append(resumed.ahead.take(one.rollout_batch, step))
     resumed.ahead.close()
     assert straight[4][1] == 2
     straight[4] = (4, 3, *straight[4][2:])  # launched with version 2 before, and now with 3
@@ -234,7 +234,7 @@ def test_data_that_begin_anew_are_followed():
     run = Run(2)
     run.ahead.launch(3, 7)
     flight = run.ahead.take(7, 3)
-    assert (flight.generation, flight.version) == (7, 3)
+    assert (flight.number, flight.version) == (7, 3)
     run.ahead.launch(4, 8)
     assert run.ahead.take(8, 4).version == 3  # as far ahead as ever
     run.ahead.close()
@@ -252,7 +252,7 @@ def test_a_background_failure_surfaces_with_its_generation():
     run.engine.seconds = fails_from_there
     run.ahead.launch(0, 0)
     run.ahead.settle()
-    assert run.ahead.take(0, 0).generation == 0
+    assert run.ahead.take(0, 0).number == 0
     assert run.ahead.state_dict()["flights"][0]["rollouts"] is None
     with pytest.raises(ConnectionError, match="the server is gone"):
         run.ahead.take(1, 1)

@@ -31,9 +31,9 @@ def noted(trainer):
     share, found = trainer.credit.gather, []
 
     def noting(rollouts, behaviour, mode):
-        sampled = rollouts.scored
+        sampled = rollouts
         if mode == "train":
-            slots = [(draw.prompt, draw.sample) for draw in sampled.draws]
+            slots = [(draw.prompt, draw.sample) for draw in sampled.samples]
             completions = [tuple(rollout.completion_ids) for rollout in sampled.rollouts]
             versions = sorted({v for rollout in sampled.rollouts for v in rollout.versions or ()})
             found.append((trainer.state.global_step, slots, completions, versions))

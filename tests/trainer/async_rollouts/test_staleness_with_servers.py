@@ -18,7 +18,7 @@ def test_servers_sample_while_the_policy_trains(tmp_path, staleness):
 
     def noting(rollouts, behaviour, mode):
         step = trainer.state.global_step
-        ages.extend([step - version for version in rollout.versions] for rollout in rollouts.scored.rollouts)
+        ages.extend([step - version for version in rollout.versions] for rollout in rollouts.rollouts)
         return share(rollouts, behaviour, mode)
 
     trainer.credit.gather = noting

@@ -13,7 +13,7 @@ from covey.cli.doctor.learning import MUCH, rate_within
 from covey.core.advantages import nanstd
 from covey.core.findings import Effect, Finding
 from covey.core.likeness import answer_of, common_share, most_common, reference_of
-from covey.core.records import FinishReason, PromptSample, ScoredRollouts
+from covey.core.records import FinishReason, PromptSample, RolloutBatch
 from covey.observability.diagnostics import RISEN, Course, collapsed, entropy_is_lost, lost
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
@@ -28,7 +28,7 @@ class Point:
     number: int
     step: int
     totals: Tensor  # [P, G]
-    scored: ScoredRollouts
+    scored: RolloutBatch
     entropy: float | None  # nats a token
     grad_norm: float | None = None
 
@@ -46,11 +46,11 @@ class Point:
 
     @property
     def prompts(self) -> list[str]:
-        return [str(draw.row.get("prompt", draw.prompt)) for draw in self.scored.draws]
+        return [str(draw.row.get("prompt", draw.prompt)) for draw in self.scored.samples]
 
     @property
     def references(self) -> list[str | None]:
-        return [reference_of(draw.row) for draw in self.scored.draws]
+        return [reference_of(draw.row) for draw in self.scored.samples]
 
     @property
     def log(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _constant(points: Sequence[Point], run: ExaminedRun, answer: str) -> str:
         if said == answer
     )
     text = written if isinstance(written, str) else str(written[-1].get("content") or "") if written else ""
-    asked: list[PromptSample] = [draw for point in points for draw in point.scored.draws[:: point.totals.shape[1]]]
+    asked: list[PromptSample] = [draw for point in points for draw in point.scored.samples[:: point.totals.shape[1]]]
     asked = asked[:: max(1, len(asked) // MOST_ASKED)]
     totals = run.totals([one.row for one in asked], [run.answering(one.row, text) for one in asked])
     first = points[0].mean
@@ -216,7 +216,7 @@ def _lost(points: Sequence[Point], args: Any) -> Finding | None:
         course.add(point.log, args)
     if len(end) < 2 or not lost(course) or not fell(begin, end):
         return None
-    rows = [{draw.prompt for point in side for draw in point.scored.draws} for side in (begin, end)]
+    rows = [{draw.prompt for point in side for draw in point.scored.samples} for side in (begin, end)]
     evidence = (
         f"the mean reward was {means[peak]:.3g} at step {points[peak].step}, and all completions of the last rollout"
         f" batches, from step {end[0].step} on, get {lowest:g}."

@@ -28,7 +28,7 @@ from covey.cli.train import build_trainer
 from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits
 from covey.core.findings import DIAGNOSED, Finding
-from covey.core.records import FinishReason, Rollout, ScoredRollouts
+from covey.core.records import FinishReason, Rollout, RolloutBatch
 from covey.observability.diagnostics import advice
 from covey.observability.record import as_scored, rollout_of
 from covey.observability.record_files import (
@@ -248,7 +248,7 @@ class PastRun:
                 break
         return dict(sorted(found.items()))
 
-    def load(self, number: int) -> ScoredRollouts:
+    def load(self, number: int) -> RolloutBatch:
         """Rollouts of a batch, in whole groups; without tokens where the record has none."""
         rows = self._rows(number)
         rows = rows[: len(rows) // self.size * self.size]
@@ -256,15 +256,15 @@ class PastRun:
 
     def batch(self) -> SampleBatch:
         """The first rollout batch; further ones where it has few prompts."""
-        loaded: list[ScoredRollouts] = []
+        loaded: list[RolloutBatch] = []
         for number in self.generations[:FIRST]:
             if sum(len(one.rollouts) for one in loaded) < 24:
                 loaded.append(self.load(number))
         return self.together(loaded)
 
-    def together(self, loaded: Sequence[ScoredRollouts]) -> SampleBatch:
+    def together(self, loaded: Sequence[RolloutBatch]) -> SampleBatch:
         rollouts = [rollout for one in loaded for rollout in one.rollouts]
-        samples = [sample for one in loaded for sample in one.draws]
+        samples = [sample for one in loaded for sample in one.samples]
         limit = int(self.args.max_completion_length or 512)
         given = torch.cat([one.rewards for one in loaded])
         return SampleBatch(samples, rollouts, given, self.weights, self.size, limit, fresh=len(loaded[0].rollouts))

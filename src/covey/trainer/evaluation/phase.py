@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from covey.core.advantages import weighted_total
 from covey.core.likeness import Keys, keys_of
-from covey.core.records import Experience, PromptSample, ScoredRollouts
+from covey.core.records import Experience, PromptSample, RolloutBatch
 from covey.core.stats import Stat
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
@@ -155,7 +155,7 @@ class EvaluationPhase:
             with run.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, "eval", params=params)
                 mine = self._grades(scored, judge)
-            pairs = zip(scored.draws, scored.rollouts, strict=True)
+            pairs = zip(scored.samples, scored.rollouts, strict=True)
             sizes = [(one.num_sampled, one.truncated, keys_of(draw, one)) for draw, one in pairs]
             shards = run.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
             for grades, scores, rows in shards:
@@ -210,12 +210,12 @@ class EvaluationPhase:
             if training:
                 optimizer.train()  # the next generation is sampled before the next step sets it
 
-    def _grades(self, scored: ScoredRollouts, judge: Grader) -> list[Graded]:
+    def _grades(self, scored: RolloutBatch, judge: Grader) -> list[Graded]:
         weights = self.rollouts.rewards.weights
         totals = weighted_total(scored.rewards.double(), weights.double()).tolist()
         any_scored = any(total == total for total in totals)
         answers = judge.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
-        graded = zip(scored.draws, totals, scored.rewards.tolist(), answers, strict=True)
+        graded = zip(scored.samples, totals, scored.rewards.tolist(), answers, strict=True)
         return [Graded(sample.prompt, total, judge.right(rewards), answer) for sample, total, rewards, answer in graded]
 
 
