@@ -67,7 +67,8 @@ export function studyView() {
     el("h1", {}, said(name), faint(title)),
     notice,
     el("div", { class: "scroll" }, el("table", { class: "study" },
-      el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, said(cell))))), el("tbody", {}, rows.map(row)))),
+      el("thead", {}, el("tr", {}, head.map((cell) => el("th", { scope: "col" }, said(cell))),
+        takes && rows.some(goesOn) ? el("th", { scope: "col" }, "commands") : null)), el("tbody", {}, rows.map(row)))),
     charts.length ? el("section", {}, el("h2", {}, "Curves"), el("div", { class: "charts" }, charts.map((chart, i) =>
       curves({ title: chart.title, series: series(chart.series), zero: true, wide: i === 0 })))) : null,
     history.length ? el("section", {}, el("h2", {}, "Interventions"), el("ul", {}, history.map((line) => el("li", {}, said(line))))) : null,
