@@ -3,9 +3,10 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from covey.cli.doctor.columns import _instead, _of_other_rows
+from covey.cli.doctor.columns import _instead, _of_other_rows, _shifted
 from covey.cli.doctor.completions import _all_masked, _stopped, calls, temperature
 from covey.cli.doctor.examined import SampleBatch
 from covey.cli.doctor.rewards import _cancelling, _silent_about_wrong, flat, length, order, scale, sign, slow, turned
@@ -231,3 +232,19 @@ def test_a_cold_policy_with_two_answers_is_cold():
 def test_a_loss_over_nothing_is_an_error():
     given = run(batch([[0]] * 4), ["right"])
     assert (_all_masked(given).code, _all_masked(given).level) == ("completions-cut", "error")
+
+
+@pytest.mark.parametrize(("way", "place"), [(-1, "1 before"), (2, "2 after"), (0, None)])
+def test_answers_of_a_neighbouring_row_are_found_by_their_probabilities(way, place):
+    """40 rows; the model finds the answer of the row `way` off a nat more probable than any other."""
+
+    def likelihoods(pairs):
+        return [-2.0 + (b == a + way) + 0.1 * ((7 * a + 3 * b) % 5) for (a,), (b,) in pairs]
+
+    given = run(batch([[0]] * 2), ["right"])
+    given.rows = [{"prompt": str(n), "answer": n} for n in range(40)]
+    given.codec = SimpleNamespace(read_row=lambda row: SimpleNamespace(ids=[int(row["prompt"])]))
+    given.tokenizer = lambda text, add_special_tokens: {"input_ids": [int(text)]}
+    given.likelihoods = likelihoods
+    found = _shifted(given, "answer")
+    assert found is None if place is None else found.code == "data-columns" and f"row {place}" in found.fix

@@ -218,10 +218,10 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
 
 
 def _is_above(other: torch.Tensor, own: torch.Tensor) -> bool:
-    """Rewards [P, G] are higher than others in prompt after prompt, beyond what chance makes of several tries."""
+    """Rewards [P, G] are higher than others in prompt after prompt, by more than two standard errors."""
     gains = (other - own).nanmean(1)
     gains = gains[~gains.isnan()]
-    return len(gains) > 1 and bool(gains.mean() > SURE * gains.std() / len(gains) ** 0.5)
+    return len(gains) > 1 and bool(gains.mean() > 2 * gains.std() / len(gains) ** 0.5)
 
 
 def _shifted(run: ExaminedRun, name: str) -> Finding | None:
