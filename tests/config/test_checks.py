@@ -383,9 +383,17 @@ def test_every_field_takes_a_value_or_names_itself(value, monkeypatch):
 
 
 def test_none_is_a_default_where_nothing_else_is_meant(tmp_path):
-    names = ("top_p", "top_k", "repetition_penalty", "vllm_mode", "vllm_server_host", "vllm_server_port")
+    names = (
+        "top_p",
+        "top_k",
+        "repetition_penalty",
+        "vllm_mode",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_sleep_level",
+    )
     args = GRPOConfig(output_dir=str(tmp_path), **dict.fromkeys(names))
-    assert [getattr(args, name) for name in names] == [1.0, 0, 1.0, "colocate", "0.0.0.0", 8000]
+    assert [getattr(args, name) for name in names] == [1.0, 0, 1.0, "colocate", "0.0.0.0", 8000, 1]
     assert GRPOConfig(output_dir=str(tmp_path), max_grad_norm=None).max_grad_norm == 0  # which does not clip
 
 

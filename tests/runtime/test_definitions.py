@@ -142,11 +142,12 @@ def test_the_script_of_a_run_is_not_run_whatever_it_calls(script, tmp_path):
         assert resolve("script_at_work.py:f", "reward")(["1 2"]) == [4] and not mark.exists()
 
 
-def test_another_file_of_that_run_is_imported_as_it_was_then(script, tmp_path):
-    """What looks like training (`init`) has run in the training process, too."""
-    mark = script("def init():\n    ran.write_text('x')\n\ninit()\n", "library_at_work.py")
+@pytest.mark.filterwarnings("ignore:line .* runs something")
+def test_another_file_is_judged_by_its_calls_all_the_same(script, tmp_path):
+    """The main program may be one that starts training scripts."""
+    mark = script(ENDS["trainer"], "started_at_work.py")
     with script_of_run(str(tmp_path / "script_at_work.py")):
-        assert resolve("library_at_work.py:f", "reward")(["1 2"]) == [4] and mark.exists()
+        assert resolve("started_at_work.py:f", "reward")(["1 2"]) == [4] and not mark.exists()
 
 
 def test_the_script_is_the_users_file_that_python_runs(script, tmp_path):

@@ -99,7 +99,8 @@ SAMPLING_FIELDS = {
 def none_means_unset(name: str, default: Any) -> bool:
     """True for numbers and words of sampling and of engines that scripts write out as None, meaning the default."""
     of_engine = name.startswith(("vllm_", "sglang_")) and not name.startswith("vllm_importance_")
-    return name in ("top_p", "top_k", "repetition_penalty") or (of_engine and default not in (None, True, False))
+    is_word = default is not None and not isinstance(default, bool)  # 1 is equal to True
+    return name in ("top_p", "top_k", "repetition_penalty") or (of_engine and is_word)
 
 
 def limited(default: Any, **limits: Any) -> Any:

@@ -57,7 +57,7 @@ class RunsWhenLoaded(ImportError):
 class DefinitionsLoader(importlib.machinery.SourceFileLoader):
     """Loader of a `.py` file: lazily if it is a script; writes no bytecode.
 
-    The script is the run's, where that is known, and else a file with calls of the names `runs` at its top level.
+    A script is the run's own, whatever it calls, and any file with calls of the names `runs` at its top level.
     """
 
     runs = TRAINS
@@ -66,10 +66,8 @@ class DefinitionsLoader(importlib.machinery.SourceFileLoader):
         source = self.get_data(self.path)
         tree = ast.parse(source, self.path)
         flags = _future_flags(tree)
-        known: str | None = getattr(_loading, "script", None)
-        is_script = known is not None and str(Path(self.path).resolve()) == known
-        first = first_run(tree, self.runs) if known is None or is_script else None
-        if first is None and not is_script:
+        is_script = str(Path(self.path).resolve()) == getattr(_loading, "script", None)
+        if (first := first_run(tree, self.runs)) is None and not is_script:
             with definitions_only():
                 exec(compile(source, self.path, "exec", flags, dont_inherit=True), vars(module))
             return
