@@ -20,6 +20,7 @@ from covey.cli.run_file import evaluation_sets, is_function, is_local
 from covey.cli.train import agent_of, environments, named, quantisation, rewards
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
+from covey.core.findings import CheckError
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
 from covey.policy.loading import load_processing_class, sees_images
@@ -73,7 +74,7 @@ class Start:
     """Findings about the start of a run, as far as it can be checked offline."""
 
     rows: int | None = None  # training prompts, if known
-    problems: list[str] = field(default_factory=list)  # reasons that the run would not start
+    problems: list[str] = field(default_factory=list)  # reasons that the run would not start, with codes of findings
     missing: list[str] = field(default_factory=list)  # required keys that are not given
     unchecked: list[str] = field(default_factory=list)  # parts that only a start can check
     prompts: list[str] = field(default_factory=list)  # sentences about prompts and rewards
@@ -92,6 +93,8 @@ class Start:
         """Collect what is raised as a problem: our errors, and any of the user's code, which is named."""
         try:
             yield
+        except CheckError as error:
+            self.problems += [f"{finding.sentence} [{finding.code}]" for finding in error.findings]
         except Exception as error:
             ours = (ValueError, TypeError, OSError, ImportError) if users_code is None else ValueError
             if isinstance(error, ours):
