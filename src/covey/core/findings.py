@@ -105,7 +105,23 @@ CHECKED = {
     "environment-name": Code(DATA, "a row names no environment"),
     "reward-twice": Code(DATA, "a reward function is there twice"),
     "best-metric": Code(DATA, "no evaluation has the metric that chooses the best model"),
+    # engines
+    "sampling-in-step": Code(ENGINE, "processes that read images cannot sample in step"),
+    "seat-sharded": Code(ENGINE, "a frozen copy of a sharded model is needed"),
+    "server-sleep": Code(ENGINE, "one process would put a server to sleep for all"),
+    "server-start": Code(ENGINE, "a server cannot be started for this run"),
+    "tensor-parallel": Code(ENGINE, "parts of a model do not divide the processes"),
+    "adapter-alone": Code(ENGINE, "an adapter cannot be sent alone"),
+    "replay-self": Code(ENGINE, "a run would replay the record that it writes"),
+    # rollouts
+    "players-several": Code(MODEL, "more than one thing would play the rollouts"),
+    "player-type": Code(MODEL, "tools, a rollout function or environments are of another kind"),
+    "template-tools": Code(MODEL, "the chat template does not show tools"),
+    "environment-fails": Code(MODEL, "an environment cannot be made"),
+    "environment-methods": Code(MODEL, "an environment lacks a method, or has one that is nearly known"),
     # models and what trains them
+    "context-length": Code(MODEL, "completions and the model's context do not go together"),
+    "reward-tokens": Code(MODEL, "rewards look for special tokens"),
     "optimizer-weights": Code(MODEL, "an optimizer holds other weights than those that are trained"),
     "attention-cpu": Code(MODEL, "an attention cannot be trained on a CPU"),
     "callback-event": Code(MODEL, "a method of a callback is never called"),

@@ -1,7 +1,7 @@
 """Parts of a trainer, built from its config: the only module that knows which field decides what."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from covey.config.base import OnlineConfig, fill_unset
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
+from covey.core.findings import CheckError, Finding
 from covey.core.model import placeholder_ids, unwrapped
 from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream
@@ -180,23 +181,26 @@ def build_reference(
     return reference
 
 
-def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
-    """One engine samples; ahead of training, only one that does not work with the very weights that are trained."""
+def check_engine_choice(args: OnlineConfig, engine: Any) -> Iterator[Finding]:
+    """Errors of the engine choice: one samples, and async rollouts need one with its own copy of the weights."""
     names = {"use_vllm", "use_sglang", "use_transformers_continuous_batching"} - {getattr(engine, "in_place_of", None)}
     named = sorted(name for name in names if getattr(args, name))
     if engine is not None and named:
-        raise ValueError(
-            f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples."
-            " Leave the other out."
+        yield Finding.error(
+            "engines-several",
+            f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples.",
+            "Leave the other out.",
         )
     built_in = engine is None and not (args.use_vllm or args.use_sglang)
     shares_policy = built_in or (engine is not None and traits_of(engine).shares_policy)
     if args.max_staleness and args.replay_from is None and shares_policy:
         name = "the built-in engine" if built_in else type(engine).__name__
-        raise ValueError(
+        yield Finding.error(
+            "async-sampling",
             f"max_staleness={args.max_staleness} with {name}, which samples with the very weights that are trained:"
-            " they cannot be trained at the same time. Sample with a server (use_vllm=True with vllm_mode='server', or"
-            " use_sglang=True), give the trainer an `engine` of your own, or set max_staleness=0."
+            " they cannot be trained at the same time.",
+            "Sample with a server (use_vllm=True with vllm_mode='server', or use_sglang=True), give the trainer an"
+            " `engine` of your own, or set max_staleness=0.",
         )
 
 
@@ -218,17 +222,7 @@ def build_collector(
     `trainer`.
     """
     args, context = run.args, max_context(model)
-    if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
-        warn(
-            f"max_completion_length={args.max_completion_length} is more than the model's context of {context} tokens"
-            " leaves room for: completions end where the context does. Lower it, or take a model with a longer"
-            " context.",
-        )
-    if context is None and args.max_completion_length is None:
-        raise ValueError(
-            "max_completion_length=None lets completions grow until the model's context is full, but this model names"
-            " no context length (max_position_embeddings). Set max_completion_length."
-        )
+    report(_check_context(args, context))
     named = named_tokens(listed(reward_funcs), tokenizer)
     codec = PromptCodec(
         tokenizer,
@@ -239,10 +233,9 @@ def build_collector(
         shown_tokens=named,
     )
     if shown := sorted(token for token in named if tokenizer.convert_tokens_to_ids(token) in codec.text_of.shown):
-        warn(
-            f"reward functions look for {', '.join(map(repr, shown))}, which are special tokens of the tokenizer: they"
-            " are part of the text of completions, which other special tokens are left out of.",
-        )
+        tokens = f"reward functions look for {', '.join(map(repr, shown))}, which are special tokens of the tokenizer:"
+        consequence = "they are part of the text of completions, which other special tokens are left out of."
+        report([Finding.warning("reward-tokens", f"{tokens} {consequence}")])
     spec = build_rollout_spec(
         run.args, model, codec, tools, rollout_func, environment_factory, trainer
     )  # an engine is slow
@@ -251,23 +244,45 @@ def build_collector(
     if hasattr(engine, "generate"):  # `covey explain` starts none
         freeze_seats(environment_factory, run, model, tokenizer, context, vision)
         if args.keep_sampling_mask and not traits_of(engine).returns_masks:
-            raise ValueError(
+            raise CheckError.of(
+                "sampling-mask",
                 f"keep_sampling_mask=True, and {type(engine).__name__} does not say that it returns which tokens it"
-                " sampled from (`EngineTraits.returns_masks`). Sample with the built-in engine, or leave"
-                " keep_sampling_mask False."
+                " sampled from (`EngineTraits.returns_masks`).",
+                "Sample with the built-in engine, or leave keep_sampling_mask False.",
             )
     return Collector(engine, codec, args.seed, spec)
+
+
+def _check_context(args: OnlineConfig, context: int | None) -> Iterator[Finding]:
+    """Findings about the length of completions in the model's context; None: it names none."""
+    longest = args.max_completion_length
+    if context is not None and longest is not None and longest >= context:
+        yield Finding.warning(
+            "context-length",
+            f"max_completion_length={longest} is more than the model's context of {context} tokens leaves room for:"
+            " completions end where the context does.",
+            "Lower it, or take a model with a longer context.",
+        )
+    if context is None and longest is None:
+        yield Finding.error(
+            "context-length",
+            "max_completion_length=None lets completions grow until the model's context is full, but this model names"
+            " no context length (max_position_embeddings).",
+            "Set max_completion_length.",
+        )
 
 
 def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | None:
     if args.speculative_reuse is None:
         return None
     if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "shuffle") and args.shuffle_dataset:
-        warn(
+        place = Finding.warning(
+            "draft-reuse",
             f"`speculative_reuse={args.speculative_reuse!r}` has little effect: in a stream a prompt is known by its"
-            " place, and shuffle_dataset=True gives it another one in every pass. Set shuffle_dataset=False, or give a"
-            " dataset that has a length.",
+            " place, and shuffle_dataset=True gives it another one in every pass.",
+            "Set shuffle_dataset=False, or give a dataset that has a length.",
         )
+        report([place])
     lenience = args.speculative_lenience if args.speculative_reuse == "lenient" else None
     return Speculation(args.speculative_max_tokens, lenience=lenience)
 
@@ -275,19 +290,28 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
 def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
     extra = generation_extras(args)
     reshapes = bool(extra) and not args.samples_elsewhere and read_settings(extra, tokenizer).reshapes
-    if reshapes and args.keep_sampling_mask:
-        raise ValueError(
-            f"keep_sampling_mask=True with generation_kwargs={extra!r}: only the effects of top_p, top_k, min_p and"
-            " repetition_penalty are trained on. Leave out what changes probabilities, or keep_sampling_mask."
-        )
-    if reshapes and args.speculative_reuse:
-        raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
-            " which came before, so earlier completions cannot be checked in one pass. Leave one of the two out."
-        )
+    report(_check_reshaping(args, extra) if reshapes else ())
     settings: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING}
     max_tokens = args.max_completion_length or UNLIMITED
     return SamplingParams(max_tokens=max_tokens, extra=extra, keep_mask=args.keep_sampling_mask, **settings)
+
+
+def _check_reshaping(args: OnlineConfig, extra: dict[str, Any]) -> Iterator[Finding]:
+    """Errors of settings of the built-in engine, `extra`, that change the probabilities of tokens."""
+    if args.keep_sampling_mask:
+        yield Finding.error(
+            "sampling-mask",
+            f"keep_sampling_mask=True with generation_kwargs={extra!r}: only the effects of top_p, top_k, min_p and"
+            " repetition_penalty are trained on.",
+            "Leave out what changes probabilities, or keep_sampling_mask.",
+        )
+    if args.speculative_reuse:
+        yield Finding.error(
+            "draft-reuse",
+            f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
+            " which came before, so earlier completions cannot be checked in one pass.",
+            "Leave one of the two out.",
+        )
 
 
 def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
@@ -377,10 +401,10 @@ def build_replay(run: Run, collector: Collector, rewards: RewardSuite) -> tuple[
     if args.replay_from is None:
         return None, traits_of(collector.engine)
     if args.record != "off" and Path(args.replay_from).resolve() == Path(args.output_dir or ".").resolve():
-        raise ValueError(
+        evidence = (
             f"replay_from={args.replay_from!r} is the output_dir, whose record would be replaced while it is read:"
-            ' choose another output_dir, or record="off".'
         )
+        raise CheckError.of("replay-self", evidence, 'choose another output_dir, or record="off".')
     replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size)
     return replay, replay.traits
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.config.base import OnlineConfig
 from covey.config.messages import ignored
-from covey.core.findings import Finding
+from covey.core.findings import CheckError, Finding
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
@@ -26,7 +26,7 @@ from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from covey.runtime.calling_thread import CallingThread
-from covey.runtime.user_code import report, warn
+from covey.runtime.user_code import report
 from covey.trainer.integrations.attributes import listed
 
 OWN_ROWS = 1000  # of each environment, where there is no training data
@@ -42,11 +42,9 @@ def build_rollout_spec(
     trainer: Any,
 ) -> RolloutSpec | None:
     """The spec of rollouts that are more than one completion; None where each is one. `codec` gets tools' schemas."""
-    _refuse_combinations(args, tools, rollout_func, environment_factory)
+    report(_check_combinations(args, tools, rollout_func, environment_factory))
     if not tools and rollout_func is None and environment_factory is None:
         return None
-    if tools and not isinstance(tools, list | tuple):
-        raise ValueError(f"`tools` must be a list of functions, got {type(tools).__name__}. Write tools=[...].")
     tools = list(tools or [])
     ends = end_token_ids(model, codec.tokenizer)
     templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template, args.tool_parser)
@@ -68,37 +66,52 @@ def build_rollout_spec(
     return RolloutSpec(play, templates, args.rollout_timeout, limits, args.max_turn_length, args.trained_turns)
 
 
-def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+def _check_combinations(
+    args: OnlineConfig, tools: Any, rollout_func: Any, environment_factory: Any
+) -> Iterator[Finding]:
+    """Findings about what plays the rollouts: their kinds, which of them exclude each other, and unread settings."""
     if rollout_func is not None and environment_factory is not None:
-        raise ValueError(
-            "`rollout_func` plays the whole rollout, so the environments of `environment_factory` would not be used:"
-            " give one of the two. A rollout function makes its environments itself."
+        yield Finding.error(
+            "players-several",
+            "`rollout_func` plays the whole rollout, so the environments of `environment_factory` would not be used:",
+            "give one of the two. A rollout function makes its environments itself.",
         )
     if tools and rollout_func is not None:
-        raise ValueError(
-            "`rollout_func` plays the whole rollout, so `tools` would not be called: give one of the two. In a rollout"
-            " function of the form `async (row, engine)`, a covey.rollout.tools.toolbox.Toolbox calls tools."
+        yield Finding.error(
+            "players-several",
+            "`rollout_func` plays the whole rollout, so `tools` would not be called:",
+            "give one of the two. In a rollout function of the form `async (row, engine)`, a"
+            " covey.rollout.tools.toolbox.Toolbox calls tools.",
         )
+    if tools and not isinstance(tools, list | tuple):
+        evidence = f"`tools` must be a list of functions, got {type(tools).__name__}."
+        yield Finding.error("player-type", evidence, "Write tools=[...].")
     if rollout_func is not None and not callable(rollout_func):
-        raise ValueError(
-            f"`rollout_func` must be a function, got {type(rollout_func).__name__}: `async def rollout(row, engine)`,"
-            " `async def rollouts(row, engine, n)`, or `def rollout(prompts, trainer)`."
+        yield Finding.error(
+            "player-type",
+            f"`rollout_func` must be a function, got {type(rollout_func).__name__}:",
+            "`async def rollout(row, engine)`, `async def rollouts(row, engine, n)`, or `def rollout(prompts,"
+            " trainer)`.",
         )
+        return
     plays = tools or rollout_func is not None or environment_factory is not None
     if plays and args.speculative_reuse is not None:
-        raise ValueError(
+        yield Finding.error(
+            "draft-reuse",
             f"speculative_reuse={args.speculative_reuse!r} reuses completions that are one turn; with tools, an"
-            " environment_factory or a rollout_func, leave it unset."
+            " environment_factory or a rollout_func, leave it unset.",
         )
     if not plays or (rollout_func is not None and form_of(rollout_func) == "batch"):
         for name, default in (("max_turn_length", None), ("trained_turns", "all")):
             if (value := getattr(args, name)) != default:
-                warn(f"`{name}={value!r}` has no effect on rollouts that are one completion.")
+                evidence = f"`{name}={value!r}` has no effect on rollouts that are one completion."
+                yield Finding.warning("setting-unread", evidence)
     if not plays:
         names = ["tool_timeout", "rollout_timeout", "tool_parser", "unstable_chat_template"]
-        report(ignored(args, names, "there are no tools, no environments and no rollout function"))
+        yield from ignored(args, names, "there are no tools, no environments and no rollout function")
     if args.max_tool_calling_iterations is not None and not tools and environment_factory is None:
-        warn(
+        yield Finding.warning(
+            "setting-unread",
             f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"
             " `environment_factory`.",
         )
@@ -110,10 +123,13 @@ def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str
     turns = templates.of(schemas, None)
     name = args.tool_parser or parser_for(templates.codec.tokenizer.chat_template)
     if not turns.shows_tools and args.tool_parser is None:
-        warn(
+        untold = Finding.warning(
+            "template-tools",
             "the chat template does not tell the model about tools, so the prompts have to: name them, and show how a"
-            f" call is written. Calls are read as {name!r}; set `tool_parser` if your prompts teach another notation.",
+            " call is written.",
+            f"Calls are read as {name!r}; set `tool_parser` if your prompts teach another notation.",
         )
+        report([untold])
     return TOOL_PARSERS[name]
 
 
@@ -163,9 +179,10 @@ def _schemas(player: Any) -> Sequence[dict[str, Any]]:
 
 def build_environments(factories: dict[str, Any], build: Callable[[Any], Any]) -> agent.NamedEnvironments:
     if not factories or not all(isinstance(name, str) for name in factories):
-        raise ValueError(
+        raise CheckError.of(
+            "player-type",
             f"`environment_factory` has the keys {list(factories)!r}; a dictionary gives each factory a name, as in"
-            ' {"shop": Shop}, that rows have in their column `environment`.'
+            ' {"shop": Shop}, that rows have in their column `environment`.',
         )
     return agent.NamedEnvironments({name: build(factory) for name, factory in factories.items()})
 
@@ -175,12 +192,14 @@ def build_environment(
 ) -> agent.EnvironmentAgent | agent.PlayedEnvironment:
     """The agent for the environments that a factory makes, or for an object that plays rollouts itself."""
     if not isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "play", None)):
-        _refuse_tools(tools, type(factory).__name__)
+        report(_check_tools(tools, type(factory).__name__))
         return agent.PlayedEnvironment(factory, args.rollout_timeout, limits)
     if not callable(factory) or isinstance(factory, str):
-        raise ValueError(
+        raise CheckError.of(
+            "player-type",
             f"`environment_factory` must be a class or a function that makes an environment, got an object of the type"
-            f" {type(factory).__name__}. Every rollout needs an environment of its own."
+            f" {type(factory).__name__}.",
+            "Every rollout needs an environment of its own.",
         )
     pool = EnvironmentPool(factory, args.tool_timeout, getattr(factory, "max_environments", None))
     # Ahead of training, rollouts are sampled while the main thread trains.
@@ -188,15 +207,17 @@ def build_environment(
     try:
         lease = run(pool.acquire())  # an environment to look at; the first rollout gets it
     except EnvironmentFailed as failed:
-        raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
+        fix = "It is called without arguments and must return a new environment."
+        raise CheckError.of("environment-fails", f"{failed}.", fix) from failed
     example = lease.environment
     pool.release(example)
     kind, source = type(example).__name__, agent.RewardSource.of(example)
-    _check_names(type(example), factory)
+    report(_check_names(type(example), factory))
     if not callable(getattr(example, "reset", None)):
-        raise ValueError(f"`environment_factory` made a {kind}, which has no method `reset(**row)`.")
+        evidence = f"`environment_factory` made a {kind}, which has no method `reset(**row)`."
+        raise CheckError.of("environment-methods", evidence)
     if callable(getattr(example, "step", None)):
-        _refuse_tools(tools, kind)
+        report(_check_tools(tools, kind))
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
         if _setting(factory, example, "max_turns", None) is not None:
             report(ignored(args, ["max_tool_calling_iterations"], f"{kind} has max_turns={max_turns}, which decides"))
@@ -262,13 +283,14 @@ OPTIONAL = ("get_reward", "close", "max_turns", "turn_rewards", "max_environment
 """Methods and attributes that an environment's class or its factory may have."""
 
 
-def _check_names(kind: type, factory: Any) -> None:
-    """Warn of names of a class that are nearly those of what an environment may have, and are not read."""
+def _check_names(kind: type, factory: Any) -> Iterator[Finding]:
+    """Warnings of names of a class that are nearly those of what an environment may have, and are not read."""
     known = {name for name in OPTIONAL if hasattr(kind, name) or hasattr(factory, name)}
     for name in vars(kind):
         missing = difflib.get_close_matches(name, [one for one in OPTIONAL if one not in known], n=1, cutoff=0.85)
         if missing and name not in known and not name.startswith("_"):
-            warn(f"{kind.__name__}.{name} is not read as {missing[0]!r}, which an environment may have: rename it.")
+            evidence = f"{kind.__name__}.{name} is not read as {missing[0]!r}, which an environment may have:"
+            yield Finding.warning("environment-methods", evidence, "rename it.")
 
 
 def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
@@ -276,9 +298,10 @@ def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
     return next((value for value in values if value is not None), otherwise)
 
 
-def _refuse_tools(tools: Sequence[Any], kind: str) -> None:
+def _check_tools(tools: Sequence[Any], kind: str) -> Iterator[Finding]:
     if tools:
-        raise ValueError(
-            f"`tools` would not be called: a {kind} receives the text of the policy as it is. Leave `tools` out, or"
-            " give the environment methods for the policy to call instead of `step`."
+        yield Finding.error(
+            "players-several",
+            f"`tools` would not be called: a {kind} receives the text of the policy as it is.",
+            "Leave `tools` out, or give the environment methods for the policy to call instead of `step`.",
         )

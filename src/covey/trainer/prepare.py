@@ -63,7 +63,7 @@ def read_arguments(
 ) -> Arguments:
     """Arguments as a run uses them, after the checks of stages `config` and `data` that need no model."""
     args = build.resolve_args(args, model, config_class)
-    build.check_engine_choice(args, engine)
+    report(build.check_engine_choice(args, engine))
     environment_factory = with_agent(agent, environment_factory, tools, rollout_func)
     train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
     if args.prompts_as_messages:

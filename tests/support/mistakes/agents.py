@@ -5,6 +5,7 @@ import re
 import threading
 from typing import Any
 
+from covey.core.findings import CheckWarning
 from covey.rewards import CharEnd, RewardError
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.tool import Tool
@@ -89,15 +90,17 @@ async def waits(prompts, trainer):
 
 
 AGENTS = [
-    Mistake(
+    checked(
         "Gave tools and a rollout_func",
         lambda b: conversations(b, tools=[add], rollout_func=nobody),
-        ("`tools` would not be called", "give one of the two"),
+        "players-several",
+        "`rollout_func` .*`tools`",
     ),
-    Mistake(
+    checked(
         "Gave tools that are not in a list",
         lambda b: conversations(b, tools=add),
-        ("must be a list of functions", "got function", r"tools=\[...\]"),
+        "player-type",
+        "`tools` .* function",
     ),
     Mistake(
         "Gave a tool without type hints or docstring",
@@ -116,16 +119,18 @@ AGENTS = [
         lambda b: conversations(b, UNSTABLE, tools=[add]),
         ("not prefix-stable", "change `tokenizer.chat_template`", "unstable_chat_template='keep'"),
     ),
-    Mistake(
+    checked(
         "Gave tools with a chat template that does not show them",
         lambda b: conversations(b, TEMPLATE[TEMPLATE.index("{% for m in") :], tools=[add]),
-        ("does not tell the model about tools", "the prompts have to", "set `tool_parser`"),
-        kind=UserWarning,
+        "template-tools",
+        "tool_parser",
+        kind=CheckWarning,
     ),
-    Mistake(
+    checked(
         "Gave a rollout_func that is no function",
         lambda b: b.build(rollout_func="rollout.py"),
-        ("must be a function", "got str", "async def rollout"),
+        "player-type",
+        "`rollout_func`",
     ),
     Mistake(
         "Wrote an async rollout function with other arguments",
@@ -142,16 +147,18 @@ AGENTS = [
         lambda b: b.build(rollout_func=lambda row, engine: None),
         (r"a function of \(row, engine\) that is not async", "write `async def`"),
     ),
-    Mistake(
+    checked(
         "Set speculative_reuse with tools or a rollout_func",
         lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
-        ("speculative_reuse='exact'", "leave it unset"),
+        "draft-reuse",
+        "speculative_reuse='exact'",
     ),
-    Mistake(
+    checked(
         "Set max_tool_calling_iterations without tools",
         lambda b: b.build({"max_tool_calling_iterations": 2}),
-        ("max_tool_calling_iterations=2", "no effect without `tools` or an `environment_factory`"),
-        kind=UserWarning,
+        "setting-unread",
+        "max_tool_calling_iterations=2",
+        kind=CheckWarning,
     ),
     Mistake(
         "Wrote a rollout function that returns something else",

@@ -84,11 +84,13 @@ COLOCATION = [
         "`seed`",
         when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Split vLLM's model over processes that do not divide",
         _three_processes,
-        ("vllm_tensor_parallel_size=2", "the 3 processes", "one of: 1, 3"),
-        CONFIG,
+        "tensor-parallel",
+        "vllm_tensor_parallel_size=2 .* 3 processes",
+        " 1, 3",
+        when=CONFIG,
     ),
     Mistake(
         "Offloaded, or put vLLM to sleep, on a CPU",

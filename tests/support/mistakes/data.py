@@ -243,11 +243,12 @@ DATASETS = [
         "num_generations_eval=4",
         "per_device_eval_batch_size: 4",
     ),
-    Mistake(
+    checked(
         "Allowed completions longer than the model's context",
         lambda b: b.build({"max_completion_length": 300}),
-        ("max_completion_length=300 is more than the model's context of 256", "completions end where", "Lower it"),
-        kind=UserWarning,
+        "context-length",
+        "max_completion_length=300 .* 256 ",
+        kind=CheckWarning,
     ),
 ]
 

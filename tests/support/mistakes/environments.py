@@ -94,22 +94,31 @@ def without_library(bench: Bench) -> Any:
 shared = Talks()
 
 ENVIRONMENTS = [
-    Mistake(
+    checked(
         "Gave an environment instead of a factory",
         lambda b: acting(b, Walk()),
-        ("must be a class or a function", "of the type Walk", "an environment of its own"),
+        "player-type",
+        "`environment_factory` .* Walk",
     ),
-    Mistake(
+    checked(
         "Gave an environment_factory that fails",
         lambda b: acting(b, lambda board: Walk()),
-        ("environment_factory raised TypeError", "called without arguments"),
+        "environment-fails",
+        "environment_factory .*TypeError",
     ),
-    Mistake(
+    checked(
         "Gave an adapter without its library",
         without_library,
-        ("openenv.core cannot be imported", r"pip install openenv"),
+        "environment-fails",
+        "openenv.core",
+        "pip install openenv",
     ),
-    Mistake("Gave an environment without reset", lambda b: acting(b, NoReset), ("made a NoReset", "no method `reset")),
+    checked(
+        "Gave an environment without reset",
+        lambda b: acting(b, NoReset),
+        "environment-methods",
+        "NoReset.*`reset",
+    ),
     checked(
         "Gave environments by name, and a row that names none of them",
         lambda b: acting(b, {"walk": Walk, "talk": Talks}),
@@ -118,10 +127,11 @@ ENVIRONMENTS = [
         "None",
         "'walk', 'talk'",
     ),
-    Mistake(
+    checked(
         "Gave environments by names that are no text",
         lambda b: acting(b, {1: Walk}),
-        (r"has the keys \[1\]", "gives each factory a name"),
+        "player-type",
+        r"\[1\]",
     ),
     Mistake(
         "Gave an environment a method without type hints or docstring",
@@ -143,15 +153,18 @@ ENVIRONMENTS = [
         "row 0 of `train_dataset`",
         '"role": "user"',
     ),
-    Mistake(
+    checked(
         "Gave a text environment and tools",
         lambda b: acting(b, Talks, tools=[add]),
-        ("`tools` would not be called", "a Talks receives", "instead of `step`"),
+        "players-several",
+        "`tools`",
+        " Talks ",
     ),
-    Mistake(
+    checked(
         "Gave a rollout_func and an environment_factory",
         lambda b: acting(b, Walk, rollout_func=nobody),
-        ("`rollout_func` plays the whole rollout", "would not be used", "give one of the two"),
+        "players-several",
+        "`rollout_func` .*`environment_factory`",
     ),
     Mistake(
         "Gave an environment without rewards and no reward_funcs",
@@ -179,10 +192,13 @@ ENVIRONMENTS = [
         when=TRAINING,
         kind=EnvironmentWarning,
     ),
-    Mistake(
+    checked(
         "Gave a gymnasium environment without saying what answers mean",
         lambda b: acting(b, GymEnvironment(lambda: Grid())),
-        ("no action of 4 directions", "actions=", "parse="),
+        "environment-fails",
+        " 4 directions",
+        "actions=",
+        "parse=",
     ),
     Mistake(
         "Opened more sessions than an OpenEnv server allows",

@@ -474,10 +474,11 @@ MODELS = [
         lambda b: b.build({"beta": 0.1, "sync_ref_model": True}, peft_config=lora()),
         ("sync_ref_model=True with an adapter", "cannot follow it", "Set sync_ref_model=False or train the whole"),
     ),
-    Mistake(
+    checked(
         "Asked for speculative_reuse with linear attention, state-space or convolution layers",
         lambda b: b.build({"speculative_reuse": "exact"}, model=hybrids.model("Lfm2")),
-        ("speculative_reuse='exact' does not suit Lfm2ForCausalLM", "cannot be taken out", "Leave speculative_reuse"),
+        "draft-reuse",
+        "speculative_reuse='exact' .*Lfm2ForCausalLM",
     ),
     Mistake(
         "Sampled with the built-in engine from a model whose state cannot be copied",
@@ -620,13 +621,14 @@ ARGUMENTS = [
         alone_under_zero3,
         ("ZeRO-3 was asked for", "a run of one CPU process", "--num_processes 2"),
     ),
-    Mistake(
+    checked(
         "Asked for speculative_reuse with ds3_gather_for_generation=False",
         lambda b: b.build(
             {"speculative_reuse": "exact", "ds3_gather_for_generation": False},
             trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True),
         ),
-        ("speculative_reuse='exact' needs the whole model in each process", "ds3_gather_for_generation=False"),
+        "draft-reuse",
+        "speculative_reuse='exact' .*ds3_gather_for_generation=False",
     ),
     Mistake(
         "Quantised the model and spread it over processes in a way that does not know its numbers",

@@ -175,10 +175,11 @@ REMOTE = [
         TRAINING,
         BadAnswer,
     ),
-    Mistake(
+    checked(
         "Put servers to sleep that several processes sample from",
         sleeping_for_several,
-        ("vllm_enable_sleep_mode=True", "Leave it False"),
-        CONFIG,
+        "server-sleep",
+        "vllm_enable_sleep_mode=True",
+        when=CONFIG,
     ),
 ]

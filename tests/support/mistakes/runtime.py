@@ -13,7 +13,7 @@ from covey.core.model import decoder_of
 from tests.support import tiny
 from tests.support.engines import CopyEngine, scripted
 from tests.support.foreign import sample_from
-from tests.support.mistakes.cases import SIZES, TRAINING, Mistake
+from tests.support.mistakes.cases import SIZES, TRAINING, Mistake, checked
 
 
 def stable_lm():
@@ -161,15 +161,18 @@ RUNTIME = [
         TRAINING,
         torch.OutOfMemoryError,
     ),
-    Mistake(
+    checked(
         "Sampled ahead of training with the built-in engine",
         lambda b: b.build({"max_staleness": 1}),
-        ("max_staleness=1 with the built-in engine", "Sample with a server"),
+        "async-sampling",
+        "max_staleness=1",
+        "use_vllm=True",
     ),
-    Mistake(
+    checked(
         "Gave the trainer an engine and named another in the config",
         two_engines,
-        (r"an `engine` \(ScriptedEngine\) and use_vllm=True", "Leave the other out"),
+        "engines-several",
+        r"ScriptedEngine.*use_vllm=True",
     ),
     Mistake(
         "Sampled ahead with an engine that kept older weights than it was sent",

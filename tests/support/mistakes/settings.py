@@ -110,10 +110,12 @@ SETTINGS = [
         "settings-contradict",
         r"generation_kwargs\['top_p'\]=0.9 and top_p=0.8",
     ),
-    Mistake(
+    checked(
         "Put something into generation_kwargs that the engine does not know",
         lambda b: b.build({"generation_kwargs": {"num_beams": 4}}),
-        (r"generation_kwargs=\{'num_beams': 4\}", "no setting 'num_beams'", "It knows stop, "),
+        "setting-word",
+        r"generation_kwargs=\{'num_beams': 4\}",
+        "stop, ",
     ),
     setting("Used sync_ref_model without a KL penalty", {"sync_ref_model": True}, "reference-missing", "beta=0 "),
     setting(

@@ -190,12 +190,13 @@ VISION = [
         lambda b: seeing(b, [row(None)] * 8, {"attn_layout": "packed"}),
         ("attn_layout='packed'", "rows are padded", "Leave attn_layout at 'auto'"),
     ),
-    Mistake(
+    checked(
         "Chose speculative_reuse for a vision-language model",
         lambda b: seeing(b, tiny.rows(), {"speculative_reuse": "exact"}),
-        ("speculative_reuse='exact'", "prompt by prompt", "Leave speculative_reuse unset"),
+        "draft-reuse",
+        "speculative_reuse='exact'",
     ),
-    Mistake(
+    checked(
         "Set ds3_gather_for_generation=False for a vision-language model",
         lambda b: seeing(
             b,
@@ -203,6 +204,7 @@ VISION = [
             {"ds3_gather_for_generation": False},
             trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True),
         ),
-        ("ds3_gather_for_generation=False is not supported for vision-language models", "sample from a server"),
+        "sampling-in-step",
+        "ds3_gather_for_generation=False",
     ),
 ]

@@ -17,7 +17,7 @@ from covey.policy.weights import weight_update
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.engines.weight_sync import WeightSync
 from tests.support import tiny
-from tests.support.mistakes.cases import CONFIG, Bench, Mistake
+from tests.support.mistakes.cases import CONFIG, Bench, Mistake, checked
 
 FACTS = {"backend": "covey", "max_lora_rank": None, "boot": None}
 
@@ -97,16 +97,20 @@ WEIGHTS = [
         kind=ServerRefused,
         when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Sent an adapter alone that servers cannot load",
         lambda bench: adapter_alone(adapted(use_dora=True), takes_adapters=True),
-        ("DoRA", "'merged' or 'auto'"),
+        "adapter-alone",
+        "DoRA",
+        "'merged' or 'auto'",
         when=CONFIG,
     ),
-    Mistake(
+    checked(
         "Sent an adapter alone to a server that takes none",
         lambda bench: adapter_alone(adapted()),
-        ("adapters enabled", "'merged' or 'auto'"),
+        "adapter-alone",
+        "adapters enabled",
+        "'merged' or 'auto'",
         when=CONFIG,
     ),
     Mistake("Sent the weights of a quantised model", quantised, ("quantised", "vllm_lora_sync='adapter'"), when=CONFIG),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.core.findings import CheckError
 from covey.runtime.safe_text import without_secrets
 
 _ALIASES = {  # transformers' names for vLLM's
@@ -94,18 +95,20 @@ NO_SETTINGS = GenerationSettings()
 
 
 def read_settings(extra: Mapping[str, Any], tokenizer: Any = None, ends: Iterable[int] = ()) -> GenerationSettings:
-    """Settings from `generation_kwargs`, with the engine's end tokens; ValueError for unknown or impossible ones."""
+    """Settings from `generation_kwargs`, with the engine's end tokens; CheckError for unknown or impossible ones."""
     given = {_ALIASES.get(name, name): value for name, value in extra.items() if value is not None}
     shown = without_secrets(dict(extra))
     if unknown := [name for name in given if name not in _KNOWN]:
-        raise ValueError(
-            f"generation_kwargs={shown!r}: the built-in engine has no setting {', '.join(map(repr, unknown))}. It"
-            f" knows {', '.join((*_KNOWN, *_ALIASES))}, and the fields temperature, top_k, top_p, min_p,"
-            " repetition_penalty, max_completion_length and seed."
+        raise CheckError.of(
+            "setting-word",
+            f"generation_kwargs={shown!r}: the built-in engine has no setting {', '.join(map(repr, unknown))}.",
+            f"It knows {', '.join((*_KNOWN, *_ALIASES))}, and the fields temperature, top_k, top_p, min_p,"
+            " repetition_penalty, max_completion_length and seed.",
         )
     twice = [f"{name!r} and {own!r}" for name, own in _ALIASES.items() if {name, own} <= set(extra) and own in given]
     if twice:
-        raise ValueError(f"generation_kwargs={shown!r} has {twice[0]}, two names of one setting: leave one out.")
+        evidence = f"generation_kwargs={shown!r} has {twice[0]}, two names of one setting: leave one out."
+        raise CheckError.of("settings-contradict", evidence)
     try:
         end_ids = {*_token_ids(given.pop("eos_token_id", ends)), *_token_ids(given.pop("stop_token_ids", ()))}
         biases = given.pop("logit_bias", {})
@@ -116,7 +119,7 @@ def read_settings(extra: Mapping[str, Any], tokenizer: Any = None, ends: Iterabl
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         return GenerationSettings(stop, frozenset(end_ids), biases=tuple(added), tokenizer=tokenizer, **given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"generation_kwargs={shown!r} cannot be read: {error}.") from error
+        raise CheckError.of("setting-format", f"generation_kwargs={shown!r} cannot be read: {error}.") from error
 
 
 def _token_ids(given: Any) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from covey.config.base import OnlineConfig
 from covey.core.engine import RolloutEngine, SampleRequest
+from covey.core.findings import CheckError, Finding
 from covey.core.records import Completion
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.inference_contexts import lockstep
@@ -18,6 +19,7 @@ from covey.policy.loading import end_token_ids
 from covey.policy.replicas import FullCopy
 from covey.rollout.vision import Vision
 from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import report
 from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.run import Run
 
@@ -44,7 +46,7 @@ def build_engine(
         "tokenizer": tokenizer,
     }
     in_step = sharded and not args.ds3_gather_for_generation
-    _check_reuse(args, model, vision, in_step)
+    report(_check_reuse(args, model, vision, in_step))
     if in_step:
         steps = partial(lockstep, policy, lambda busy: any(run.collectives.gather(busy, "sample in step")), run.device)
         common |= {"forward_context": partial(_nested, accelerator.autocast, steps), "device": run.device}
@@ -80,7 +82,7 @@ class FrozenEngine:
 
 
 def freeze_seats(agents: Any, run: Run, model: Any, tokenizer: Any, context: int | None, vision: Vision | None) -> None:
-    """Give the seats "frozen" of one or several programs an engine with a copy of the model; ValueError if sharded."""
+    """Give the seats "frozen" of one or several programs an engine with a copy of the model; CheckError if sharded."""
     seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
     names = [
         (each, name)
@@ -91,7 +93,8 @@ def freeze_seats(agents: Any, run: Run, model: Any, tokenizer: Any, context: int
     if not names:
         return
     if run.sharding.weights:
-        raise ValueError('a seat "frozen" needs a copy of the model, and its weights are sharded: give Seat(url=...).')
+        evidence = 'a seat "frozen" needs a copy of the model, and its weights are sharded:'
+        raise CheckError.of("seat-sharded", evidence, "give Seat(url=...).")
     args = copy.copy(run.args)
     args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
     frozen = copy.deepcopy(model).requires_grad_(False)
@@ -106,28 +109,34 @@ def _nested(outer: Callable[[], Any], inner: Callable[[], Any]) -> Iterator[None
         yield
 
 
-def _check_reuse(args: OnlineConfig, model: Any, vision: Vision | None, in_step: bool) -> None:
-    """Refuse `speculative_reuse`, and sampling in step, where the built-in engine cannot do it."""
+def _check_reuse(args: OnlineConfig, model: Any, vision: Vision | None, in_step: bool) -> Iterator[Finding]:
+    """Errors of `speculative_reuse`, and of sampling in step, where the built-in engine cannot do it."""
     if in_step and vision is not None:
-        raise ValueError(
+        yield Finding.error(
+            "sampling-in-step",
             "ds3_gather_for_generation=False is not supported for vision-language models: a process that reads an image"
-            " would wait for others that do not. Leave ds3_gather_for_generation at True, or sample from a server."
+            " would wait for others that do not.",
+            "Leave ds3_gather_for_generation at True, or sample from a server.",
         )
     if args.speculative_reuse is None:
         return
     given = f"speculative_reuse={args.speculative_reuse!r}"
     if in_step:
-        raise ValueError(
-            f"{given} needs the whole model in each process, and"
-            " ds3_gather_for_generation=False leaves it spread out. Set one of the two back to its default."
+        yield Finding.error(
+            "draft-reuse",
+            f"{given} needs the whole model in each process, and ds3_gather_for_generation=False leaves it spread out.",
+            "Set one of the two back to its default.",
         )
     if vision is not None:
-        raise ValueError(
-            f"{given} is not supported for vision-language models, which are"
-            " sampled prompt by prompt. Leave speculative_reuse unset."
+        yield Finding.error(
+            "draft-reuse",
+            f"{given} is not supported for vision-language models, which are sampled prompt by prompt.",
+            "Leave speculative_reuse unset.",
         )
-    if needs_recurrent_engine(model):
-        raise ValueError(
+    elif needs_recurrent_engine(model):
+        yield Finding.error(
+            "draft-reuse",
             f"{given} does not suit {type(model).__name__}: a token that is rejected cannot be taken out of the state"
-            " of linear attention, convolutions or state-space layers. Leave speculative_reuse unset."
+            " of linear attention, convolutions or state-space layers.",
+            "Leave speculative_reuse unset.",
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.config.base import OnlineConfig
+from covey.core.findings import CheckError
 from covey.engines.vllm_colocate.engine import ModelGroup, VllmColocateEngine
 from covey.engines.vllm_colocate.process import start_vllm
 from covey.policy.adapters import active_adapter, base_model, has_adapter, why_not_alone
@@ -37,10 +38,11 @@ def build_colocated(
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes
     if processes % size:
-        raise ValueError(
+        raise CheckError.of(
+            "tensor-parallel",
             f"vllm_tensor_parallel_size={size} does not divide the {processes} processes of this run: each of them is"
-            f" a part of one of vLLM's models. Choose one of:"
-            f" {', '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}."
+            f" a part of one of vLLM's models.",
+            f"Choose one of: {', '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}.",
         )
     sleeping = sleeps(args, accelerator.device)
     folder = tempfile.TemporaryDirectory(prefix="covey-vllm-")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.base import OnlineConfig
+from covey.core.findings import CheckError
 from covey.core.model import unwrapped
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
@@ -29,9 +30,11 @@ from covey.policy.loading import end_token_ids
 def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
     """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early."""
     if args.vllm_enable_sleep_mode and accelerator.num_processes > 1:
-        raise ValueError(
+        raise CheckError.of(
+            "server-sleep",
             "vllm_enable_sleep_mode=True with vllm_mode='server' and several processes: one of them would put a server"
-            " to sleep while others still sample from it. Leave it False, or train on one process."
+            " to sleep while others still sample from it.",
+            "Leave it False, or train on one process.",
         )
     api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
     sender = WeightSender(
@@ -87,15 +90,19 @@ def sglang_servers(
 def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str) -> tuple[str, ServerProcess]:
     """Start an SGLang server on `sglang_device` and wait until it is up; it ends with this process."""
     if accelerator.num_processes > 1:
-        raise ValueError(
+        raise CheckError.of(
+            "server-start",
             f"sglang_device={args.sglang_device!r} starts a server for a run of one process, and this one has"
-            f" {accelerator.num_processes}. Start it with `covey sglang-serve`, and give its address (sglang_base_url)."
+            f" {accelerator.num_processes}.",
+            "Start it with `covey sglang-serve`, and give its address (sglang_base_url).",
         )
     name = getattr(model.config, "_name_or_path", None)
     if not name:
-        raise ValueError(
+        raise CheckError.of(
+            "server-start",
             f"sglang_device={args.sglang_device!r} starts a server that loads the model by its name, and this one was"
-            " made in memory: save it, and train the folder. Or give the address of a server as sglang_base_url."
+            " made in memory:",
+            "save it, and train the folder. Or give the address of a server as sglang_base_url.",
         )
     assert args.sglang_device is not None, "checked with the config"
     port = free_port()
@@ -143,9 +150,11 @@ def generation_extras(args: OnlineConfig) -> dict[str, Any]:
     elif regex is not None and args.use_vllm and args.vllm_mode == "server":
         shape = {"structured_outputs": {"regex": regex}}
     if both := extra.keys() & shape:
-        raise ValueError(
+        raise CheckError.of(
+            "settings-contradict",
             f"generation_kwargs[{both.pop()!r}] and vllm_structured_outputs_regex are both set: one of the two shapes"
-            " completions. Leave the other out."
+            " completions.",
+            "Leave the other out.",
         )
     return extra | shape
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from covey.core.engine import RolloutEngine, WeightUpdate, traits_of
+from covey.core.findings import CheckError
 from covey.core.stats import Mean, Stat
 from covey.policy.adapters import has_adapter, why_not_alone
 from covey.policy.sharded_tensors import is_sharded
@@ -90,9 +91,8 @@ class WeightSync:
         if obstacle is None:
             return True
         if self.lora_sync == "adapter":
-            raise ValueError(
-                f"vllm_lora_sync='adapter' sends the adapter alone, but {obstacle}. Use 'merged' or 'auto'."
-            )
+            evidence = f"vllm_lora_sync='adapter' sends the adapter alone, but {obstacle}."
+            raise CheckError.of("adapter-alone", evidence, "Use 'merged' or 'auto'.")
         if obstacle != self._said:
             log.info("The adapter's weights are sent merged into the model's: %s.", obstacle)
             self._said = obstacle
