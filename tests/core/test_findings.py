@@ -1,10 +1,13 @@
 """Findings: how errors are named together, and that exceptions and warnings keep what they carry."""
 
+import ast
 import pickle
+from pathlib import Path
 
 import pytest
 
-from covey.core.findings import CODES, STAGES, CheckError, CheckWarning, Finding
+import covey
+from covey.core.findings import CHECKED, CODES, STAGES, CheckError, CheckWarning, Finding
 from covey.runtime.user_code import report
 
 HOT = Finding.error("setting-range", "temperature=-1 is out of range.", "1.0 is usual.")
@@ -14,6 +17,28 @@ IDLE = Finding.warning("setting-unread", "`top_k=0` has no effect.")
 
 def test_every_code_has_a_stage_and_a_title():
     assert all(row.stage in STAGES and row.title for row in CODES.values())
+
+
+def codes_in(file):
+    """First arguments of `Finding.error`, `Finding.warning` and `of` of an error's class."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            made_by = (getattr(node.func.value, "id", ""), node.func.attr)
+            made = made_by in {("Finding", "error"), ("Finding", "warning")} or made_by[1] == "of"
+            if made and isinstance(first := node.args[0], ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def test_checks_find_all_codes_of_the_table_and_no_others():
+    source = Path(covey.__file__).parents[1]
+    found = {
+        code
+        for package in ("covey", "covey_tools")
+        for file in source.glob(f"{package}/**/*.py")
+        for code in codes_in(file)
+    }
+    assert found - CODES.keys() == set()
+    assert CHECKED.keys() - found == set()
 
 
 def test_an_error_has_one_sentence_or_a_list_of_them():
