@@ -32,7 +32,7 @@ def taken_port(bench: Bench):
         other.listen()
         api = VllmWeightApi(port=other.getsockname()[1])
         endpoint = endpoint_of(ServerClient("http://127.0.0.1:8000"), 1, {"device": "cpu", **FACTS})
-        asyncio.run(api.join_group(endpoint, "group", False, Deadline("join", 5.0)))
+        asyncio.run(api.join_group(endpoint, False, Deadline("join", 5.0)))
 
 
 def adapted(**changes):
