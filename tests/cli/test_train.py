@@ -275,3 +275,12 @@ def test_settings_of_a_run_file_are_kept_without_secrets(run_file, monkeypatch):
         train(read_run(str(run_file), flags, "grpo"))
     assert made.report.named["dataset"] == "https://host/rows.csv?token=..."
     assert made.report.named["reward_funcs"] == ["brief.py:make(key='...')"]
+
+
+def test_what_the_first_step_took_stands_next_to_the_estimate(run_file, capsys):
+    assert main(["grpo", "--config", str(run_file), "--max_steps", "1"]) == 0
+    capsys.readouterr()
+    measured = "measured in its first step"
+    assert main(["explain", str(run_file)]) == 0 and measured in " ".join(capsys.readouterr().out.split())
+    assert main(["explain", str(run_file), "--max_completion_length", "3"]) == 0
+    assert measured not in " ".join(capsys.readouterr().out.split())
