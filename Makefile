@@ -75,7 +75,7 @@ test-slow: .venv/dev.done
 
 # Faults planted in small runs and healthy ones, as `covey doctor` sees them; not in .ci/run.
 test-doctor: .venv/dev.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m doctor tests/cli/test_doctor.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m doctor tests/covey_tools/test_doctor.py
 
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu

@@ -1,1 +1,1 @@
-"""Tools that look at runs: page, differences, replays, studies, files to begin with. Training imports none of them."""
+"""Tools that look at runs: page, doctor, differences, replays, studies, files to begin with; training imports none."""

@@ -185,10 +185,10 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
         **dict.fromkeys(("output_dir", "seed"), f"{CLI}demo.py::"),
     },
     "doctor": {
-        "json": f"{CLI}doctor.py::test_json_and_exit_status",
-        "seconds": f"{CLI}doctor.py::test_other_columns_are_tried_while_there_is_time",
-        "write": f"{CLI}doctor_records.py::",
-        "field": f"{CLI}doctor.py::",
+        "json": f"{TOOLS}doctor.py::test_json_and_exit_status",
+        "seconds": f"{TOOLS}doctor.py::test_other_columns_are_tried_while_there_is_time",
+        "write": f"{TOOLS}doctor_records.py::",
+        "field": f"{TOOLS}doctor.py::",
     },
     "replay": {
         "steps": f"{TOOLS}replay.py::test_steps_that_are_not_on_record_are_an_error",

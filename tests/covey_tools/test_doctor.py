@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from covey.cli.doctor.command import before, main
-from covey.cli.doctor.completions import _begins_again, _opening
-from covey.cli.doctor.rewards import _other_column
 from covey.cli.main import main as covey
 from covey.core.findings import DIAGNOSED, Finding, ranked
+from covey_tools.doctor.command import before, main
+from covey_tools.doctor.completions import _begins_again, _opening
+from covey_tools.doctor.rewards import _other_column
 from tests.support import faults, runs, tiny
 
 

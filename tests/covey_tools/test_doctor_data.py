@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from covey.cli.doctor import data
-from covey.cli.doctor.examined import ExaminedRun
-from covey.cli.doctor.recorded import frozen, own_tokenizer
 from covey.trainer.evaluation.suites import EvalSuite
+from covey_tools.doctor import data
+from covey_tools.doctor.examined import ExaminedRun
+from covey_tools.doctor.recorded import frozen, own_tokenizer
 from tests.support import tiny
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from covey import GRPOConfig
-from covey.cli.doctor import learning
-from covey.cli.doctor.examined import ExaminedRun
-from covey.cli.doctor.learning import Trials, TrialUpdate
 from covey.core.findings import ranked
 from covey.trainer.trainer import OnlineTrainer
+from covey_tools.doctor import learning
+from covey_tools.doctor.examined import ExaminedRun
+from covey_tools.doctor.learning import Trials, TrialUpdate
 from tests.support import runs, tiny
 
 

@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 
-from covey.cli.doctor.command import main
-from covey.cli.doctor.course import findings as course_of
-from covey.cli.doctor.recorded import PastRun
 from covey.cli.main import main as covey
 from covey.core.findings import Effect, Finding, ranked
 from covey.observability.record_files import read_run
+from covey_tools.doctor.command import main
+from covey_tools.doctor.course import findings as course_of
+from covey_tools.doctor.recorded import PastRun
 from tests.support import runs, tiny
 
 

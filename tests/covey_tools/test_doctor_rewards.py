@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from covey.cli.doctor.columns import _instead, _of_other_rows, _shifted
-from covey.cli.doctor.completions import _all_masked, _stopped, calls, temperature
-from covey.cli.doctor.examined import SampleBatch
-from covey.cli.doctor.rewards import _cancelling, _silent_about_wrong, flat, length, order, scale, sign, slow, turned
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.stats import Mean
+from covey_tools.doctor.columns import _instead, _of_other_rows, _shifted
+from covey_tools.doctor.completions import _all_masked, _stopped, calls, temperature
+from covey_tools.doctor.examined import SampleBatch
+from covey_tools.doctor.rewards import _cancelling, _silent_about_wrong, flat, length, order, scale, sign, slow, turned
 
 NAN = float("nan")
 
@@ -108,7 +108,7 @@ def test_another_column_that_completions_match_is_proposed():
 
 
 def test_completions_that_a_stop_text_ends_are_tried_without_it(monkeypatch):
-    monkeypatch.setattr("covey.cli.doctor.completions.end_token_ids", lambda model, tokenizer: {9})
+    monkeypatch.setattr("covey_tools.doctor.completions.end_token_ids", lambda model, tokenizer: {9})
     params = SimpleNamespace(extra={"stop": [" "], "seed": 3})
     parts = {
         "trainer": SimpleNamespace(rollouts=SimpleNamespace(params=params), model=None),

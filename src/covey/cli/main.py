@@ -22,7 +22,7 @@ COMMANDS = {
     "study": ("covey_tools.study.command", "main", "train many configurations over one model, side by side"),
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
     "view": ("covey_tools.view.command", "main", "look at runs on a page: curves, groups, completions, every token"),
-    "doctor": ("covey.cli.doctor.command", "main", "find out why a run does not learn, and prove it"),
+    "doctor": ("covey_tools.doctor.command", "main", "find out why a run does not learn, and prove it"),
     "replay": ("covey_tools.replay", "main", "train again from the record of a run, without sampling"),
     "diff": ("covey_tools.diff", "main", "find the first difference between two runs, and what explains it"),
     "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from covey.cli.doctor.examined import ExaminedRun
-from covey.cli.doctor.prompts import prompt_text
-from covey.cli.doctor.rewards import turned
 from covey.cli.explain.run import SOLUTIONS
 from covey.core.findings import Finding
 from covey.rewards.functions import NOT_FORWARDED, RESERVED, FunctionReward, arguments_with
 from covey.rewards.text import completion_text
 from covey.runtime.user_code import parameters_of, unwrap_partial
+from covey_tools.doctor.examined import ExaminedRun
+from covey_tools.doctor.prompts import prompt_text
+from covey_tools.doctor.rewards import turned
 
 ANSWERS = (*SOLUTIONS, "ground_truth", "reference", "gold", "expected")  # columns that hold what is right
 SHIFTS = (1, -1, 2, -2, 3, -3)

@@ -16,10 +16,6 @@ from transformers import AutoTokenizer
 
 from covey.cli import parsers
 from covey.cli.config_file import RunConfig
-from covey.cli.doctor import columns, completions, data, learning, prompts, recorded, rewards
-from covey.cli.doctor.completions import FAMILIES, with_template
-from covey.cli.doctor.data import sets_of
-from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
 from covey.cli.run_file import take_config
@@ -32,6 +28,10 @@ from covey.rewards import RewardError
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
+from covey_tools.doctor import columns, completions, data, learning, prompts, recorded, rewards
+from covey_tools.doctor.completions import FAMILIES, with_template
+from covey_tools.doctor.data import sets_of
+from covey_tools.doctor.examined import ExaminedRun, quiet
 
 Check = Callable[[ExaminedRun], Iterator[Finding]]
 OF_OTHER_TEXTS = (

@@ -11,15 +11,15 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from covey.cli.doctor.examined import Encode, ExaminedRun, SampleBatch
-from covey.cli.doctor.prompts import rendered
-from covey.cli.doctor.rewards import paid_for_length
 from covey.core.findings import LEVELS, Effect, Finding
 from covey.core.records import FinishReason
 from covey.observability.diagnostics import said_of
 from covey.policy.loading import end_token_ids
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.toolbox import call_stats
+from covey_tools.doctor.examined import Encode, ExaminedRun, SampleBatch
+from covey_tools.doctor.prompts import rendered
+from covey_tools.doctor.rewards import paid_for_length
 
 FAMILIES = {  # prefix of a turn, its end, opening of the answer
     "ChatML": ("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.cli.doctor.examined import ExaminedRun
-from covey.cli.doctor.learning import MUCH, rate_within
 from covey.core.advantages import nanstd
 from covey.core.findings import Effect, Finding
 from covey.core.likeness import answer_of, common_share, most_common, reference_of
 from covey.core.records import FinishReason, PromptSample, RolloutBatch
 from covey.observability.diagnostics import RISEN, Course, collapsed, entropy_is_lost, lost
+from covey_tools.doctor.examined import ExaminedRun
+from covey_tools.doctor.learning import MUCH, rate_within
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
 SMALL = 0.02  # nats a token in the first update, by which no policy is destroyed

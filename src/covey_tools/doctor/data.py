@@ -7,12 +7,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from covey.cli.doctor.examined import MOST_ROWS, PROMPTS, SAMPLES, ExaminedRun
 from covey.core.findings import Effect, Finding
 from covey.core.likeness import reference_of
 from covey.core.transcript import content_text
 from covey.rollout.prompts import is_conversational
 from covey.trainer.evaluation.suites import EvalSuite
+from covey_tools.doctor.examined import MOST_ROWS, PROMPTS, SAMPLES, ExaminedRun
 
 FRAME = 3  # characters on one side of an answer that stands in the same place of every prompt
 MANY = 10  # times as often as the others, by which a row has been multiplied

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.cli.doctor.examined import ExaminedRun, SampleBatch, quiet
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
 from covey.core.findings import Effect, Finding
 from covey.core.records import FinishReason, Plan
 from covey.policy.loading import has_dropout
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
+from covey_tools.doctor.examined import ExaminedRun, SampleBatch, quiet
 
 MOST_TOKENS, FEW = 3000, 8  # of completions in a trial update; completions of a model that is not small
 SHORT = 50  # steps that a run is taken to have at least: one to try things out is no fault

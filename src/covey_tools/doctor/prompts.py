@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from covey.cli.doctor.examined import ExaminedRun, quiet
 from covey.core.findings import Finding
 from covey.core.transcript import content_text
 from covey.rollout.prompts import is_conversational
+from covey_tools.doctor.examined import ExaminedRun, quiet
 
 READ = 24  # prompts that are looked at
 REAL_VOCABULARY = 5000  # tokens from which on a model is no toy whose text is noise

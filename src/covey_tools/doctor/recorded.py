@@ -21,9 +21,6 @@ from transformers import AutoTokenizer
 
 from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
 from covey.cli.data import load_evaluations
-from covey.cli.doctor import course, data, rewards
-from covey.cli.doctor.data import sets_of
-from covey.cli.doctor.examined import MOST_ROWS, ExaminedRun, SampleBatch, quiet
 from covey.cli.train import build_trainer
 from covey.core.advantages import weighted_total
 from covey.core.engine import EngineTraits
@@ -43,6 +40,9 @@ from covey.observability.record_files import (
     read_run,
 )
 from covey.runtime.definitions import script_of_run
+from covey_tools.doctor import course, data, rewards
+from covey_tools.doctor.data import sets_of
+from covey_tools.doctor.examined import MOST_ROWS, ExaminedRun, SampleBatch, quiet
 
 ELSEWHERE = (
     *("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record", "eval_"),

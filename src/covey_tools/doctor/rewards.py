@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.cli.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
 from covey.core.advantages import EPSILON, centred, nanstd, weighted_total
 from covey.core.findings import Effect, Finding
 from covey.core.likeness import REFERENCES
@@ -20,6 +19,7 @@ from covey.core.records import FinishReason
 from covey.rewards.contract import MissingArgument
 from covey.rewards.text import completion_text
 from covey.rollout.prompts import is_conversational
+from covey_tools.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
 
 FORMS = (
     "{0}",
