@@ -63,7 +63,7 @@ def test_nothing_is_raised_where_nothing_was_found(recwarn):
 def test_findings_survive_the_way_to_another_process():
     error, warning = CheckError(HOT, EMPTY), CheckWarning(IDLE)
     assert pickle.loads(pickle.dumps(error)).findings == error.findings
-    assert pickle.loads(pickle.dumps(warning)).finding == IDLE
+    assert pickle.loads(pickle.dumps(warning)).finding == type(warning)(*warning.args).finding == IDLE
 
 
 def test_errors_of_a_part_name_it_once_each():

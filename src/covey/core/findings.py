@@ -267,11 +267,11 @@ class CheckWarning(UserWarning):
     """Warning that a check has given."""
 
     def __init__(self, finding: Finding):
-        super().__init__(finding.sentence)
+        super().__init__(finding)  # so that the class and `args` make it again, as pickle and others expect
         self.finding = finding
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.finding,)
+    def __str__(self) -> str:
+        return self.finding.sentence
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
