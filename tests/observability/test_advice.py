@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
+from covey.core.findings import CheckWarning
 from covey.observability.diagnostics import Advice, Course, LogEnds
 from covey.observability.diagnostics import advice as findings_of
 
@@ -84,8 +85,9 @@ def test_the_callback_warns_once_whatever_logging_steps_is():
         warnings.simplefilter("error")
         for _ in range(4):
             step()
-    with pytest.warns(UserWarning):
+    with pytest.warns(CheckWarning) as caught:
         step()
+    assert [warning.message.finding.code for warning in caught] == ["signal-sparse"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step()

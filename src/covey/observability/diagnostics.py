@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.core.findings import Finding
+from covey.core.findings import CheckWarning, Finding
 from covey.observability.findings import add_findings
 from covey.observability.record_files import FOLDER, WARNINGS
 
@@ -394,7 +394,7 @@ class Advice(TrainerCallback):
         new = [finding for finding in found if finding.code not in self._said]
         for finding in new:
             self._said.add(finding.code)
-            warnings.warn(finding.sentence, UserWarning, stacklevel=3)
+            warnings.warn(CheckWarning(finding), stacklevel=3)
         folder = Path(args.output_dir) / FOLDER
         if new and (folder / "run.json").exists() and args.record != "off":
             with suppress(OSError):  # the run continues without it
