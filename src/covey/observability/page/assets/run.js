@@ -63,6 +63,7 @@ function charts(run, others, open) {
     ["Distinct completions", "share, within a group", (one) => either(ofLogs(one, "completions/distinct"),
         stepsOf(one).map(([step, members]) => ({ x: step, y: distinct(members) }))), { zero: true }],
     ["Distinct answers to different prompts", "share", (one) => ofLogs(one, "completions/distinct_across_prompts"), { zero: true }],
+    ["Most common answer", "share", (one) => ofLogs(one, "completions/most_common"), { zero: true }],
     ["Largest gap to the engine", "nats, of any token", (one) => (replays(one) ? [] : stepsOf(one)).map(([step, members]) =>
         ({ x: step, y: Math.max(...members.map((rollout) => Math.abs(rollout.gap ?? NaN)).filter(Number.isFinite),
         -Infinity) })).filter((point) => point.y > -Infinity), { zero: true }],
