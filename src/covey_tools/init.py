@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is a file. Name a folder.")
     if there := [name for name in FILES if (folder / name).exists()]:
-        raise ValueError(f"{str(folder)!r} holds {', '.join(there)} already: nothing is written over. Name another.")
+        held = f"{str(folder)!r} holds {', '.join(there)} already"
+        raise ValueError(f"{held}, and nothing was written. Name a new folder: `covey init NAME`.")
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents().items():
         (folder / name).write_text(content, encoding="utf-8")

@@ -64,7 +64,7 @@ def rewards() -> argparse.ArgumentParser:
     parser.add_argument("function", help="path/to/file.py:function, module:function or a built-in name")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--completions", type=Path, metavar="FILE", help="JSON lines")
-    source.add_argument("--run", type=Path, metavar="FOLDER", help="output_dir of a run that logged completions")
+    source.add_argument("--run", type=Path, metavar="FOLDER", help="output_dir of a run: completions of its record")
     parser.add_argument("--limit", type=int, default=64, help="number of completions to use (64)")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for a call (30)")
     return parser

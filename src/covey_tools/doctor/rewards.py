@@ -329,8 +329,8 @@ def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
                 "reward-unreachable",
                 "warning",
                 evidence,
-                f"Let the prompts say (or show) what {name} asks for, or let it grade steps on the way to it: as it"
-                " is, the others alone are learnt.",
+                f"Let the prompts say (or show) what {name} asks for, or let it reward partly right answers: as it is,"
+                " only the other functions teach anything.",
                 f"{name} works: the text {best[2][:80]!r} gets {best[1]:g}.",
             )
         elif lowest < value - 1e-6:
@@ -722,9 +722,9 @@ def signal(run: ExaminedRun) -> Iterator[Finding]:
             "error" if now < 0.05 else "warning",
             f"about {now:.0%} of the groups have a signal; {rates}.",
             f"{prompts}, or set num_generations={larger}.",
-            f"In groups of {larger} {then:.0%} of the same prompts would have one.",
+            f"With {larger} samples of each, {then:.0%} of the same prompts would have a signal.",
             Effect(now, then - 0.02),
-            otherwise=f"{prompts}: larger groups of these prompts have no more of it.",
+            otherwise=f"{prompts}: larger groups of these prompts would not have one more often.",
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from covey.cli.explain.run import ExplainedRun
 from covey.config.objective import BUILT_IN, CLIPPED
+from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 
 
 def count(number: int, noun: str) -> str:
@@ -237,10 +238,12 @@ def tokens(run: ExplainedRun) -> Iterator[str]:
         yield "max_completion_length is unset: completions run until the model's context is full, so there is no bound."
     else:
         trained = a.completions_per_update * length
+        known = run.prompt_tokens != ASSUMED_PROMPT_TOKENS or (run.start and run.start.prompt_tokens)
+        assumed = "" if known else " (assumed; `--prompt_tokens` sets another length)"
         yield f"""A rollout batch samples at most {a.generation_batch_size * length:,} tokens ({a.generation_batch_size}
         completions of up to {length})."""
         yield f"""An update trains on at most {trained:,} completion tokens, and with prompts of {run.prompt_tokens}
-        tokens reads at most {trained + a.completions_per_update * run.prompt_tokens:,} in all."""
+        tokens{assumed} reads at most {trained + a.completions_per_update * run.prompt_tokens:,} in all."""
     if args.speculative_reuse:
         rule = (
             "that differs from a new sample with the same seed. So no completion depends on its draft; for that, a "
