@@ -54,7 +54,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """What is the same from the first step of a run to its last, and services of the process."""
+    """Typed parts of a run that stay the same from its first step to its last, and services of the process."""
 
     args: OnlineConfig
     algebra: BatchAlgebra  # batch sizes

@@ -28,7 +28,7 @@ KEPT_BYTES = {"cpu": 256 * 2**20}
 multiplied by three times and not four."""
 
 
-class Plan(NamedTuple):
+class HeadPlan(NamedTuple):
     """Tile sizes and dtypes of one call."""
 
     curve: Curve  # from products to logits
@@ -61,7 +61,7 @@ def plan_of(
     compute: torch.dtype,
     chunk_size: int,
     support: SampledSupport | None = None,
-) -> Plan:
+) -> HeadPlan:
     """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V]."""
     wide = torch.promote_types(compute, torch.float32)
     size = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]) // wide.itemsize
@@ -75,7 +75,7 @@ def plan_of(
     whole = straight and support is None and not entropy and compute == wide and tokens == len(hidden) and not frozen
     room = len(hidden) * len(weight) * wide.itemsize <= KEPT_BYTES.get(hidden.device.type, 0)
     keeps = torch.is_grad_enabled() and whole and room
-    return Plan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps)
+    return HeadPlan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps)
 
 
 class LinearHead(torch.autograd.Function):
@@ -88,7 +88,7 @@ class LinearHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: Plan
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: HeadPlan
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [N, H], weight [V, H], bias [V], targets [N] int64 -> log-probs [N], entropies [N] or None."""
         with torch.autocast(hidden.device.type, enabled=False):
@@ -117,7 +117,7 @@ class _Tiles:
     """Iteration over tiles, vocabulary outermost: a slice of the weight is used for all tokens before the next."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: Plan, kept: Sequence[Any] = ()
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: HeadPlan, kept: Sequence[Any] = ()
     ):
         self.kept = list(kept)  # of each tile, the exponentials and the logits that they are relative to
         self.hidden, self.weight, self.bias, self.targets, self.plan = hidden, weight, bias, targets, plan
@@ -212,7 +212,7 @@ class _Tiles:
         return d_hidden, d_weight, d_bias if self.bias is None or d_bias is None else d_bias.to(self.bias.dtype)
 
 
-def _arithmetic_for(plan: Plan, device: torch.device) -> type[TorchTiles]:
+def _arithmetic_for(plan: HeadPlan, device: torch.device) -> type[TorchTiles]:
     """Triton kernels on CUDA, where they are available, right and fast; else torch, as under sampling masks."""
     if device.type != "cuda" or plan.wide != torch.float32 or plan.support or find_spec("triton") is None:
         return TorchTiles
