@@ -117,7 +117,13 @@ class _Tiles:
     """Iteration over tiles, vocabulary outermost: a slice of the weight is used for all tokens before the next."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: HeadPlan, kept: Sequence[Any] = ()
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        plan: HeadPlan,
+        kept: Sequence[Any] = (),
     ):
         self.kept = list(kept)  # of each tile, the exponentials and the logits that they are relative to
         self.hidden, self.weight, self.bias, self.targets, self.plan = hidden, weight, bias, targets, plan
