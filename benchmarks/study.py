@@ -135,11 +135,11 @@ def main() -> None:
 
 
 def sampled_tokens(folder: Path) -> int:
-    """Tokens of all completions that were written down."""
+    """Tokens of all completions on record."""
     import pyarrow.parquet as parquet
 
-    files = folder.rglob("completions_*.parquet")
-    return sum(row["length"] for file in files for row in parquet.read_table(file).to_pylist())
+    files = folder.rglob("generation_*.parquet")
+    return sum(sum(parquet.read_table(file, columns=["length"])["length"].to_pylist()) for file in files)
 
 
 if __name__ == "__main__":

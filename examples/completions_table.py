@@ -1,4 +1,4 @@
-"""Completion tables: completions on the console, in parquet files and (if configured) in a tracker.
+"""Completion tables: completions on the console, in the parquet files that TRL writes, and (if configured) in a tracker.
 
 A reward function adds columns with `log_extra` and numbers to the log with `log_metric`.
 """
@@ -26,7 +26,7 @@ def main():
     trainer = GRPOTrainer(
         model=options.model,
         reward_funcs=first_number,
-        args=GRPOConfig(**settings(options), log_completions=True, num_completions_to_print=4),
+        args=GRPOConfig(**settings(options), log_completions=True, num_completions_to_print=4, export_completions=True),
         train_dataset=SUMS,
     )
     trainer.train()

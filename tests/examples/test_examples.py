@@ -58,7 +58,7 @@ def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
     assert trainer.state.global_step == 2
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses and all(loss == loss for loss in losses), "every logged loss is a number"
-    assert list(tmp_path.rglob("completions_*.parquet")), "completions are written down"
+    assert list(tmp_path.rglob("generation_*.parquet")), "completions are on record"
 
 
 @pytest.mark.slow
