@@ -1,4 +1,4 @@
-"""Completion tables: completions on the console, in the parquet files that TRL writes, and (if configured) in a tracker.
+"""Completion tables: completions on the console, in the files that TRL writes, and (if configured) in a tracker.
 
 A reward function adds columns with `log_extra` and numbers to the log with `log_metric`.
 """
