@@ -105,7 +105,8 @@ _MAX_DIGITS = 1000  # longer runs of digits are noise, and slow to convert
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _POWER_OF_TEN = re.compile(r"(?<=10)[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _THIN_SPACES = re.compile(r"(?<=\d)(?:\\[,;:!]|\{,\}|\\ |~)(?=\d{3}(?!\d))")
-_AFTER_SIGN = re.compile(rf"(?<=[{_MINUS}+])[ \t]?\\?[$€£¥₹]")
+_AFTER_SIGN = re.compile(rf"(?<=[{_MINUS}+])\\?[$€£¥₹]")
+_QUOTE = re.compile(r"^(?:[ \t]*>)+", re.MULTILINE)  # Markdown's, no operator
 _CURRENCY = re.compile(r"\\?[$€£¥₹]")
 
 
@@ -129,11 +130,12 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Text without currencies and LaTeX's spaces, whose powers of ten and fractions are written with digits."""
-    text = _CURRENCY.sub(" ", _AFTER_SIGN.sub("", _THIN_SPACES.sub(",", text)))
+    """Text without currencies, quotes' marks and LaTeX's spaces; powers of ten and fractions are written with digits."""
+    text = _CURRENCY.sub(" ", _AFTER_SIGN.sub("", _THIN_SPACES.sub(",", _QUOTE.sub("", text))))
     text = _POWER_OF_TEN.sub(lambda found: "^" + found[0].translate(_SUPERSCRIPTS), text)
     for sign, fraction in _VULGAR.items():
-        text = text.replace(sign, f" {fraction}") if sign in text else text
+        if sign in text:
+            text = re.sub(rf"(?<![{_MINUS}+]){sign}", f" {fraction}", text).replace(sign, fraction)
     return text
 
 
