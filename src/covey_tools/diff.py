@@ -117,8 +117,13 @@ def main(argv: Sequence[str]) -> int:
     changes = [*changed(*described)]
     tokens = [has_tokens(run / FOLDER) for run in (first, second)]
     difference = first_difference(first / FOLDER, second / FOLDER)
+    bare = [str(run) for run, has in zip((first, second), tokens, strict=True) if not has and any(tokens)]
+    in_texts = [
+        f"{run} has no tokens on record, so prompts, completions and rewards alone were compared." for run in bare
+    ]
     if difference is None:
         print("No difference: the runs recorded the same generations." if not changes else "No difference so far.")
+        print(*in_texts, sep="\n", end="\n" * bool(in_texts))
         _list("Differs, without an effect up to here:", changes)
         return 0
     print(printable(str(difference)))
@@ -126,8 +131,7 @@ def main(argv: Sequence[str]) -> int:
     if difference.generation and difference.stage.columns[0] in ("logprobs", "token_ids", "completion"):
         print(f"It is generation {difference.generation}: {UPDATE.what}.")
         stages = [UPDATE, *stages]
-    if one_sided := [str(run) for run, has in zip((first, second), tokens, strict=True) if not has and any(tokens)]:
-        print(f"{one_sided[0]} has no tokens on record, so prompts, completions and rewards alone were compared.")
+    print(*in_texts, sep="\n", end="\n" * bool(in_texts))
     likely = [change for stage in stages for change in changes if acts(change, stage)]
     likely = [*dict.fromkeys(likely)]
     _list("What differs and acts there:", likely)

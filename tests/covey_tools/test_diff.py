@@ -102,6 +102,7 @@ def test_without_tokens_the_first_difference_is_of_texts(cause, in_text, tmp_pat
 def test_a_run_with_tokens_is_compared_with_one_without(base, in_text, tmp_path, capsys):
     capsys.readouterr()
     assert main(["diff", base, in_text]) == 0, "they differ in the record alone"
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"{in_text} has no tokens")
     other = record(tmp_path, kind="rollouts", temperature=0.5)
     capsys.readouterr()
     assert main(["diff", base, other]) == 1

@@ -385,7 +385,7 @@ def test_each_argument_of_each_factory_of_rewards_has_a_case():
 
 # ---- classes whose settings have tests of their own ------------------------------------------------------------------
 
-JUDGE, STUDY, ISOLATED = "rewards/test_judge.py", "study/test_study.py", "runtime/test_isolation.py"
+JUDGE, STUDY, ISOLATED = "rewards/test_judge.py", "covey_tools/study/test_study.py", "runtime/test_isolation.py"
 SHOWN: dict[Any, dict[str, str]] = {
     LLMJudge: {
         **dict.fromkeys(("url", "request"), f"{JUDGE}::test_a_run_file_names_it_with_its_settings"),
@@ -410,11 +410,11 @@ SHOWN: dict[Any, dict[str, str]] = {
         ),
         **dict.fromkeys(("eval_dataset", "eval_steps"), f"{STUDY}::test_rows_to_compare_on_are_asked_for"),
         "save_rounds": f"{STUDY}::test_a_killed_study_resumes_bit_exactly",
-        "halving": "study/test_comparison.py::test_halving_acts_at_the_step_of_an_evaluation",
+        "halving": "covey_tools/study/test_comparison.py::test_halving_acts_at_the_step_of_an_evaluation",
         "parts": f"{STUDY}::test_variants_are_their_solo_runs",
     },
     Halving: dict.fromkeys(
-        ("keep", "certain"), "study/test_comparison.py::test_halving_stops_those_that_are_really_worse"
+        ("keep", "certain"), "covey_tools/study/test_comparison.py::test_halving_stops_those_that_are_really_worse"
     ),
     isolated: {
         "function": f"{ISOLATED}::",
