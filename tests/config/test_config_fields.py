@@ -169,6 +169,15 @@ def test_repr_shows_what_was_given_or_assigned(tmp_path):
     assert "logprob_chunk_size=1024" in str(args)
 
 
+def test_the_config_of_a_script_hides_keys_too():
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        extra: int = 3
+
+    args = Mine(output_dir="out", hub_token="secret", extra=4, use_cpu=True, bf16=False)
+    assert "extra=4" in repr(args) and "secret" not in repr(args) + str(args) and "max_steps" not in repr(args)
+
+
 def test_argument_parser_help_can_be_shown():
     assert "--reward_clip_range" in HfArgumentParser(RLOOConfig).format_help()
 

@@ -123,6 +123,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self.use_liger_kernel = False  # transformers would replace layers
         self._settled = dict(vars(self))
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]  # else that of a dataclass, which shows keys
+
     def __repr__(self) -> str:
         """The fields that were given, or assigned since; `str()` has every field."""
         names = [name for name in (field.name for field in dataclasses.fields(self)) if name not in OLD]

@@ -9,7 +9,7 @@ from covey.config.fields import document
 
 
 @takes_old_names
-@dataclass(repr=False)  # the inherited one hides the servers' keys
+@dataclass
 class GRPOConfig(OnlineConfig):
     """Settings of group relative policy optimization and the losses descended from it.
 

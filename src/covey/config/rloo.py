@@ -9,7 +9,7 @@ from covey.config.fields import describe_fields, document
 
 
 @takes_old_names
-@dataclass(repr=False)  # the inherited one hides the servers' keys
+@dataclass
 class RLOOConfig(OnlineConfig):
     """Settings of REINFORCE with a leave-one-out baseline and the KL penalty in the reward.
 

@@ -130,7 +130,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Text without currencies, quotes' marks and LaTeX's spaces; powers of ten and fractions are written with digits."""
+    """Text without currencies, quotes' marks and LaTeX's spaces, whose powers of ten and fractions have digits."""
     text = _CURRENCY.sub(" ", _AFTER_SIGN.sub("", _THIN_SPACES.sub(",", _QUOTE.sub("", text))))
     text = _POWER_OF_TEN.sub(lambda found: "^" + found[0].translate(_SUPERSCRIPTS), text)
     for sign, fraction in _VULGAR.items():
