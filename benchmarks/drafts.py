@@ -66,7 +66,7 @@ class Match(NamedTuple):
 
 
 class Continuations:
-    """Where texts went on after the same 1 to `LONGEST_KEY` tokens, most recently."""
+    """Where texts continued after the same 1 to `LONGEST_KEY` tokens, most recently."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], tuple[list[int], int]] = {}
@@ -121,7 +121,7 @@ class Sequence:
         return None
 
     def draft(self) -> list[int]:
-        """Up to `LONGEST_DRAFT` tokens that followed the match; a match in itself goes on into the draft."""
+        """Up to `LONGEST_DRAFT` tokens that followed the match; a match in itself continues into the draft."""
         match = self.match()
         drafted: list[int] = []
         if match is not None:
@@ -133,7 +133,7 @@ class Sequence:
         return drafted
 
     def holds(self, most: int = LONGEST_DRAFT) -> int:
-        """Tokens of a draft of at most `most` tokens that the sequence goes on with."""
+        """Tokens of a draft of at most `most` tokens that the sequence continues with."""
         held = 0
         for token, right in zip(self.draft()[:most], self.tokens[self.decoded :], strict=False):
             if token != right:

@@ -5,7 +5,7 @@
 Five tasks of reasoning-gym, on each a study of eight configurations of SmolLM2-135M-Instruct, twice: all trained to the
 end, and with halving (`RULE`), each in a process of its own. The winner is the variant with the highest mean reward in
 the last evaluation, on prompts that are not trained on. The time is that of `Study.train`, evaluations included.
-Every study is written down at once: an interrupted benchmark goes on where it stopped.
+Every study is written down at once: an interrupted benchmark continues where it stopped.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Runs that are killed at random moments and in named places, resumed, and compared with undisturbed ones.
 
-    python -m benchmarks.kills --trials 10            # of each mode; goes on where an interrupted call stopped
+    python -m benchmarks.kills --trials 10            # of each mode; continues where an interrupted call stopped
     python -m benchmarks.kills --mode plain tools
     python -m benchmarks.kills --quick                # does it work?
     python -m benchmarks.kills --summary              # only the table and the pictures
@@ -17,8 +17,9 @@ one, or of resuming. Then all of these must be equal to those of an undisturbed 
 
 SIGTERM and SIGINT must end a run within 25 seconds, with a checkpoint of the step they came in. With several processes
 one of them is sent the signal; the others must end by themselves. In every fourth trial the last kill is not of the run
-but of a worker of its rewards, or of its vLLM server (which is then started again): the run must go on. What a server
-samples depends in its last bits on what else it samples then: only the multiset of (prompt, seed) pairs must be equal.
+but of a worker of its rewards, or of its vLLM server (which is then started again): the run must continue. What a
+server samples depends in its last bits on what else it samples then: only the multiset of (prompt, seed) pairs must be
+equal.
 """
 
 import argparse
@@ -160,12 +161,12 @@ def kill_once(
         if name == OTHER:
             place = kill_other(launch, chance, 0.6 * known["seconds"], server)
         else:
-            time.sleep(chance.uniform(0.0, 0.6 * known["seconds"]))  # a run that goes on is shorter
+            time.sleep(chance.uniform(0.0, 0.6 * known["seconds"]))  # a run that continues is shorter
             place = now_in(folder, victim)
             launch.processes[victim].send_signal(signal.Signals[name])
     began = time.monotonic()
     statuses = launch.end()
-    if name == "SIGKILL":  # after the others it goes on
+    if name == "SIGKILL":  # after the others it continues
         place = now_in(folder, victim)
     if name != OTHER and statuses[victim] not in STATUSES[name]:
         place = None
@@ -276,7 +277,7 @@ def trial(parent: Path, mode: str, number: int, known: dict[str, Any], server: S
     else:
         wrong = [f"ended with {statuses}: {(folder / 'output.0').read_text()[-1500:]}"]
     late = [kill for kill in kills if None in kill["statuses"]]
-    wrong += [f"did not go on: {kill}" for kill in kills if kill["signal"] == OTHER and set(kill["statuses"]) != {0}]
+    wrong += [f"did not continue: {kill}" for kill in kills if kill["signal"] == OTHER and set(kill["statuses"]) != {0}]
     wrong += [f"not ended by {kill['signal']} in {kill['place']}" for kill in late]
     if not wrong:
         shutil.rmtree(folder)

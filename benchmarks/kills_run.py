@@ -2,7 +2,7 @@
 
     python benchmarks/kills_run.py FOLDER MODE [PLACE NUMBER SIGNAL]
 
-Started again in the same folder, it goes on. With PLACE it sends itself the signal on entering that place for the
+Started again in the same folder, it continues. With PLACE it sends itself the signal on entering that place for the
 NUMBER-th time ("PLACE, half a file" leaves the file that was written last cut in half, as a kill within a write does).
 Written into FOLDER, by each process of the run:
 

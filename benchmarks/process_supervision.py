@@ -2,9 +2,9 @@
 
     python -m benchmarks.process_supervision
 
-A random, tiny model is shown a letter and has to go on with the alphabet, which has four: after "b" come "cdabcdab...".
-A completion has `length` letters, and each run the same budget: so many optimizer steps on so many completions. What is
-compared is how completions are rewarded:
+A random, tiny model is shown a letter and has to continue with the alphabet, which has four: after "b" come
+"cdabcdab...". A completion has `length` letters, and each run the same budget: so many optimizer steps on so many
+completions. What is compared is how completions are rewarded:
 
 - outcome: 1 if all letters are right, else 0;
 - sum: the share of right letters, as one number: all that steps know, without saying where;

@@ -1,4 +1,4 @@
-"""Measurements as JSON lines: appended one by one, so that an interrupted run can go on and be summarised."""
+"""Measurements as JSON lines: appended one by one, so that an interrupted run can continue and be summarised."""
 
 import json
 from pathlib import Path

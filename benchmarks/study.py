@@ -2,7 +2,7 @@
 
     python -m benchmarks.study [--model FOLDER] [--variants 8] [--max_steps 3] [--results FILE]
 
-Each side is a process of its own, and written down at once: an interrupted benchmark goes on where it stopped. Decode
+Each side is a process of its own, and written down at once: an interrupted benchmark continues where it stopped. Decode
 throughput is sampled tokens by the seconds of sampling, in a study those of its rounds. Memory is the most that the
 process had (VmHWM).
 """

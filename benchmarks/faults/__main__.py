@@ -7,7 +7,7 @@ a few steps; its first finding should be of the entry's kind, and a healthy run 
 applies the settings that the first finding's fix names, or else the entry's repair, trains 16 steps, and measures the
 gain in reward.
 Entries whose repaired runs are the same share one training, as equal runs have equal rewards.
-Results are appended to a file, so that an interrupted run goes on; `--fresh` starts over.
+Results are appended to a file, so that an interrupted run continues; `--fresh` starts over.
 """
 
 import argparse

@@ -112,7 +112,7 @@ class Kit:
             while missing and (left := deadline - time.monotonic()) > 1:
                 note = functools.partial(self._note, part, name, missing)
                 error = self._run(self._job(part, name, missing, left), note)
-                if error and missing and time.monotonic() < deadline:  # go on with the next case
+                if error and missing and time.monotonic() < deadline:  # continue with the next case
                     note({"case": missing[0], "error": error})
             if missing:
                 print(f"{part} {name}: out of time, not measured: {', '.join(missing)}", flush=True)

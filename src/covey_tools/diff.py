@@ -186,7 +186,7 @@ def has_tokens(folder: Path) -> bool:
 
 
 def first_difference(first: Path, second: Path) -> FirstDifference | None:
-    """The earliest generation's first stage at which two records differ; None if one only goes on longer."""
+    """The earliest generation's first stage at which two records differ; None if one only continues longer."""
     ranks = len({path.stem.partition("_rank")[2] for path in first.glob("generation_*.parquet")})
 
     def by_number(rank: int) -> list[dict[int, Path]]:

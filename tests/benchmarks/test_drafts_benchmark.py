@@ -16,7 +16,7 @@ def group(prompt, *completions, decoded=0):
 
 
 def test_a_draft_follows_the_longest_match():
-    # "2" went on with 9 most recently, but "1 2" with 3
+    # "2" continued with 9 most recently, but "1 2" with 3
     (sequence,) = group([5], [1, 2, 3, 7, 2, 9, 1, 2, 3, 7, 8], decoded=8).sequences
     match = sequence.match()
     assert (match.text[match.after], match.length) == (3, 2)

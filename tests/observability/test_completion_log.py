@@ -123,7 +123,9 @@ def test_text_that_cannot_be_encoded_does_not_stop_the_run(tmp_path):
 def test_a_record_that_cannot_be_written_ends_no_run(tmp_path):
     (tmp_path / "completions").write_text("a file where the folder should be")
     log = filled(tmp_path)
-    with pytest.warns(UserWarning, match=r"completions of step 3 could not be written into '.*completions': .*goes on"):
+    with pytest.warns(
+        UserWarning, match=r"completions of step 3 could not be written into '.*completions': .*continues"
+    ):
         assert log.publish(3) is None
     (tmp_path / "completions").unlink()
     log.add(4, ["a"], ["b"], rewards={"ri\ud800": [1.0]}, advantages=[0.0])

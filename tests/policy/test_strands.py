@@ -243,7 +243,7 @@ def test_the_tokens_of_a_pass_are_those_that_it_computes(programs):
 
 
 def test_prompts_that_strands_shorten_are_counted():
-    """Shared, 12 + 2 tokens, and 10 of the prompt again for two strands of 2 + 1 tokens; a fourth one goes on there."""
+    """Shared, 12 + 2 tokens, and 10 of the prompt again for two strands of 2 + 1 tokens; a fourth continues there."""
     prompt = list(range(10, 22))
     parts = [(part(prompt, [30, 31]), 12), *((part([*prompt[:10], 40 + i], [50, 51]), 11) for i in range(2))]
     parts.append((part([*prompt[:10], 40], [50, 51], (52,), [53]), 13))
@@ -255,7 +255,7 @@ def test_prompts_that_strands_shorten_are_counted():
 
 
 def test_engine_and_trainer_agree_on_every_strand():
-    """A program that asks for two choices, goes on with one, cuts its history and begins another conversation."""
+    """A program that asks for two choices, continues with one, cuts its history and begins another conversation."""
     policy = tiny.model(scale=3.0, max_position_embeddings=512)
 
     async def agent(row, engine):

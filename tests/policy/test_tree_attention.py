@@ -85,7 +85,7 @@ def assert_same(attend, row, tolerance=1e-12, features=(8, 8), sinks=False, **se
 
 
 def test_visibility_by_eye():
-    # positions: the second completion goes on from the prompt's third token, not from the first completion.
+    # positions: the second completion continues from the prompt's third token, not from the first completion.
     assert GROUP.positions().tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6]
     # reach: the prompt is seen to the end of the row, the first completion to its own end.
     assert GROUP.reach().tolist() == [9, 9, 9, 5, 5, 9, 9, 9, 9]

@@ -86,7 +86,7 @@ def test_a_damaged_file_is_named_and_another_offered(run, name, harm):
 
 def test_auto_takes_the_last_whole_checkpoint_and_goes_on(run, saved):
     flip(run / "checkpoint-2" / "optimizer.pt")
-    with pytest.warns(UserWarning, match=r"checkpoint-2' is damaged: .*goes on from '.*checkpoint-1'"):
+    with pytest.warns(UserWarning, match=r"checkpoint-2' is damaged: .*continues from '.*checkpoint-1'"):
         resumed = resume(run, "auto", **SAVING)
     assert resumed._initial_global_step == 1
     assert same(runs.weights(resumed), saved[1])

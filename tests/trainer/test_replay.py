@@ -124,7 +124,7 @@ def test_a_value_that_fits_no_column_costs_its_generation(tmp_path):
         return add(step, generation, scored, batch)
 
     trained.recorder.add = with_half_a_pair
-    with pytest.warns(UserWarning, match="The run goes on without it"):
+    with pytest.warns(UserWarning, match="The run continues without it"):
         trained.train()
 
 
@@ -139,7 +139,7 @@ def test_a_full_disk_costs_the_record_and_not_the_run(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Recorder, "_write", full)
-    with pytest.warns(UserWarning, match="The run goes on without it"):
+    with pytest.warns(UserWarning, match="The run continues without it"):
         assert recorded(tmp_path, max_steps=1).state.global_step == 1
 
 

@@ -228,7 +228,7 @@ CHANGES = {
     "rows": (
         {},
         {"train_dataset": tiny.rows()[:-1]},
-        r"another dataset \(\d+ rows, now \d+\); the run goes on at its place",
+        r"another dataset \(\d+ rows, now \d+\); the run continues at its place",
     ),
     "content": ({}, {"train_dataset": tiny.rows()[::-1]}, r"another dataset \(as many rows, others\)"),
     "reward": ({}, {"reward_funcs": once}, r"Takes effect: other reward functions \(longer, once\)"),
@@ -481,7 +481,9 @@ def test_another_optimizer_is_refused_before_training(tmp_path):
     """AdamW's state has no momentum for SGD; a fused AdamW has the same state."""
     runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1, optim="adamw_torch").train()
     for optim in ("sgd", "adafactor"):
-        with pytest.raises(ValueError, match=rf"optim='adamw_torch', which optim='{optim}' cannot go on from. Resume"):
+        with pytest.raises(
+            ValueError, match=rf"optim='adamw_torch', which optim='{optim}' cannot continue from. Resume"
+        ):
             runs.trainer(tmp_path, max_steps=2, optim=optim).train(resume_from_checkpoint=True)
     resumed = runs.trainer(tmp_path, max_steps=2, optim="adamw_torch_fused")
     resumed.train(resume_from_checkpoint=True)

@@ -126,7 +126,7 @@ def test_a_rollout_is_scored_while_its_siblings_go_on(tmp_path, kind):
             if engine.sibling == 0 or scored.is_set():
                 break
             await asyncio.sleep(0.01)
-        assert engine.sibling == 0 or scored.is_set(), "the first is not scored while the others go on"
+        assert engine.sibling == 0 or scored.is_set(), "the first is not scored while the others continue"
         return episode.done()
 
     trained = runs.trainer(

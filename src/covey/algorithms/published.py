@@ -68,7 +68,7 @@ def pass_at_k(x: AdvantageInputs) -> Tensor:
 
 
 def otb(x: AdvantageInputs) -> Tensor:
-    """A = R - mean_group, from which `optimal_token_baseline` goes on once the tokens' energies are known."""
+    """A = R - mean_group, from which `optimal_token_baseline` continues once the tokens' energies are known."""
     return centred(x.totals)
 
 

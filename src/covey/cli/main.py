@@ -119,7 +119,7 @@ def _run(name: str, arguments: list[str]) -> int:
     launched = "LOCAL_RANK" in os.environ
     if name in ("grpo", "rloo", "eval") and arguments and not (launched or {"-h", "--help"} & set(arguments)):
         file = next((word for word in arguments if word.endswith((".yaml", ".yml", ".json"))), "the flags")
-        with suppress(BrokenPipeError):  # nobody reads it: the run goes on
+        with suppress(BrokenPipeError):  # nobody reads it: the run continues
             print(f"covey {__version__}: {name} by {file}", flush=True)  # libraries take seconds to load
     with nullcontext() if launched else _command(shlex.join(["covey", name, *arguments])):
         return getattr(import_module(module), function)(arguments)

@@ -108,7 +108,7 @@ class MismatchFields:
     rounding of half precision is there to be corrected."""
     engine_parity: str = limited("raise", choices=("raise", "warn", "off"))
     """When the first samples of an engine have other log-probabilities than the trainer gives them, by more than
-    rounding explains: `raise` ends the run and names the likely cause, `warn` goes on, `off` does not compare."""
+    rounding explains: `raise` ends the run and names the likely cause, `warn` continues, `off` does not compare."""
 
 
 @dataclass

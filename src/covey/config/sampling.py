@@ -73,7 +73,7 @@ class AgentFields:
     )
     """Most rounds of tool calls in one rollout; unset: until the model stops calling."""
     tool_timeout: float = limited(60.0, gt=0, le=10**9, advice="It is in seconds.")
-    """Seconds that one call of a tool or of an environment may take. A late call fails; its rollout goes on."""
+    """Seconds that one call of a tool or of an environment may take. A late call fails; its rollout continues."""
     tool_parser: str | None = None
     """Notation of the model's calls, such as `hermes`, `llama3` or `json`. Unset: by what its chat template
     mentions."""

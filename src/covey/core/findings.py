@@ -251,7 +251,7 @@ class CheckError(ValueError):
 
     @classmethod
     def of(cls, code: str, evidence: str, fix: str = "") -> Self:
-        """The error of what cannot be read any further, where a check would have to go on without a value."""
+        """The error of what cannot be read any further, where a check would have to continue without a value."""
         return cls(Finding.error(code, evidence, fix))
 
     def within(self, place: str) -> Self:

@@ -118,7 +118,7 @@ class CompletionLog:
         except (OSError, UnicodeError) as error:  # a full disk, say; the next checkpoint names it, too
             warn(
                 f"the completions of step {step} could not be written into {str(self.folder)!r}:"
-                f" {format_error(error)}. The run goes on without them.",
+                f" {format_error(error)}. The run continues without them.",
             )
         if self.show:
             with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full
@@ -194,7 +194,7 @@ class CompletionLog:
 def warn_of_tracker(name: str, error: Exception) -> None:
     """Say that a tracker failed; Python's filter shows the same failure once."""
     warn(
-        f"{name} could not log ({format_error(error)}). The run goes on without it; its metrics are in"
+        f"{name} could not log ({format_error(error)}). The run continues without it; its metrics are in"
         " trainer_state.json of every checkpoint and its completions in the output folder.",
     )
 

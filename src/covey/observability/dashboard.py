@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 class Notebook:
-    """One output of a notebook, written again as the run goes on: a table of the latest logs, with lines around it."""
+    """One output of a notebook, rewritten while the run continues: a table of the latest logs, with lines around it."""
 
     def __init__(self) -> None:
         self._handle: Any = None

@@ -365,7 +365,7 @@ COURSES: tuple[Callable[[Course], Finding | None], ...] = (
 
 
 class Advice(TrainerCallback):
-    """Warns once about each finding, on the main process, while the run still goes on or at its end.
+    """Warns once about each finding, on the main process, while the run still continues or at its end.
 
     It looks at each optimizer step by `step`, which gives its metrics, so that nothing waits for `logging_steps`.
     """

@@ -146,7 +146,7 @@ class Recorder(TrainerCallback):
         self._is_training = False
 
     def _keep(self, step: int, generation: int | None, write: Callable[[], Path | None]) -> None:
-        """Write a file, unless the record is full; a failure is a warning, as the run goes on."""
+        """Write a file, unless the record is full; a failure is a warning, as the run continues."""
         if self._bytes >= self.max_bytes:
             return
         try:
@@ -157,16 +157,16 @@ class Recorder(TrainerCallback):
         except (OSError, ValueError, TypeError, OverflowError) as error:  # the last three: values that fit no column
             warn(
                 f"the record of step {step} could not be written into {str(self.folder)!r}: {format_error(error)}. The"
-                " run goes on without it.",
+                " run continues without it.",
             )
         if self._bytes >= self.max_bytes:
             warn(
                 f"the record in {str(self.folder)!r} has reached record_max_gb={self.max_bytes / GIGABYTE:g}: it ends"
-                f" with step {step}, and the run goes on without it. Raise record_max_gb to keep more.",
+                f" with step {step}, and the run continues without it. Raise record_max_gb to keep more.",
             )
 
     def _begin(self, step: int, generation: int) -> None:
-        """Describe the run; a new one keeps an earlier record elsewhere, a resumed one goes on from here."""
+        """Describe the run; a new one keeps an earlier record elsewhere, a resumed one continues from here."""
         self._begun = True
         evaluations = {
             path: step

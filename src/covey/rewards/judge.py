@@ -63,7 +63,7 @@ class LLMJudge:
         rank: grade the distinct completions of a group in one request, relative to each other, in a shuffled order.
         scale: lowest and highest score, for rewards of 0 and 1.
         columns: dataset columns that the judge sees with the prompt, such as a reference answer.
-        cache: file of scores. A run that goes on, or another one with this file, does not pay for them again.
+        cache: file of scores. A run that continues, or another one with this file, does not pay for them again.
         max_calls: requests in all by this process, those on record in `cache` included; then there is no reward.
         max_tokens: tokens in all, likewise; requests under way may exceed it.
         concurrency: requests at a time.
@@ -269,7 +269,7 @@ class LLMJudge:
                 with Path(self.cache).open("a") as file:  # the last line may have been cut off
                     file.write(f"\n{json.dumps([key, scores, tokens])}")
             except OSError as error:
-                self._warn("cache", f"its scores cannot be stored ({error}); a run that goes on asks again")
+                self._warn("cache", f"its scores cannot be stored ({error}); a run that continues asks again")
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:

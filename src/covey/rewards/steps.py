@@ -159,7 +159,7 @@ class CharacterEnds:
                 streamed += piece
                 self._lengths.append(len(streamed))
                 self._tokens.append(token)
-        if not self.text.startswith(streamed):  # some decoders change a text as it goes on
+        if not self.text.startswith(streamed):  # some decoders change a text as it continues
             self._lengths, self._tokens = [0], [-1]
         self._lengths.append(len(self.text))
         self._tokens.append(len(token_ids) - 1)
@@ -180,7 +180,7 @@ class CharacterEnds:
 
 
 def _pieces(text_of: CompletionDecoder, token_ids: list[int]) -> Iterator[str | None]:
-    """Text that each token completes, None where it ends amid a character; ends where a decoder cannot go on."""
+    """Text that each token completes, None where it ends amid a character; ends where a decoder cannot continue."""
     stream = DecodeStream(skip_special_tokens=False)
     with suppress(Exception):  # the library raises nothing more special; or the tokenizer is of another one
         for token_id in token_ids:

@@ -241,4 +241,4 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     try:
         return thread.run(work)
     finally:
-        thread.close(seconds=5.0)  # also when the wait is interrupted: what it waited for must not go on
+        thread.close(seconds=5.0)  # also when the wait is interrupted: what it waited for must not continue

@@ -227,8 +227,10 @@ class Episode:
     sampling_mask: list[list[int]] | None = field(default_factory=list)
     returned: dict[int, list[Any]] = field(default_factory=dict)
     _forks: int = 0
-    _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
-    _open: bool = False  # that turn was cut off by its own limit, and may go on
+    _turn_start: int | None = (
+        None  # index where the last turn of the policy begins; None where the policy continues next
+    )
+    _open: bool = False  # that turn was cut off by its own limit, and may continue
     _sampling: bool = False
 
     @property
@@ -319,15 +321,15 @@ class Episode:
         self.messages[-1]["content"] = self.prefill + text
 
     def write(self, content: str | Message | Sequence[Message]) -> bool:
-        """Append messages after a turn of the policy, up to where the policy goes on.
+        """Append messages after a turn of the policy, up to where the policy continues.
 
         Args:
             content: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all that are to be
-                read before the policy goes on; a string is a message of the user, or, after a prompt that is a string,
-                that text as it is.
+                read before the policy continues; a string is a message of the user, or, after a prompt that is a
+                string, that text as it is.
 
         Returns:
-            True if the policy can go on. False where the episode has ended, or the messages leave no room to answer:
+            True if the policy can continue. False where the episode has ended, or the messages leave no room to answer:
             `finish` is LENGTH then, and nothing is appended.
 
         Raises:
@@ -382,7 +384,7 @@ class Episode:
             )
 
     def fork(self, turns: int | None = None) -> "Episode":
-        """A copy that begins with the same tokens and goes on by itself, with samples of its own.
+        """A copy that begins with the same tokens and continues by itself, with samples of its own.
 
         Args:
             turns: turns of the policy that it begins with, of a conversation without images; all by default, and then

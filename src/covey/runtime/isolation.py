@@ -217,7 +217,7 @@ def _end_if_late(process: ChildProcess, until: list[float]) -> None:
         if time.monotonic() > until[0]:
             process.end()
         time.sleep(WATCH_SECONDS)
-    process.end()  # of a killed guard the command may go on
+    process.end()  # of a killed guard the command may continue
 
 
 def _end(process: ChildProcess) -> None:

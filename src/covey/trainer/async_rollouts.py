@@ -56,8 +56,8 @@ class InFlightBatch:
         values = (item for one in rollouts or () for item in one.items())
         if odd := next(filter(None, (unsaveable_part(value, name) for name, value in values)), None):
             warnings.warn(
-                "what was sampled ahead is not in the checkpoint and is sampled again by a run that goes on from it: a"
-                f" rollout's {odd}, and checkpoints hold numbers, text, tensors, and lists and dictionaries of them.",
+                "what was sampled ahead is not in the checkpoint and is sampled again by a run that continues from it:"
+                f" a rollout's {odd}, and checkpoints hold numbers, text, tensors, and lists and dictionaries of them.",
                 stacklevel=2,
             )
             rollouts = None
@@ -85,7 +85,7 @@ class AsyncRollouts:
     next_key: Callable[[], tuple[str, int]]  # names the samples of one more rollout batch
     send_weights: Callable[[int, Mode], None]  # (version, purpose); collective where several processes train
     stream: Callable[[], RewardStream]  # makes that of a rollout batch's rollouts
-    waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which nothing but sampling goes on
+    waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which training waits for samples
 
     def __post_init__(self) -> None:
         self._thread = LoopThread("covey-sampling", no_grad=True)

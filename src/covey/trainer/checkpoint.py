@@ -48,7 +48,7 @@ class Checkpointer:
         found = numbered_checkpoints(str(folder))
         places = [path.resolve() for path in found]
         own = Path(checkpoint).resolve() if checkpoint else None
-        # All, or those after the one that this run goes on from.
+        # All, or those after the one that this run continues from.
         others = found[places.index(own) + 1 :] if own in places else found
         self.earlier = {path.name for path in others}
         if self.run.accelerator.is_main_process:
@@ -89,7 +89,7 @@ class Checkpointer:
             raise
         finally:
             self.staging = False
-        collectives.meet(f"go on after {name}")
+        collectives.meet(f"continue after {name}")
         self._place_best(final)
         return final
 
@@ -120,7 +120,7 @@ class Checkpointer:
                 f"{damaged}. Resume from {good!r}, the last one that is whole; resume_from_checkpoint={AUTO!r} takes it"
                 " by itself."
             )
-        warn(f"{damaged}, so the run goes on from {good!r}, the last one that is whole.")
+        warn(f"{damaged}, so the run continues from {good!r}, the last one that is whole.")
         return good
 
     def _damage(self, folder: str) -> str | None:
@@ -190,7 +190,7 @@ class Checkpointer:
         if state is None:
             warn(
                 f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
-                " another program): the run goes on from the weights, with a fresh generation and fresh counters.",
+                " another program): the run continues from the weights, with a fresh generation and fresh counters.",
             )
             return
         resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))

@@ -258,13 +258,13 @@ class TrainingLoop(Trainer):
         if self.state.global_step >= max_steps:
             warnings.warn(
                 f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run has"
-                f" {max_steps}. Raise max_steps or num_train_epochs to go on.",
+                f" {max_steps}. Raise max_steps or num_train_epochs to continue.",
                 stacklevel=2,
             )
             first = epochs
         assert micro_steps is not None, "a run of a stream has a number of steps"
         self.checkpoints.begin(checkpoint)
-        if self.accelerator.scaler is None:  # a run in fp16 may go on in another precision
+        if self.accelerator.scaler is None:  # a run in fp16 may continue in another precision
             self._load_scaler = lambda checkpoint: None  # type: ignore[method-assign]
         with loading_data_alone(checkpoint):
             model, loader = self._prepare_for_training(max_steps, loader, checkpoint)

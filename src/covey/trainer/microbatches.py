@@ -146,7 +146,7 @@ class MicroBatchRunner:
         return pack_micro_batches(part, self.limit, layout)
 
     def _check_survivable(self, error: Exception, part: TrainBatch) -> None:
-        """Let the error go on if it is another one, or if there is nothing left to cut."""
+        """Raise the error again if it is another one, or if there is nothing left to cut."""
         if not is_out_of_memory(error):
             raise error
         tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
@@ -296,7 +296,7 @@ class RolloutBuffer:
         """The rollouts of an optimizer step of so many nominal micro-batches."""
         if self.left < micro_steps:
             raise ValueError(
-                "the run goes on in the middle of a rollout batch, but its rollouts are not there: the checkpoint was"
+                "the run continues in the middle of a rollout batch, but its rollouts are not there: the checkpoint was"
                 " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
                 " run from the checkpoint's weights."
             )

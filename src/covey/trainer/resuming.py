@@ -84,7 +84,7 @@ def changes_since(saved: Described, current: Described, adapter: Changed) -> lis
     was, now = saved.get("dataset", {}), current.get("dataset", {})
     if was and now and was != now:
         size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, others"
-        sentences.append(f"Takes effect: another dataset ({size}); the run goes on at its place, counted in rows.")
+        sentences.append(f"Takes effect: another dataset ({size}); the run continues at its place, counted in rows.")
     was = saved.get("rewards", now := current.get("rewards", {}))
     if names := sorted(name for name in was | now if was.get(name) != now.get(name)):
         sentences.append(f"Takes effect: other reward functions ({', '.join(names)}).")
@@ -144,7 +144,7 @@ def _listed(changed: Changed, keys: Iterable[str]) -> str:
 
 
 def check_kind(checkpoint: str, adapter: bool) -> None:
-    """An adapter goes on from an adapter, a whole model from a whole one."""
+    """An adapter continues from an adapter, a whole model from a whole one."""
     wanted, other = ("adapter_model*", "model*.safetensors*") if adapter else ("model*.safetensors*", "adapter_model*")
     held = sorted(path.name for path in Path(checkpoint).rglob(other))
     if held and not any(Path(checkpoint).rglob(wanted)):
@@ -184,7 +184,7 @@ def check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[s
         fits = key == "lr_scheduler_type" and was.strip("'") not in FOLLOWING
         if not fits and was.replace("_fused", "") != now.replace("_fused", ""):  # a fused optimizer has the same state
             raise ValueError(
-                f"{checkpoint!r} holds the state of {key}={was}, which {key}={now} cannot go on from. Resume with"
+                f"{checkpoint!r} holds the state of {key}={was}, which {key}={now} cannot continue from. Resume with"
                 f" {key}={was}, or begin a new run from its weights with model={checkpoint!r}."
             )
 

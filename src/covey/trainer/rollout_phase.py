@@ -195,7 +195,7 @@ class RolloutPhase:
         call_all(self.rewards.close, *([] if spec is None else [spec.close]))
 
     def send_weights(self, mode: Mode) -> None:
-        """Send the current weights before sampling; what is in flight goes on with those that it began with."""
+        """Send the current weights before sampling; what is in flight continues with those that it began with."""
         if self.async_rollouts is None:
             self._send_weights(self.run.step, mode)
             return

@@ -31,7 +31,7 @@ FAILED_BATCHES = 3  # after this many generations in a row in which every rollou
 
 
 class RolloutWarning(UserWarning):
-    """A rollout failed, and the run goes on."""
+    """A rollout failed, and the run continues."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ def add_spans(timeline: Timeline, stream: RewardStream, names: Sequence[str]) ->
 
 
 class FailureMonitor:
-    """Lets a run go on without failed rollouts, and stops it if all fail."""
+    """Lets a run continue without failed rollouts, and stops it if all fail."""
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         self._gather = gather or (lambda mine: [mine])

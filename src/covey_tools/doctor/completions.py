@@ -216,7 +216,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
         yield Experiment(
             "template",
             "Written as a conversation by the model's chat template,",
-            "prompts are plain text, and the model has a chat template: it goes on with the text rather than"
+            "prompts are plain text, and the model has a chat template: it continues with the text rather than"
             " answering.",
             "Set prompts_as_messages=True, which makes each text a message of the user; a system_prompt in the run file"
             " does so, too.",
@@ -301,7 +301,7 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         yield Experiment(
             "never-ends",
             f"With {names} as an end of sequence",
-            f"{sum(hits.values())} of {len(base.rollouts)} completions go on after {names}: only {known} ends one.",
+            f"{sum(hits.values())} of {len(base.rollouts)} completions continue after {names}: only {known} ends one.",
             f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
             f"{{'stop_token_ids': {stops}}}.",
             base,
@@ -314,7 +314,7 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         yield Experiment(
             "never-ends",
             f"With {text!r} as a stop text",
-            f"{count} of {len(base.rollouts)} completions go on with {text!r}, as the prompt's examples do.",
+            f"{count} of {len(base.rollouts)} completions continue with {text!r}, as the prompt's examples do.",
             f"Set generation_kwargs={{'stop': [{text!r}]}}.",
             base,
             run.again(extra={**extra, "stop": [text]}),

@@ -91,7 +91,7 @@ def check_changes(common: Mapping[str, Any], before: Mapping[str, Any], command:
     for name, value in command.changes.items() if kept else ():
         if (field := field_of(name)) in KEPT and not (command.fresh and field == "optim"):
             raise ValueError(
-                f"{name}={value!r} does not fit the checkpoint that {command.name} goes on from. Begin a new variant"
+                f"{name}={value!r} does not fit the checkpoint that {command.name} continues from. Begin a new variant"
                 " for it."
             )
     if command.changes:

@@ -87,7 +87,7 @@ class Study:
         eval_dataset: rows that variants are compared on.
         processing_class: the tokenizer; loaded with the model if None.
         eval_steps: steps between evaluations, or a list of steps; there is one at the end in any case.
-        save_rounds: rounds between checkpoints of all variants, from which `train(resume=True)` goes on.
+        save_rounds: rounds between checkpoints of all variants, from which `train(resume=True)` continues.
         halving: stops variants at every evaluation, as `covey_tools.study.plan.Halving` says.
         parts: further arguments of the trainers, such as `tools` and `environment_factory`.
 
@@ -241,11 +241,11 @@ class Study:
         return f"covey: the study stopped in round {self.round}{kept}; continue with: {way}"
 
     def stop(self, name: str) -> None:
-        """End a variant after the step that runs; `resume` lets it go on."""
+        """End a variant after the step that runs; `resume` lets it continue."""
         self._ask(Command("stop", name))
 
     def resume(self, name: str, **changes: Any) -> None:
-        """Let a variant that was stopped, failed or has finished go on from its last checkpoint."""
+        """Let a variant that was stopped, failed or has finished continue from its last checkpoint."""
         self._ask(Command("resume", name, changes))
 
     def change(self, name: str, **changes: Any) -> None:
@@ -434,7 +434,7 @@ class Study:
         variant.trainer = variant.turn = None  # its optimizer takes memory
 
     def _save(self) -> None:
-        """Write down where all variants are, from which a killed study goes on."""
+        """Write down where all variants are, from which a killed study continues."""
         records = {name: asdict(variant) for name, variant in self.variants.items()}
         requested = [asdict(command) for command in self._requested]
         taken = [path.name for path in self._taken]
@@ -455,7 +455,7 @@ class Study:
         for variant in self.variants.values():
             asked = given.get(variant.name, variant).changes
             if not variant.history and as_json(asked) != variant.changes:
-                warn(f"{variant.name} goes on with {variant.changes}; {asked} has no effect. Use `change`.")
+                warn(f"{variant.name} continues with {variant.changes}; {asked} has no effect. Use `change`.")
             kept = int(variant.checkpoint.rpartition("-")[2]) if variant.checkpoint else -1
             for later in numbered_checkpoints(str(self.folder / variant.name)):
                 if int(later.name.rpartition("-")[2]) > kept:
@@ -465,7 +465,7 @@ class Study:
         self.variants = {**self.variants, **{name: one for name, one in given.items() if name not in self.variants}}
 
     def _check_same(self, state: Mapping[str, Any], resume: bool) -> None:
-        """Refuse (ValueError) to go on in the folder of another study; with `resume`, variants may have been added."""
+        """Refuse (ValueError) to continue in the folder of another study; with `resume`, variants may be added."""
         first = {name: one for name, one in state["variants"].items() if one["parent"] is None}
         own = {name: as_json(one.changes) for name, one in self.variants.items()}
         own |= {name: first[name]["changes"] for name in first.keys() & own.keys() if resume or first[name]["history"]}
@@ -484,10 +484,10 @@ class Study:
             said = [f"{name}={there.get(name)} there and {here.get(name)} here" for name in sorted(differ)]
             raise ValueError(
                 f"{str(self.folder)!r} holds another study: {'; '.join(said)}. Give another `output_dir`, or the same"
-                " settings to go on with it (--resume, `train(resume=True)`, adds variants)."
+                " settings to continue with it (--resume, `train(resume=True)`, adds variants)."
             )
         if not resume:
-            warn(f"{str(self.folder)!r} holds this study: it goes on after round {state['round']}")
+            warn(f"{str(self.folder)!r} holds this study: it continues after round {state['round']}")
 
 
 def as_json(value: Any) -> Any:

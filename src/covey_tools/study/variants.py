@@ -43,7 +43,7 @@ REFUSED = {  # settings that a study cannot have, and why
     "deepspeed": "a study is one process",
     "fsdp": "a study is one process",
     "replay_from": "variants are sampled together",
-    "save_only_model": "variants go on from whole checkpoints",
+    "save_only_model": "variants continue from whole checkpoints",
     "eval_on_start": "`eval_steps` of the study evaluates",
     "resume_from_checkpoint": "`train(resume=True)` resumes all variants",
 }

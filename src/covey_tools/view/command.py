@@ -1,6 +1,6 @@
 """Look at runs on a page of this machine: `covey view RUN [RUN ...]`.
 
-Shows the record of each run, also while it goes on: curves, groups, completions, and every token with its values. A
+Shows the record of each run, also while it continues: curves, groups, completions, and every token with its values. A
 study's folder is shown alone, as its table, its curves, and the commands of `covey study`.
 """
 

@@ -380,7 +380,7 @@ def test_the_same_study_goes_on_without_resume(tmp_path):
     made = study(tmp_path, SAME, max_steps=3, save_rounds=1)
     play, played = made.play_round, []
     made.play_round = lambda: (played.append(made.round), play())
-    with pytest.warns(UserWarning, match="holds this study: it goes on after round 2"):
+    with pytest.warns(UserWarning, match="holds this study: it continues after round 2"):
         ended = made.train()
     assert played == [2] and {variant.step for variant in ended.values()} == {3}
 
@@ -390,7 +390,7 @@ def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=6, eval_dataset=tiny.rows(1), eval_steps=1)
     asked, play, unlink, save = 4, made.play_round, commands.Path.unlink, made._save
 
-    def at_checkpoints():  # so that a killed study goes on in the same rounds
+    def at_checkpoints():  # so that a killed study continues in the same rounds
         assert all(v.checkpoint == f"{v.name}/checkpoint-{v.step}" for v in made._live() if v.step)
         save()
 

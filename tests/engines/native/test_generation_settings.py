@@ -83,7 +83,7 @@ def test_requests_with_and_without_stop_texts_share_a_batch(tiny_model):
 def test_drafts_are_verified_up_to_a_stop_text(tiny_model):
     extra = {"stop": text(sample(tiny_model, PROMPTS[0])[0])[9:11]}
     fresh = sample(tiny_model, PROMPTS[0], extra)
-    drafts = [one.token_ids for one in sample(tiny_model, PROMPTS[0])]  # longer: they go on behind the text
+    drafts = [one.token_ids for one in sample(tiny_model, PROMPTS[0])]  # longer: they continue behind the text
     verified = sample(tiny_model, PROMPTS[0], extra, drafts=drafts)
     assert [one.token_ids for one in verified] == [one.token_ids for one in fresh]
     assert verified[0].reused == len(verified[0].token_ids)

@@ -411,7 +411,7 @@ def test_a_server_that_takes_no_weights_is_left_out(servers, engines):
     transport = RecordingSender()
     engine = engines(one, other, transport=transport)
     one.misbehave("/collective_rpc", fake_vllm.status(500, "out of memory"), times=99)
-    with pytest.warns(UserWarning, match=f"{one.url}.*out of memory.*goes on without it"):
+    with pytest.warns(UserWarning, match=f"{one.url}.*out of memory.*continues without it"):
         engine.load_weights(update(tiny.model(seed=7), 1))
     assert engine.export_state()["urls"] == [other.url]
     assert set(greedy(engine).versions) == {1}

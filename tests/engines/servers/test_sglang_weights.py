@@ -86,7 +86,7 @@ def send(transport, server, what, deadline=30.0):
 
 
 def test_the_servers_own_end_tokens_do_not_end_completions(other, engines):
-    """The server's model ends at token 1; asked for other ends, completions go on beyond it."""
+    """The server's model ends at token 1; asked for other ends, completions continue beyond it."""
     engine = engines(sglang_sender(), other(), ends=frozenset({9999}))
     completions = asyncio.run(engine.generate(request(n=8, max_tokens=30, seed=5)))
     assert any(1 in one.token_ids[:-1] for one in completions)

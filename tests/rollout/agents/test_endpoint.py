@@ -356,7 +356,7 @@ def test_a_full_conversation_ends_with_what_there_was():
 
 
 def test_a_rewritten_conversation_that_is_too_long_finds_no_room():
-    """As one that goes on: clients know the code, and the rollout counts as cut off."""
+    """As one that continues: clients know the code, and the rollout counts as cut off."""
 
     async def steps(ask):
         first = said(await ask(START))

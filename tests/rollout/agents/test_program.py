@@ -187,7 +187,7 @@ HOSTILE = {
         "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nask(); time.sleep(100)",
         "took longer",
     ),
-    "goes on asking": (
+    "continues asking": (
         "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: ask(); time.sleep(0.1)",
         "took longer",
     ),

@@ -181,7 +181,7 @@ def test_templates_that_are_not_prefix_stable_are_refused(template, reason):
 
 
 def test_dropped_thinking_after_a_user_is_warned_of_once():
-    """Qwen3's template keeps the thinking while tools answer, and drops it when a user goes on."""
+    """Qwen3's template keeps the thinking while tools answer, and drops it when a user continues."""
     tokenizer = tokenizer_of(FAMILIES["qwen"], FORGETS_WITH_A_USER)
     turns, kept = TurnTemplate(tokenizer, TOOLS), TurnTemplate(tokenizer, TOOLS, unstable="keep")
     said = [{"role": "user", "content": "Again."}]
@@ -189,7 +189,7 @@ def test_dropped_thinking_after_a_user_is_warned_of_once():
         warnings.simplefilter("error")
         turns.continuation([{"role": "tool", "content": "4"}])
         kept.continuation(said)
-    with pytest.warns(UserWarning, match="where a user goes on: it drops the thinking of earlier turns"):
+    with pytest.warns(UserWarning, match="where a user continues: it drops the thinking of earlier turns"):
         ids = turns.continuation(said)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -252,7 +252,7 @@ def forgetful(condition):
 def test_a_template_is_rewritten_to_keep_thinking(condition):
     tokenizer, asked = tokenizer_of(FAMILIES["qwen"], forgetful(condition)), {"role": "user", "content": "Again."}
     said = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
-    with pytest.warns(UserWarning, match="where a user goes on: it drops the thinking"):
+    with pytest.warns(UserWarning, match="where a user continues: it drops the thinking"):
         TurnTemplate(tokenizer, TOOLS).continuation([asked])
     opening = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
     templates = TurnTemplates(PromptCodec(tokenizer, None, None), [], "rewrite")

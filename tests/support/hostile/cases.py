@@ -20,7 +20,7 @@ from tests.support import runs, tiny
 from tests.trainer.agents.test_tools import TEMPLATE
 
 CALL_FAILS = "The call fails"
-"""The call fails, the policy reads why, and the rollout goes on."""
+"""The call fails, the policy reads why, and the rollout continues."""
 SHOWN = "The call succeeds"
 """The call succeeds; what comes of its result."""
 FAILS = "The rollout fails"
@@ -165,7 +165,7 @@ class Case:
         counted: names of metrics above 0.
         kind: of the error that ends the run.
         settings: config fields.
-        lingers: a thread or coroutine of it cannot be stopped, and goes on until the test is over.
+        lingers: a thread or coroutine of it cannot be stopped, and continues until the test is over.
         delays: what others have under way at the same time may be late too.
         harmless: nothing at all differs from the benign run, the weights included.
         benign: of the run to compare with, where that is not the one of its list.

@@ -183,7 +183,7 @@ ENVIRONMENTS = [
         "An environment rewards with NaN", text(step=returns(("", float("nan"), True, {}))), "returned the reward nan"
     ),
     fails("An environment rewards with text", text(step=returns(("", "1", True, {}))), "returned the reward '1'"),
-    fails("An environment says nothing and goes on", text(step=returns((None, 1.0, False, {}))), "no observation"),
+    fails("An environment says nothing and continues", text(step=returns((None, 1.0, False, {}))), "no observation"),
     fails_with_tools(
         "An environment raises in get_reward", tools(get_reward=raises(lambda: ValueError("no"))), "get_reward raised"
     ),

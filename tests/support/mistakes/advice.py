@@ -179,7 +179,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave an environment without rewards and no reward_funcs": "Give one, or write `get_reward`.",
         "Gave one environment for all rollouts": "Make the object within the factory.",
         "Ran environments that all fail": "Look at what the message says about `reset`, `step` or `get_reward`.",
-        "Ran an environment that cannot be closed": "Repair `close`; the run goes on without it.",
+        "Ran an environment that cannot be closed": "Repair `close`; the run continues without it.",
         "Gave a gymnasium environment without saying what answers mean": "",
         "Opened more sessions than an OpenEnv server allows": (
             "`OpenEnvironment(..., max_environments=1)`, or a server with a larger `max_concurrent_envs`."
@@ -249,7 +249,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave an image that cannot be read": "The file is missing, cut off or no picture.",
         "Gave an image that cannot be read, in a row that is first looked at when it is sampled": (
             "The same; only the first rows are looked at before training. The row gets no reward and the run "
-            "goes on; so does a row whose images leave no room in the context."
+            "continues; so does a row whose images leave no room in the context."
         ),
         "Gave an image of floating-point numbers or of 32 bits": "",
         "Returned from a rollout_func tokens that do not show the images that go with them": "",
@@ -455,7 +455,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Several processes": {
         "Trained on several processes, of which one failed": (
-            "The message goes on with that process's own error: repair that."
+            "The message continues with that process's own error: repair that."
         ),
         "Trained on several processes, of which one failed while others were at work": (
             "Repair the error of that process. The others are interrupted, and killed after a minute if the "
@@ -480,7 +480,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Give each run a folder of its own, or delete the old one; to continue the earlier run, resume it."
         ),
         "Saved a checkpoint on a full disk": (
-            'Make room, or give `save_total_limit`; `resume_from_checkpoint="auto"` goes on from the last checkpoint.'
+            'Make room, or give `save_total_limit`; `resume_from_checkpoint="auto"` continues from the last checkpoint.'
         ),
         "Resumed from a folder that is no checkpoint": (
             "Take one of those that the message lists, or True for the last one."

@@ -39,7 +39,7 @@ class Mistake:
     Attributes:
         what: the heading in docs/troubleshooting.md: what the user did. Several mistakes may share one; the page shows
             the message of the first.
-        make: does it on a bench; an error is raised on the way, or a warning is given and the run goes on.
+        make: does it on a bench; an error is raised on the way, or a warning is given and the run continues.
         says: patterns that the message contains: with a `code`, names and values alone.
         when: the step that notices it.
         kind: class of the exception or warning.

@@ -217,7 +217,7 @@ EVALUATION = [
     Mistake(
         "Reported to a tracker that fails while logging",
         offline,
-        (r"Offline could not log \(ConnectionError: no route to host\)", "The run goes on without it"),
+        (r"Offline could not log \(ConnectionError: no route to host\)", "The run continues without it"),
         TRAINING,
         UserWarning,
     ),

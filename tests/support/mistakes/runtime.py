@@ -195,7 +195,7 @@ RUNTIME = [
     Mistake(
         OTHER_LOG_PROBS,
         with_engine({"engine_parity": "warn"}, model=tiny.model(seed=1)),
-        ("another model or checkpoint", "The run goes on, as engine_parity='warn' has it"),
+        ("another model or checkpoint", "Continuing because engine_parity='warn'"),
         TRAINING,
         UserWarning,
     ),

@@ -345,7 +345,7 @@ RESUMING = [
     Mistake(
         "Resumed from a checkpoint that is damaged",
         lambda b: b.resume("auto", {"max_steps": 3}) if damaged(b, max_steps=2) else None,
-        (r"checkpoint-2' is damaged: .*so the run goes on from \S+checkpoint-1'",),
+        (r"checkpoint-2' is damaged: .*so the run continues from \S+checkpoint-1'",),
         TRAINING,
         UserWarning,
     ),
@@ -404,13 +404,17 @@ RESUMING = [
     Mistake(
         "Resumed with another optimizer",
         lambda b: b.resume(b.checkpoint(), {"optim": "sgd"}),
-        ("holds the state of optim='adamw_torch", "optim='sgd' cannot go on from", "begin a new run from its weights"),
+        (
+            "holds the state of optim='adamw_torch",
+            "optim='sgd' cannot continue from",
+            "begin a new run from its weights",
+        ),
         TRAINING,
     ),
     Mistake(
         "Resumed from a checkpoint saved with save_only_model",
         lambda b: b.resume(b.checkpoint(save_only_model=True)),
-        ("holds weights but not Covey's state", "goes on from the weights", "save_only_model=True"),
+        ("holds weights but not Covey's state", "continues from the weights", "save_only_model=True"),
         TRAINING,
         UserWarning,
     ),

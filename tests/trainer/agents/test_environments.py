@@ -279,7 +279,7 @@ def test_few_environments_are_enough_for_a_generation(tmp_path):
     assert Scarce.made == 2
     logged = trained.state.log_history[0]
     assert logged["rewards/Talk/mean"] == 2 and logged["rollouts/turns"] == 1
-    assert logged["completions/clipped_ratio"] == 1  # the environment wanted to go on
+    assert logged["completions/clipped_ratio"] == 1  # the environment wanted to continue
 
 
 def test_waiting_for_an_environment_is_not_the_rollouts_own_time(tmp_path):

@@ -47,7 +47,7 @@ def completions(made):
 
 
 async def rewrites(row, base_url, api_key):
-    """Three conversations, the last of which goes on with the second."""
+    """Three conversations, the last of which continues with the second."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
         messages = []
         for asked in ("a", "b", "c"):

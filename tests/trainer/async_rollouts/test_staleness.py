@@ -120,7 +120,7 @@ def test_weights_that_an_engine_did_not_take_end_the_run(tmp_path):
 
 def test_a_generation_is_sampled_while_the_last_is_trained_on(tmp_path):
     # Each waits for the other: the training of step n until the requests of generation n + 1 have come, and these, from
-    # generation 1 on, until the training of step n has begun. Done by turns, neither would ever go on.
+    # generation 1 on, until the training of step n has begun. Done by turns, neither would ever continue.
     engine, waited = scripted(), []
     trainer = ahead(tmp_path, 1, engine, max_steps=4)
     training = [threading.Event() for _ in range(4)]

@@ -83,7 +83,7 @@ try:
 except ValueError:
     pass
 with processes.ending_all():
-    assert processes.gather(rank, "go on") == [0, 1]
+    assert processes.gather(rank, "continue") == [0, 1]
     time.sleep(1.0)  # many looks
     processes.meet("end well")
 if rank == 1:  # what comes after a stretch that ended well is still watched

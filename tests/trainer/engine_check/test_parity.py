@@ -194,7 +194,7 @@ def test_the_refusal_gives_size_tolerance_cause_and_a_way_on():
 
 def test_a_warning_is_given_once_and_the_run_goes_on():
     look = check("warn")
-    with pytest.warns(UserWarning, match="none is below .* The run goes on"):
+    with pytest.warns(UserWarning, match="none is below .* Continuing because"):
         look(reporting(score(batch()) + 0.3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Whatever tools, rollout functions, environments and rewards do, the run goes on, and nothing leaks between rollouts.
+"""Whatever tools, rollout functions, environments and rewards do, the run continues; nothing leaks between rollouts.
 
 The catalogue is in `hostile` and the modules it names; docs/survival.md has a row for each case.
 """

@@ -1,4 +1,4 @@
-"""A run's page is there while the run goes on, pairs what is a pair, and an interruption says how to go on."""
+"""A run's page is there while the run continues, pairs what is a pair, and an interruption says how to continue."""
 
 import base64
 import gzip

@@ -16,7 +16,7 @@ BEFORE_TEMPERATURE = (
     "it reports log-probs from before the temperature divides the logits, which cannot be compared with the trainer's"
 )
 ABOVE_ZERO = 1e-2  # rounding error by which a log-prob may exceed 0
-# Server settings with which a completion may end, or go on, elsewhere than at an end-of-sequence token.
+# Server settings with which a completion may end, or continue, elsewhere than at an end-of-sequence token.
 STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", "json_schema")
 
 
@@ -72,7 +72,7 @@ def _check_end(url: str, request: SampleRequest, completion: Completion, ends: f
         last = f"with token {tokens[-1]}" if tokens else "before its first token"
         message = f"a completion ended {last}, and only {sorted(ends)} end one"
     elif any(token in ends for token in tokens[:-1]):
-        message = f"a completion went on after a token that ends it (one of {sorted(ends)})"
+        message = f"a completion continued after a token that ends it (one of {sorted(ends)})"
     if message is not None:
         raise BadAnswer(url, "generate", message)
 

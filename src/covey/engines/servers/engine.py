@@ -137,7 +137,7 @@ class RemoteEngine:
     def load_weights(self, update: WeightUpdate) -> None:
         """Bring every server that answers to `update`; completions in flight are continued with the new weights.
 
-        A server that fails is left out, the others go on. Where all have failed, one that comes back in time suffices;
+        A server that fails is left out, the others continue. Where all have failed, one that is back in time suffices;
         else `NoServerLeft`, or the `ServerError` of one that answers, is raised.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -127,7 +127,7 @@ class ServerPool:
         )
 
     def leave_out(self, member: PoolMember, error: BaseException | str) -> None:
-        """Give a member no more requests until it has recovered; requests in flight go on."""
+        """Give a member no more requests until it has recovered; requests in flight continue."""
         member.last_error = str(error) or type(error).__name__
         member.up = False
         if member not in self._revivals:

@@ -37,7 +37,7 @@ def script() -> str:
 
 
 class PageWriter:
-    """Writes the page of a run or a study again and again while it goes on, in a small share of its time."""
+    """Writes the page of a run or a study again and again while it continues, in a small share of its time."""
 
     def __init__(self, path: Path):
         self.path = path

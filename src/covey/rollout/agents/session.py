@@ -241,7 +241,7 @@ class AgentSession:
         return [strand, *(self._add(strand.episode.fork(), size) for _ in range(request.n - 1))]
 
     def _continued(self, turn: _Turn, added: list[Message]) -> _Strand | None:
-        """The strand that goes on with these messages; None where the chat template would rewrite what was sampled."""
+        """The strand that continues with these messages; None where the chat template would rewrite sampled tokens."""
         episode = turn.strand.episode
         if not added:
             return None
@@ -259,7 +259,7 @@ class AgentSession:
     def _add(self, episode: Episode, own: int) -> _Strand:
         if self._strands and (episode.media or self._strands[0].episode.media):
             raise RequestError(
-                "`messages` of a rollout with images are one conversation: go on with it, and with n=1.",
+                "`messages` of a rollout with images are one conversation: continue with it, and with n=1.",
                 param="messages",
             )
         episode.path = ()  # seeds by tokens alone, not by the order of arrival

@@ -115,7 +115,7 @@ def checked_step(value: Any, where: str) -> tuple[Observation | None, float | No
             raise EnvironmentFailed(f"{where} returned {format_value(flag)} where it says whether the episode is over")
     observation, reward = checked_observation(value[0], where), checked_number(value[1], where)
     if observation is None and not (done or truncated):
-        raise EnvironmentFailed(f"{where} returned no observation, although the episode goes on")
+        raise EnvironmentFailed(f"{where} returned no observation, although the episode continues")
     return observation, reward, bool(done or truncated), bool(truncated and not done)
 
 

@@ -33,7 +33,7 @@ CLOSING_GRACE = 1.0  # seconds beyond the deadline of `close` that the pool wait
 
 
 class EnvironmentWarning(UserWarning):
-    """Something is wrong with an environment, and the run goes on."""
+    """Something is wrong with an environment, and the run continues."""
 
 
 class Lease:

@@ -73,7 +73,7 @@ class TurnTemplate:
         return self.answer(results, ended_with).ids
 
     def answer(self, results: Sequence[Message], ended_with: int | None = None, start: int = 0) -> Encoded:
-        """Tokens that follow a sampled turn up to where the policy goes on; `start` is the index of the first of them.
+        """Tokens that follow a sampled turn up to where the policy continues; `start` is the index of the first one.
 
         `ended_with`, the turn's last token, is not repeated where the template begins the results with it.
         """
@@ -242,8 +242,8 @@ class TurnTemplate:
         reasons = self._instabilities(*([{"role": "user", "content": _RESULT + number}] for number in "12"))
         if reasons:
             warn(
-                f"the chat template is not prefix-stable where a user goes on: {'; '.join(reasons)}. Earlier turns stay"
-                f" as they were sampled, which is not how the template renders the conversation. {self._advice}"
+                f"the chat template is not prefix-stable where a user continues: {'; '.join(reasons)}. Earlier turns"
+                f" stay as they were sampled, which is not how the template renders the conversation. {self._advice}"
                 " `tokenizer.chat_template`; or set unstable_chat_template='keep' and keep them wherever the model is"
                 " used.",
             )
@@ -341,7 +341,7 @@ def _difference(one: str, other: str) -> str:
     return f"{one[at : at + 40]!r} becomes {other[at : at + 40]!r} after {one[max(0, at - 20) : at]!r}"
 
 
-# --- templates that drop the thinking of earlier turns once a user goes on, rewritten to keep it ----------------------
+# --- templates that drop the thinking of earlier turns once a user continues, rewritten to keep it --------------------
 
 SWITCHES = {"preserve_thinking": "true", "truncate_history_thinking": "false", "clear_thinking": "false"}
 """Variables of the templates of Qwen 3.6 and LFM 2.5, Nemotron 3, and GLM 4.7; values that keep all thinking."""

@@ -184,7 +184,7 @@ def number_format(c: Comparison) -> str | None:
 
 
 def other_prompt(c: Comparison) -> str | None:
-    """The difference fades as a completion goes on, and the prompt with it."""
+    """The difference fades as a completion continues, and the prompt with it."""
     lengths = c.batch.lengths
     place = torch.arange(c.batch.num_tokens, device=lengths.device) - expand(segment_starts(lengths), lengths)
     early = (place < FIRST)[c.batch.sampled]
@@ -258,7 +258,7 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
 
 
 class EngineCheck:
-    """Compares an engine's first samples with the trainer's view of them; all processes go on, or none does."""
+    """Compares an engine's first samples with the trainer's view of them; all processes continue, or none does."""
 
     def __init__(self, run: Run, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore):
         args = run.args
@@ -308,7 +308,7 @@ class EngineCheck:
     def _complain(self, problem: str) -> None:
         if self._action == "raise":
             raise ValueError(problem)
-        warnings.warn(f"{problem} The run goes on, as engine_parity='warn' has it.", stacklevel=3)
+        warnings.warn(f"{problem} Continuing because engine_parity='warn'.", stacklevel=3)
 
     def _look_for_stale_weights(self, batch: TrainBatch) -> None:
         """Compare what current and earlier weights make of a few rollouts. Collective."""

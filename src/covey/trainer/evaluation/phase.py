@@ -65,7 +65,7 @@ class EvaluationPhase:
     def evaluate(
         self, dataloader: Any, prefix: str, on_batch: Callable[[], None], optimizer: Any, training: bool
     ) -> EvalLoopOutput:
-        """Sample and score a dataset; `training`: a run goes on afterwards, with this optimizer."""
+        """Sample and score a dataset; `training`: a run continues afterwards, with this optimizer."""
         run, args, model = self.run, self.run.args, self.run.policy
         was_training = model.training
         model.eval()

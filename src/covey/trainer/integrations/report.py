@@ -198,7 +198,7 @@ def _public(word: str) -> str:
 
 
 def resume_command(checkpoint: str | bool = True) -> str:
-    """The command that goes on from a checkpoint's folder, or from the last one."""
+    """The command that continues from a checkpoint's folder, or from the last one."""
     if "COVEY_COMMAND" not in os.environ:
         return f"trainer.train(resume_from_checkpoint={checkpoint!r})"
     kept: list[str] = []

@@ -107,7 +107,7 @@ class ServerWeights:
         self.pool.leave_out(member, error)
         self._excluded[member] = error
         warn(
-            f"{error} It answers and takes no weights, so the run goes on without it; restart it to have it back.",
+            f"{error} It answers and takes no weights, so the run continues without it; restart it to have it back.",
         )
 
     async def _update(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> bool:

@@ -1,4 +1,4 @@
-// The page: addresses, the bar at the top, keys, and following a run that goes on.
+// The page: addresses, the bar at the top, keys, and following a run that continues.
 
 import { NARROW } from "./charts.js";
 import { colourOf, el, isExport, link, refresh, runs, said, whole } from "./core.js";
