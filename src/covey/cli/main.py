@@ -39,7 +39,7 @@ EXAMPLES = (
     ("covey explain run.yaml", "what would this run do?"),
     ("covey grpo --config run.yaml", "do it"),
     ("covey grpo --config run.yaml --beta 0.04 --output_dir runs/with_kl", "with other settings"),
-    ("covey eval run.yaml --model runs/first", "how good is that model?"),
+    ("covey eval --config run.yaml --model runs/first", "how good is that model?"),
     ("covey grpo -h", "every setting"),
 )
 

@@ -9,7 +9,7 @@ WIDTH = 100
 INDENT = " " * 6
 
 EVALUATE = """\
-usage: covey eval run.yaml [--model FOLDER] [--field value ...]
+usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]
 Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.
 Prints every estimate, and writes evaluation.json and evaluations/ into output_dir, for another model
 than the file's next to that model."""
