@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from covey.config import rules
+from covey.config.algebra import planning_for
 from covey.config.aliases import ALIASES
 from covey.config.base import OLD
 from covey.config.fields import LIMITS, none_means_unset
@@ -404,7 +405,16 @@ def test_settings_that_cannot_work_are_named_together():
     assert all(f"{name}={value!r}" in refusal(GRPOConfig, by_rule) for name, value in by_rule.items())
 
 
-@pytest.mark.parametrize("given", [{"pad_token_id": 0}, {"num_beams": 1}, {"use_cache": True}, {"output_scores": True}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pad_token_id": 0},
+        {"num_beams": 1},
+        {"use_cache": True},
+        {"output_scores": True},
+        {"skip_special_tokens": True},
+    ],
+)
 def test_idle_keys_of_generation_kwargs_are_dropped_with_a_warning(tmp_path, given):
     (name,) = given
     with pytest.warns(UserWarning, match=f"generation_kwargs.*{name}.*has no effect"):
@@ -426,6 +436,17 @@ def test_an_ignored_precision_is_refused_on_no_machine(monkeypatch):
         monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda answer=supported: answer)
         with pytest.warns(UserWarning, match="bf16_full_eval"):
             assert GRPOConfig(bf16_full_eval=True, bf16=False).bf16_full_eval
+
+
+def test_tf32_of_a_gpu_is_no_error_on_a_cpu(monkeypatch):
+    """Neither in a run file that was moved here nor in the plan of a GPU's run, which has the effect there."""
+    for module in ("base", "training"):
+        monkeypatch.setattr(f"covey.config.{module}.has_accelerator", lambda: False)
+    with pytest.warns(UserWarning, match="tf32=True` has no effect"):
+        assert GRPOConfig(tf32=True, bf16=False, use_cpu=True).tf32
+    with warnings.catch_warnings(), planning_for(1, gpu=True):
+        warnings.simplefilter("error")
+        assert GRPOConfig(tf32=True).tf32
 
 
 @pytest.mark.parametrize(("cls", "settings", "reason"), WITHOUT_EFFECT, ids=label)

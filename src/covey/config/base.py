@@ -114,8 +114,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._settle_hardware()
         self._settle_best_metric()
         full_eval, self.bf16_full_eval = self.bf16_full_eval, False  # refused without bfloat16, but ignored here
+        tf32 = self.tf32
+        if not has_accelerator():
+            self.tf32 = None  # refused on a CPU, where it has no effect and which a run file may have been moved to
         super().__post_init__()
-        self.bf16_full_eval = full_eval
+        self.bf16_full_eval, self.tf32 = full_eval, tf32
         self._settle_direction()
         report(rules.check_batch_settings(self))
         self._settle_batches()

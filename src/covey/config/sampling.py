@@ -140,9 +140,10 @@ IDLE_KEYS = {
     **dict.fromkeys(("output_scores", "output_logits"), "engines return tokens and their log-probabilities alone"),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "engines return tokens and log-probabilities alone"),
     **dict.fromkeys(("num_beams", "num_beam_groups", "early_stopping"), "completions are sampled one by one"),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), "texts are decoded from the tokens here"),
     "do_sample": "completions are sampled",
 }
-"""Settings of transformers' `generate` that change nothing, and why."""
+"""Settings of transformers' `generate` and of servers that change nothing, and why."""
 IDLE_AT = {
     **dict.fromkeys(("use_cache", "return_dict_in_generate", "do_sample"), True),
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),

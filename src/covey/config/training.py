@@ -284,6 +284,8 @@ def supervised_options_are_off(args: Args) -> Iterator[Finding]:
     yield from ignored(args, [*predictions, *gathered], "an evaluation keeps no predictions, only metrics")
     if not (has_accelerator() or args.planned.gpu):
         yield from ignored(args, ["torch_empty_cache_steps"], "a CPU has no such cache")
+    if args.tf32 and not (has_accelerator() or args.planned.gpu):
+        yield from ignored(args, ["tf32"], "a CPU has no such products")
     if args.fp16 and not (has_accelerator() or args.planned.gpu):
         yield from ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
     loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")

@@ -123,6 +123,7 @@ def test_settings_of_the_request_and_generation_kwargs_arrive(servers):
     ask(server, "generate", request, model="tiny", ends=frozenset({1, 9}))
     body = server.asked("/v1/completions")[-1]
     wanted = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "bad_words": ["x"], "max_tokens": 4, "n": 2}
+    wanted |= {"skip_special_tokens": False}  # or `stop` would not find such tokens
     assert body | wanted | {"stop_token_ids": [1, 9], "seed": 7} == body  # a seed leaves room to count upwards from
     for given, sent in (([4], [1, 4, 9]), (None, [1, 9])):
         request = replace(request, params=replace(params, extra={"stop_token_ids": given}))
