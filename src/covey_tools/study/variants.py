@@ -50,8 +50,9 @@ REFUSED = {  # settings that a study cannot have, and why
 # settings of the shared model and engine
 OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "max_concurrent_completions")
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
-NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": 3, "disable_tqdm": True}
+NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": None, "disable_tqdm": True}
 NOT_HERE |= {"model_init_kwargs": None}  # the study has loaded the model
+KEPT = 3  # checkpoints of a variant, as the last one that all variants have must be among them
 SHAPES = ("seed", *(one.name for kind in (GenerationFields, AgentFields) for one in fields(kind)))  # of rollouts
 LEARNING = {"per_device_train_batch_size", "gradient_accumulation_steps", "advantages", "pass_at_k"} | {
     one.name for kind in (BatchFields, EntropyFields, KLFields, LossFields, PromptFields) for one in fields(kind)
@@ -143,6 +144,7 @@ def settings_of(
     except TypeError as error:
         names = f"settings of {method.upper()}Config, `peft`, `method`, `reward_funcs` and `system_prompt`"
         raise CheckError.of("setting-word", str(error), f"A variant changes {names}.") from None
+    args.save_total_limit = KEPT
     for name, why in REFUSED.items():
         if getattr(args, name, None):
             evidence = f"{name}={getattr(args, name)!r} is not possible in a study: {why}."

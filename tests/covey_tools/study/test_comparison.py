@@ -75,6 +75,12 @@ def test_variants_are_evaluated_with_the_settings_of_the_study(tmp_path, monkeyp
     assert found == dict.fromkeys(found, found["a"]) and found["a"] not in others and len(found["a"]) == 3
 
 
+def test_settings_of_the_study_itself_cause_no_warning(tmp_path, recwarn):
+    made = study(tmp_path, {"a": {}, "b": {"beta": 0.1}}, max_steps=1)
+    assert [str(one.message) for one in recwarn if "has no effect" in str(one.message)] == []
+    assert {variant.name for variant in made.variants.values()} == {"a", "b"}
+
+
 def test_settings_of_all_need_not_make_a_run_by_themselves(tmp_path):
     """A batch of 4 cannot be cut into groups of 8, which no variant has."""
     common = {"num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 1}
