@@ -5,6 +5,7 @@ import base64
 import gzip
 import json
 import re
+import time
 from dataclasses import replace
 
 import aiohttp
@@ -209,6 +210,15 @@ def test_time_and_cores_are_those_of_all_processes_without_pauses():
     without = [{key: value for key, value in one.items() if key != "run_seconds"} for one in [*first, *second]]
     assert spent(without) == (60 + 10, 40 + 20 + 10)  # of an earlier release: the time before a first log is unknown
     assert np.isnan(spent(first[:1])[0])
+
+
+def test_a_run_resumed_in_its_own_process_has_not_spent_what_came_before(tmp_path):
+    """As in a notebook, whose imports and other cells are no cost of the run."""
+    before = time.process_time()
+    runs.trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    runs.trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    _, cores = spent(RecordedRun(tmp_path).described()["metrics"])
+    assert 0 < cores <= time.process_time() - before
 
 
 def test_a_replay_calls_no_change_of_the_policy_a_gap(tmp_path):

@@ -87,6 +87,7 @@ class Recorder(TrainerCallback):
     _own: set[Path] = field(default_factory=set, init=False)  # files of evaluations before training began
     _is_training: bool = field(default=False, init=False)
     _training_since: float = field(default_factory=time.monotonic, init=False)
+    _cpu_before: float = field(default_factory=time.process_time, init=False)  # this process may have trained before
 
     def __post_init__(self) -> None:
         self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
@@ -126,10 +127,10 @@ class Recorder(TrainerCallback):
             self._keep(state.global_step, None, lambda: updates.write(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a line of metrics, with the time, how long this process has trained, its CPU seconds and memory."""
+        """Append a line of metrics, with the time, the seconds and CPU seconds of this training, and the memory."""
         if self.rank or not self._begun or not logs:
             return
-        spent: dict[str, float] = {"cpu_seconds": time.process_time(), "memory_gb": _memory() / GIGABYTE}
+        spent = {"cpu_seconds": time.process_time() - self._cpu_before, "memory_gb": _memory() / GIGABYTE}
         spent["run_seconds"] = time.monotonic() - self._training_since
         line = {"step": state.global_step, "time": time.time(), "config": self._config, **spent, **logs}
         with suppress(OSError), (self.folder / METRICS).open("a") as file:
@@ -139,7 +140,7 @@ class Recorder(TrainerCallback):
                 new.write_text(json.dumps(lanes))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training_since, self._is_training = time.monotonic(), True
+        self._training_since, self._cpu_before, self._is_training = time.monotonic(), time.process_time(), True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_log(args, state, control, {"event": "end"})

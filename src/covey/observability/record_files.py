@@ -103,8 +103,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def spent(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Seconds, and CPU seconds of the main process, from the first log to the last; NaN where they are not known.
 
-    `cpu_seconds` counts from the start of a process, and a resumed run has had several: the time between them counts
-    for nothing, and what a later one has spent before its first log counts, as `run_seconds` tells how long that was.
+    Both count from where a training began, and a resumed run has had several: the time between them counts for nothing,
+    and what a later one has spent before its first log counts, as `run_seconds` tells how long that was.
     """
     known = [line for line in lines if all(isinstance(line.get(name), int | float) for name in ("time", "cpu_seconds"))]
     if len(known) < 2:
