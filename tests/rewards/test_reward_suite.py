@@ -238,6 +238,7 @@ def test_arrays_and_tensors_are_accepted(score, returned):
         ([[1.0], [2.0]], r"returned \[1.0\] \(list\) for a completion"),
         (["1", "2"], r"returned '1' \(str\) for a completion"),
         (torch.ones(2, 1), r"Its shape is \(2, 1\); flatten it to \(2,\)"),
+        ([math.nan, math.nan], "returned NaN; None is how to abstain"),
     ],
 )
 def test_anything_else_names_the_function_and_shows_a_sample(score, returned, message):

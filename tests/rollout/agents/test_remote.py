@@ -83,6 +83,7 @@ def test_keys_and_bodies_are_checked(monkeypatch):
         refused = [
             await post("/sessions", "wrong"),
             await post(where, "wrong", reward=1),
+            await post(where, session["api_key"], reward=1),  # which what the policy runs may know
             await post(where, reward="x"),
         ]
         refused += [await post("/sessions"), await post("/sessions/other/reward", reward=1)]
@@ -91,7 +92,7 @@ def test_keys_and_bodies_are_checked(monkeypatch):
         return [status for status, _ in refused]
 
     (rollout,), statuses = played(agent, [{"prompt": None, "question": "1"}])
-    assert statuses == [401, 401, 400, 503, 404]
+    assert statuses == [401, 401, 401, 400, 503, 404]
     assert "the agent reported: the task is broken" in rollout.error
 
 
