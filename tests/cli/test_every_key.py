@@ -225,6 +225,7 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
         "field": "covey_tools/study/test_study.py::",
     },
     "eval": {
+        "config": f"{CLI}evaluations.py::",
         "model": f"{CLI}evaluations.py::",
         "field": f"{CLI}every_key.py::test_flags_that_a_command_does_not_read_are_pointed_out",
     },

@@ -131,7 +131,7 @@ def test_the_run_file_trains(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     flags = ["--model", tiny_folder, "--max_steps", "2", "--output_dir", str(tmp_path)]
     assert not main(["grpo", "--config", "examples/run.yaml", *flags])
-    assert list(tmp_path.rglob("completions_00002.parquet"))
+    assert list(tmp_path.rglob("generation_*.parquet"))
 
 
 def code_lines(source):

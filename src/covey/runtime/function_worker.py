@@ -90,7 +90,7 @@ def plain(value):
     kind = type(value)
     if kind in (int, float, bool, str, type(None)):
         return value
-    if kind.__module__.startswith("covey.rewards."):
+    if kind.__module__.startswith("covey.rewards.") and not isinstance(value, BaseException):
         return {f"covey.{kind.__name__}": plain(value.__getnewargs__())}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}

@@ -205,7 +205,7 @@ class FakeSglang:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.weights = Weights(options.model_path)
-        self.model_path = options.model_path
+        self.model_path = self.started_with = options.model_path
         self.version = "default"
         self.session = False
         self.born = time.time()
@@ -343,7 +343,7 @@ class FakeSglang:
         """A prompt with its images as the model's own processor makes it: read as text, as SGLang reads it."""
         if not urls:
             return ids, {}
-        processor = AutoProcessor.from_pretrained(self.model_path)
+        processor = AutoProcessor.from_pretrained(self.started_with)  # as SGLang, which reads none with new weights
         images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
         text = processor.tokenizer.decode(ids)
         inputs = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False))
