@@ -7,10 +7,11 @@ import pytest
 
 from covey.cli.main import main as covey
 from covey.core.findings import Effect, Finding, ranked
-from covey.observability.record_files import read_run
+from covey.observability.findings import write_findings
+from covey.observability.record_files import FOLDER, WARNINGS, read_run
 from covey_tools.doctor.command import main
 from covey_tools.doctor.course import findings as course_of
-from covey_tools.doctor.recorded import PastRun
+from covey_tools.doctor.recorded import PastRun, warned
 from tests.support import runs, tiny
 
 
@@ -98,6 +99,15 @@ def test_a_folder_without_rollouts_cannot_be_examined(tmp_path):
     (tmp_path / "run" / "record").mkdir()
     (tmp_path / "run" / "record" / "run.json").write_text("{")
     assert covey(["doctor", str(tmp_path / "run")]) == 2
+
+
+def test_a_run_that_learnt_nothing_has_the_findings_it_warned_of(tmp_path):
+    """Where examining the record finds nothing else."""
+    died = Finding.warning("reward-lost", "it was 0.06 at step 1, and is 0.", "Lower learning_rate.")
+    write_findings(tmp_path / FOLDER / WARNINGS, [died, Finding.warning("setting-range", "", "")])
+    assert [(one.code, one.level, one.evidence) for one in warned(tmp_path)] == [
+        ("reward-lost", "warning", died.evidence)
+    ]
 
 
 def test_without_time_a_run_is_not_called_healthy(tmp_path, capsys):

@@ -304,8 +304,7 @@ def penalties(run: ExaminedRun) -> Iterator[Finding]:
         "error" if gap > 3 * SURPRISE or base.gain(other) >= 0.2 else "warning",
         f"{shown}: what is sampled is not what is trained. A sampled token has {gap:.2g} nats less log-probability"
         " under the policy than a sample of the policy has on average.",
-        f"Remove {' and '.join(settings)}"
-        + (", or set keep_sampling_mask=True." if settings.keys() == {"repetition_penalty"} else "."),
+        f"Remove {' and '.join(settings)}.",
         f"Sampled without, the difference is {_surprise(other):.2g} nats, and the mean reward is {other.mean:.3g}"
         f" instead of {base.mean:.3g}.",
     )

@@ -27,10 +27,12 @@ from covey.core.engine import EngineTraits
 from covey.core.findings import DIAGNOSED, Finding
 from covey.core.records import FinishReason, Rollout, RolloutBatch
 from covey.observability.diagnostics import advice
+from covey.observability.findings import read_findings
 from covey.observability.record import as_scored, rollout_of
 from covey.observability.record_files import (
     FOLDER,
     REWARD,
+    WARNINGS,
     all_files,
     count_rows,
     number_of,
@@ -105,6 +107,8 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
     finally:
         if trainer is not None:
             trainer.rollouts.close()
+    if not (found or read.has_learned):
+        found += warned(run)
     summary["signal"] = summary.get("signal", False) or any(point.signal for point in read.points)
     if read.has_learned:
         found = [
@@ -112,6 +116,13 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
             for one in found
         ]
     yield from found
+
+
+def warned(run: Path) -> Iterator[Finding]:
+    """Findings that the run itself warned of while it trained."""
+    for one in read_findings(run / FOLDER / WARNINGS):
+        if one["code"] in DIAGNOSED:
+            yield Finding(one["code"], "warning", one["evidence"], one["fix"], "The run warned of it while it trained.")
 
 
 def frozen(read: "PastRun") -> Iterator[Finding]:
