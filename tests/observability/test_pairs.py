@@ -9,6 +9,7 @@ from covey.observability.record_files import (
     evaluation_files,
     file_name,
     files,
+    read_metrics,
     read_run,
     write_table,
 )
@@ -81,3 +82,11 @@ def test_a_resumed_run_replaces_later_evaluations(tmp_path):
 def test_an_evaluation_alone_is_described(tmp_path):
     runs.trainer(tmp_path, parts={"eval_dataset": tiny.rows(2)}, per_device_eval_batch_size=4).evaluate()
     assert steps_of(tmp_path / FOLDER) == {"eval": [0]} and read_run(tmp_path)["processes"] == 1
+
+
+def test_an_evaluation_before_the_first_step_is_among_the_metrics(tmp_path):
+    parts = {"eval_dataset": tiny.rows(2)}
+    runs.trainer(tmp_path, parts=parts, **EVALUATED).train()
+    lines = read_metrics(tmp_path / "record")
+    assert [line["step"] for line in lines if "eval_reward" in line] == [0, 1, 2]
+    assert len({line["config"] for line in lines}) == 1

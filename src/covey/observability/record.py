@@ -80,6 +80,7 @@ class Recorder(TrainerCallback):
     _pending: list[tuple[int, int, RolloutBatch, TrainBatch]] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
+    _early: list[dict[str, Any]] = field(default_factory=list, init=False)  # logs of training before the record begins
     _config: str = field(default="", init=False)
     _evaluated: dict[str, list[tuple[RolloutBatch, list[float | None] | None, Grades]]] = field(
         default_factory=dict, init=False
@@ -128,19 +129,26 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Append a line of metrics, with the time, the seconds and CPU seconds of this training, and the memory."""
-        if self.rank or not self._begun or not logs:
+        if self.rank or not logs or not (self._begun or self._is_training):
             return
         spent = {"cpu_seconds": time.process_time() - self._cpu_before, "memory_gb": _memory() / GIGABYTE}
         spent["run_seconds"] = time.monotonic() - self._training_since
         line = {"step": state.global_step, "time": time.time(), "config": self._config, **spent, **logs}
-        with suppress(OSError), (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+        if not self._begun:  # an evaluation before the first step
+            self._early.append(line)
+            return
+        self._append(line)
         if self.timeline is not None and (lanes := drawn(self.timeline)) is not None:
             with suppress(OSError), written_whole(self.folder / TIMELINE) as new:
                 new.write_text(json.dumps(lanes))
 
+    def _append(self, line: dict[str, Any]) -> None:
+        with suppress(OSError), (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training_since, self._cpu_before, self._is_training = time.monotonic(), time.process_time(), True
+        self._early.clear()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_log(args, state, control, {"event": "end"})
@@ -203,6 +211,8 @@ class Recorder(TrainerCallback):
                 kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
                 with written_whole(self.folder / METRICS) as new:
                     new.write_text("".join(kept_lines))
+            for line in self._early if generation == 0 else ():  # a resumed run has those of its first start
+                self._append(line | {"config": self._config})
             if self.tokens and self.tokenizer is not None:
                 write_table(self.folder / VOCABULARY, {"bytes": vocabulary_of(self.tokenizer)})
 
