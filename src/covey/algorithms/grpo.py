@@ -4,6 +4,7 @@ A new published loss is a surrogate in `covey.core.losses` and a row here.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
 from covey.algorithms.registered import registered_advantages
+from covey.algorithms.terms import terms
 from covey.core import losses
 from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
 from covey.core.credit import CreditMix, Steps, steps_normalized_then_summed, steps_relative, steps_weighted
@@ -106,7 +108,7 @@ def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_
         advantages=partial(advantages, config),
         step_advantages=partial(step_advantages, config),
         mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
-        objective=objective(config, kl_in_reward=kl_in_reward),
+        objective=replace(objective(config, kl_in_reward=kl_in_reward), terms=terms(config)),
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,
         beta=config.beta,

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from itertools import accumulate, chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller, or_
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class TrainBatch:
     engine_logprobs: Tensor | None = None  # [N] float32 or None, by the sampling engine; NaN for rollouts without any
     mismatch_weights: Tensor | None = None  # [N] float32 or None, weights that correct the engine's distribution
     chosen: Tensor | None = None  # [N] bool or None, tokens that `Objective.choice` named
+    # Tokens of the loss's further terms (`covey.core.terms`) by the term's name: [N] float32, 0 for a token that is not
+    # part of it, else its share (1, or a factor of its own); and [B] float32, the normaliser of each rollout over one
+    # optimizer step and all ranks. A token's weight in the term is their product.
+    term_tokens: dict[str, Tensor] = field(default_factory=dict)
+    term_scales: dict[str, Tensor] = field(default_factory=dict)
     origin: Tensor | None = None  # [N] int64 or None: the number of each token in the run's record
     # [N] int64 or None, number of tokens that each token was drawn from (0: all), and their ids, one token's after the
     # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
@@ -91,6 +96,11 @@ class TrainBatch:
         starts = segment_starts(self.lengths)
         return running[starts + self.lengths] - running[starts]
 
+    @property
+    def scored(self) -> Tensor:
+        """[N] bool: the tokens whose log-probs the loss reads, those that are learned from and those of its terms."""
+        return reduce(or_, (shares != 0 for shares in self.term_tokens.values()), self.sampled)
+
     def select(self, rows: Tensor) -> "TrainBatch":
         """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
@@ -101,16 +111,17 @@ class TrainBatch:
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
             groups=groups,
+            term_scales={name: scales[rows] for name, scales in self.term_scales.items()},
             media=None if self.media is None else [self.media[row] for row in rows.tolist()],
             entropy_threshold=self.entropy_threshold,
         )
 
     def of_tokens(self, names: Iterable[str], tokens: Tensor) -> dict[str, Any]:
-        """The fields `names` of the tokens at some flat positions, and their sampling masks."""
+        """The fields `names` of the tokens at some flat positions, their sampling masks, and their shares of terms."""
         kept = self.kept_ids
         if kept is not None and self.kept_counts is not None:
             kept = kept[token_index(tokens, self.kept_counts)]
-        return {**self._each(names, itemgetter(tokens)), "kept_ids": kept}
+        return {**self._each((*names, "term_tokens"), itemgetter(tokens)), "kept_ids": kept}
 
     def split(self, rows_per_part: int) -> list["TrainBatch"]:
         """Consecutive parts of `rows_per_part` rollouts; the last may be smaller."""
@@ -121,10 +132,13 @@ class TrainBatch:
         return TrainBatch(**self._each(self.__slots__, methodcaller("to", device)))
 
     def _each(self, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        values = {}
+        values: dict[str, Any] = {}
         for name in names:
             value = getattr(self, name)
-            values[name] = change(value) if isinstance(value, Tensor) else value
+            if isinstance(value, dict):
+                values[name] = {key: change(one) for key, one in value.items()}
+            else:
+                values[name] = change(value) if isinstance(value, Tensor) else value
         return values
 
     def silenced(self) -> "TrainBatch":
@@ -135,7 +149,7 @@ class TrainBatch:
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
-            **self._each(TOKEN_FIELDS, methodcaller("new_zeros", 1)),
+            **self._each((*TOKEN_FIELDS, "term_tokens", "term_scales"), methodcaller("new_zeros", 1)),
             **self._each(["kept_ids"], methodcaller("new_zeros", 0)),
             lengths=length,
             prompt_ids=torch.zeros_like(length),
@@ -241,6 +255,11 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         assert len({part is None for part in parts}) == 1, f"some batches have {name} and others do not"
         return None if parts[0] is None else torch.cat(parts)
 
+    def of_terms(name: str) -> dict[str, Tensor]:
+        parts = [getattr(batch, name) for batch in batches]
+        assert len({(*part,) for part in parts}) == 1, "some batches have tokens of a term that others have not"
+        return {term: torch.cat([part[term] for part in parts]) for term in parts[0]}
+
     per_token: dict[str, Any] = {name: joined(name) for name in TOKEN_FIELDS}
     media = [images for batch in batches for images in (batch.media or [()] * len(batch))]
     kept = [batch.kept_ids for batch in batches if batch.kept_ids is not None]
@@ -249,6 +268,8 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         **prompts,
         kept_ids=torch.cat(kept) if kept else None,
         lengths=torch.cat([batch.lengths for batch in batches]),
+        term_tokens=of_terms("term_tokens"),
+        term_scales=of_terms("term_scales"),
         media=media if any(batch.media is not None for batch in batches) else None,
     )
 

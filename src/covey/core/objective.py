@@ -1,4 +1,4 @@
-"""The loss: surrogate, filters, KL and entropy bonus over flat tokens, summed with precomputed weights.
+"""The loss: surrogate, filters, KL, further terms and entropy bonus over flat tokens, with precomputed weights.
 
 It is pure: every average is already in the weights, so cutting a batch changes nothing.
 """
@@ -24,6 +24,7 @@ from covey.core.losses import (
 )
 from covey.core.mismatch import MismatchCorrection, off_policy_keep
 from covey.core.stats import Mean, Stat
+from covey.core.terms import Coefficient, TokenTerm, term_inputs, term_loss
 
 MAX_PENALTY = math.exp(MAX_LOG_RATIO)  # of a token
 
@@ -50,6 +51,8 @@ class Objective:
     needs_entropies: bool = False  # the surrogate reads entropies
     # (log-probs, advantages, random keys from 0 to 1) of all trained tokens of a step -> those that are `chosen`, [N]
     choice: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    terms: tuple[TokenTerm, ...] = ()  # further terms, each over tokens of its own
+    surrogate_coef: Coefficient | None = None  # weight of surrogate and KL term next to the others; None: 1
 
     @property
     def needs_every_rollout(self) -> bool:
@@ -69,9 +72,14 @@ class LossResult(NamedTuple):
 
 
 def policy_loss(
-    batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective, entropy_coef: float = 0.0
+    batch: TrainBatch,
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    objective: Objective,
+    entropy_coef: float = 0.0,
+    step: int = 0,
 ) -> LossResult:
-    """loss = Σ_t w_t (keep_t · ρ_t · surrogate_t + β KL_t) - coef Σ_t w^H_t H_t.
+    """loss = Σ_t w_t (keep_t · ρ_t · surrogate_t + β KL_t) + Σ_terms coef Σ_t w^term_t value_t - coef Σ_t w^H_t H_t.
 
     keep is the product of the off-policy and the entropy filter, ρ the engine/trainer mismatch weight; neither
     touches the KL term. Denominators (inside the weights) count filtered tokens too.
@@ -83,8 +91,9 @@ def policy_loss(
         entropies: [N] under the policy, or None where nothing needs them.
         objective: the loss as values.
         entropy_coef: weight of the entropy bonus; 0 leaves it out.
+        step: optimizer steps taken, by which the weights of terms may change.
     """
-    batch, sampled = batch.silenced(), batch.sampled
+    batch, sampled, of_terms = batch.silenced(), batch.sampled, logprobs
     assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
     logprobs = torch.where(sampled, logprobs, 0.0)
     entropies = None if entropies is None else torch.where(sampled, entropies, 0.0)
@@ -112,6 +121,11 @@ def policy_loss(
             kl = (kl * (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()).clamp(-MAX_PENALTY, MAX_PENALTY)
         loss = loss + objective.beta * _weighted(batch.weights, kl)
         stats["kl"] = _masked_mean(kl.detach(), sampled)
+    if objective.surrogate_coef is not None:
+        loss = objective.surrogate_coef(step) * loss
+    for term in objective.terms:
+        value, found = term_loss(term, term_inputs(batch, term.name, of_terms, rho), step)
+        loss, stats = loss + value, stats | found
     without_bonus = loss.detach()
     if entropies is not None:
         stats["entropy"] = _masked_mean(entropies.detach(), sampled)

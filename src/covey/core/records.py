@@ -262,7 +262,7 @@ class Behaviour(NamedTuple):
     """Rollouts under the policies that the loss compares with."""
 
     rollouts: list[Rollout]  # with the entropies that were measured
-    batch: "TrainBatch"  # with the log-probs that the loss needs
+    batch: "TrainBatch"  # with the log-probs that the loss needs, and the tokens of its terms
     kl: Tensor | None  # [n] the reward's KL penalty, or None
     entropy: list[dict[str, Stat]]  # the metric `entropy` of all completions, in parts; empty if it is not known
     stats: list[dict[str, Stat]]
@@ -282,6 +282,7 @@ class RankShard:
     prompt_tokens: int  # of all of them
     entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or unasked
     likeness: list[Any]  # n, `covey.core.likeness.Keys`, by which completions are compared
+    terms: dict[str, Any] = field(default_factory=dict)  # `covey.core.terms.TermCounts` of each of the loss's terms
 
 
 @dataclass(frozen=True)

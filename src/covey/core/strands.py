@@ -24,7 +24,7 @@ from itertools import pairwise, starmap
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch, distinct_prompts
+from covey.core.batch import TrainBatch, distinct_prompts, segment_sum
 
 Strands = Sequence[tuple[int, int]]
 """Strands after the first: the index of the first token among `completion_ids`, and the index of the token that it
@@ -82,8 +82,8 @@ def _each(batch: TrainBatch) -> Iterator[tuple[int, list[tuple[int, list[range]]
 def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     """A batch with one row per strand, and the rollout of each row [R].
 
-    A row repeats the tokens it shares with earlier ones, and each sampled token is `sampled` in one row alone: the
-    sampled tokens of the rows are those of the rollouts, in the same order.
+    A row repeats the tokens it shares with earlier ones, and each token that the loss reads (`TrainBatch.scored`) is
+    `sampled` in one row alone: the sampled tokens of the rows are those of the rollouts, in the same order.
     """
     device = batch.lengths.device
     firsts, owners, lengths, source, own = list[tuple[int, ...]](), list[int](), list[int](), list[int](), list[bool]()
@@ -97,20 +97,20 @@ def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
             lengths.append(sum(map(len, path)))
     taken = torch.tensor(source, dtype=torch.long, device=device)
     rows = TrainBatch(
-        **batch.of_tokens(("token_ids", "kept_counts"), taken),
+        **{**batch.of_tokens(("token_ids", "kept_counts"), taken), "term_tokens": {}},
         **distinct_prompts(firsts, device),
         lengths=torch.tensor(lengths, dtype=torch.long, device=device),
-        sampled=batch.sampled[taken] & torch.tensor(own, dtype=torch.bool, device=device),
+        sampled=batch.scored[taken] & torch.tensor(own, dtype=torch.bool, device=device),
         media=None if batch.media is None else [batch.media[owner] for owner in owners],
     )
     return rows, torch.tensor(owners, dtype=torch.long, device=device)
 
 
-def even_shares(batch: TrainBatch, *, turns: bool) -> Tensor:
+def even_shares(batch: TrainBatch, *, turns: bool, tokens: Tensor | None = None) -> Tensor:
     """[N] factors of token weights that give each strand, or each turn, the same share of its rollout's weight.
 
     |o| / (parts |part|) for rollouts of |o| trained tokens, so that a rollout's weight stays as it is. A turn is a run
-    of trained tokens.
+    of trained tokens. `tokens` [N] are those that count, by default the sampled ones.
 
     Example:
         Turns of one token and of three have half of the weight each:
@@ -122,15 +122,17 @@ def even_shares(batch: TrainBatch, *, turns: bool) -> Tensor:
         >>> even_shares(batch, turns=True).tolist()
         [2.0, 0.0, 0.6666666865348816, 0.6666666865348816, 0.6666666865348816]
     """
+    tokens = batch.sampled if tokens is None else tokens
     owners = torch.repeat_interleave(torch.arange(len(batch), device=batch.lengths.device), batch.lengths)
     begins = owners.diff(prepend=owners.new_tensor([-1])) != 0
     if batch.jumps is not None:
         begins |= batch.jumps != 0
     if turns:
-        before = torch.cat([batch.sampled.new_zeros(1), batch.sampled])[:-1]
-        begins |= batch.sampled & ~before
-    parts, trained = begins.cumsum(0) - 1, batch.sampled.float()
+        before = torch.cat([tokens.new_zeros(1), tokens])[:-1]
+        begins |= tokens & ~before
+    parts, trained = begins.cumsum(0) - 1, tokens.float()
     sizes = torch.zeros(int(begins.sum()), device=trained.device).index_add(0, parts, trained)
     filled = (begins & (sizes[parts] > 0)).float()
     counts = torch.zeros(len(batch), device=trained.device).index_add(0, owners, filled)
-    return torch.where(batch.sampled, batch.sampled_lengths[owners] / (counts[owners] * sizes[parts]), 0.0)
+    lengths = segment_sum(tokens.long(), batch.lengths)
+    return torch.where(tokens, lengths[owners] / (counts[owners] * sizes[parts]), 0.0)

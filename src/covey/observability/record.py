@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits
 from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch
+from covey.core.terms import term_sizes, term_weights
 from covey.observability.excerpts import thumbnails
 from covey.observability.metrics import Timeline, drawn
 from covey.observability.record_files import (
@@ -33,6 +34,7 @@ from covey.observability.record_files import (
     METRICS,
     OF_THE_RUN,
     REWARD,
+    TERM,
     TIMELINE,
     VOCABULARY,
     evaluation_file,
@@ -318,6 +320,9 @@ def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
     for name in OF_TOKENS:
         if (values := getattr(batch, name)) is not None:
             columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values.float().cpu().numpy()))
+    for term in batch.term_tokens:
+        weights = term_weights(batch, term).float().cpu().numpy()
+        columns[f"{TERM}{term}"] = pa.ListArray.from_arrays(offsets, pa.array(weights))
     return columns
 
 
@@ -401,14 +406,20 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
 def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str, float | None]]:
     """Fate and mean advantage of each rollout, over the tokens that are learned from; None where there is none.
 
-    Fates: `failed`, `masked` (no token is learned from), `no signal` (all advantages are 0) and `trained`.
+    Fates: `failed`, `masked` (no token is learned from), `no signal` (all advantages are 0) and `trained`, as also a
+    rollout is that has tokens in another term of the loss.
     """
     assert batch.advantages is not None, "credit is assigned before a generation is recorded"
     of_each = (values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages))
-    for rollout, sampled, advantages in zip(rollouts, *of_each, strict=True):
+    in_terms = [sum(sizes) > 0 for sizes in zip(*(one.tolist() for one in term_sizes(batch).values()), strict=True)]
+    for rollout, sampled, advantages, has_term in zip(
+        rollouts, *of_each, in_terms or [False] * len(rollouts), strict=True
+    ):
         known = advantages[sampled]
         if rollout.finish is FinishReason.ERROR:
             fate = "failed"
+        elif has_term:
+            fate = "trained"
         elif not len(known):
             fate = "masked"
         else:

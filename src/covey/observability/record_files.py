@@ -23,6 +23,8 @@ AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls", "answer"
 """Columns that hold JSON; `answer` in evaluations alone."""
 REWARD = "reward/"
 """Prefix of the columns of rewards; null where a function abstained."""
+TERM = "term/"
+"""Prefix of the columns of tokens' weights in terms of the loss besides the surrogate."""
 EVALUATION_NAME = re.compile(r"(.+)_(\d{5,})(?:_rank(\d+))?\.parquet")
 
 

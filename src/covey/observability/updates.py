@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch, segment_starts
+from covey.core.batch import TrainBatch, segment_starts, segment_sum
 from covey.core.losses import token_level
 from covey.core.objective import Objective, policy_loss
 from covey.observability.record_files import file_name, write_table
@@ -51,7 +51,7 @@ class UpdateLog:
             if objective.ratio_level is not token_level:
                 kept["log_ratios"] = objective.ratio_level(logprobs, batch.old_logprobs, batch.sampled, batch.lengths)
         of_each = {name: values.detach().cpu().split(batch.lengths.tolist()) for name, values in kept.items()}
-        held = ((batch.sampled_lengths > 0) & (batch.lengths > 0)).tolist()  # not those that keep processes equal
+        held = (segment_sum(batch.scored.long(), batch.lengths) > 0).tolist()  # not those that keep processes equal
         starts = segment_starts(batch.lengths).clamp(max=batch.num_tokens - 1)
         for row, origin in enumerate(batch.origin[starts].tolist()):
             if held[row] and origin >= 0:
@@ -82,7 +82,7 @@ def clipped_tokens(batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None
     constant = None if entropies is None else entropies.detach()
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
-        loss = policy_loss(batch, leaf, constant, replace(objective, beta=0.0)).loss
+        loss = policy_loss(batch, leaf, constant, replace(objective, beta=0.0, terms=())).loss
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     still = torch.ones_like(batch.sampled) if gradient is None else gradient == 0
     return still & batch.sampled & (batch.weights != 0) & (batch.advantages != 0)

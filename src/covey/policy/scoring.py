@@ -50,7 +50,7 @@ class TokenScorer:
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
-        """Score a batch: [N] float32, 0 where `batch.sampled` is False; gradients flow where enabled."""
+        """Score a batch: [N] float32, 0 where `batch.scored` is False; gradients flow where enabled."""
         return self._score(model, batch, self.layout_of(model, batch), entropy)[0]
 
     def with_loads(
@@ -65,7 +65,7 @@ class TokenScorer:
     def loads(self, model: Any, batch: TrainBatch, top_k: int) -> RouterLoads:
         """Router loads as in `with_loads`, without applying the head."""
         counted = batch.sampled_lengths > 0
-        blank = replace(batch, sampled=torch.zeros_like(batch.sampled))
+        blank = replace(batch, sampled=torch.zeros_like(batch.sampled), term_tokens={}, term_scales={})
         loads = self._score(model, blank, self.layout_of(model, batch), False, top_k, counted)[1]
         assert loads is not None, "top_k is given"
         return loads
@@ -105,7 +105,7 @@ class TokenScorer:
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
         counted = batch.sampled_lengths > 0 if counted is None else counted
-        rollouts, learned = batch, batch.sampled.nonzero()[:, 0]
+        rollouts, learned = batch, batch.scored.nonzero()[:, 0]
         if batch.jumps is not None:
             batch, owners = unfolded(batch)
             counted = counted[owners]

@@ -15,6 +15,7 @@ from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.records import Behaviour, Experience, Mode, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Mean, Stat
+from covey.core.terms import TermCounts, term_sizes, tokens_of_terms
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.policy.loading import has_dropout
@@ -59,6 +60,7 @@ class BehaviourScorer:
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch = replace(batch, engine_logprobs=None)
             batch, kl, measured, stats = self.with_logprobs(batch, mode, measures_entropy=not entropy)
+            batch = replace(batch, term_tokens=tokens_of_terms(run.algorithm.objective.terms, batch))
             return Behaviour(rollouts, batch, kl, [entropy] if entropy else measured, stats)
 
     def with_logprobs(
@@ -171,6 +173,17 @@ class CreditAssigner:
             advantages=credit.of_tokens(everyone.mine).to(batch.lengths.device),
             weights=token_weights(run.algorithm.weighting, counts, batch.sampled, batch.lengths),
             entropy_weights=bonus,
+            term_scales={
+                name: everyone.terms[name]
+                .times(1 / updates)
+                .scales(
+                    run.algorithm.weighting,
+                    sizes.float(),
+                    micro_batch_tokens(sizes.float(), algebra.rows(mode)),
+                    args.max_completion_length,
+                )
+                for name, sizes in term_sizes(batch).items()
+            },
         )
         return batch, credit, everyone
 
@@ -207,6 +220,10 @@ class CreditAssigner:
             prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
             entropies=mean_entropies(scored.rollouts, run.args),
             likeness=[keys_of(*pair) for pair in zip(scored.samples, scored.rollouts, strict=True)],
+            terms={
+                name: TermCounts.of(sizes, run.algebra.rows(mode))
+                for name, sizes in term_sizes(behaviour.batch).items()
+            },
         )
         purpose = "gather the rewards of {} rollout batch {}".format(*rollouts.key)
         return GlobalBatch(run.collectives.gather(mine, purpose), run.collectives.rank)
@@ -227,6 +244,7 @@ class CreditAssigner:
         stats |= step_stats(sampled.scores, weights, names, group)
         alone = credit if everyone.kl is None else None  # the rewards' own
         stats |= signal_stats(run.algorithm, weights, everyone.scores, group, alone)
+        stats |= {f"{name}/tokens": Mean(counts.tokens, 1.0) for name, counts in everyone.terms.items()}
         return stats | (entropy_stats(everyone.entropies) if run.args.log_entropy else {})
 
     def _write(

@@ -21,6 +21,7 @@ from covey.core.batch import TrainBatch, token_index
 from covey.core.model import decoder_of, name_of
 from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.strands import even_shares
+from covey.core.terms import TermCounts
 from covey.policy.fused import FusedLayer, find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
@@ -63,7 +64,11 @@ class MicroBatchRunner:
         if (unit := self._run.args.normalize_over) != "rollout":
             assert batch.weights is not None, "weights come before micro-batches"
             shares = even_shares(batch, turns=unit == "turn")
-            batch = replace(batch, weights=batch.weights * shares)
+            of_terms = {
+                name: tokens * even_shares(batch, turns=unit == "turn", tokens=tokens != 0)
+                for name, tokens in batch.term_tokens.items()
+            }
+            batch = replace(batch, weights=batch.weights * shares, term_tokens=of_terms)
         return _with_skipped(batch, [batch.select(part) for part in self.planned(batch, rows, at_least)])
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
@@ -249,6 +254,7 @@ class PartOfStep:
     index: RolloutIndex  # the rollouts of all processes that the step trains on
     micro_batches: int  # nominal micro-batches
     tokens: float  # its trained tokens, as a share of the rollout batch's: equal for every micro-batch
+    terms: dict[str, TermCounts] = field(default_factory=dict)  # the same of each term of the loss
 
 
 @dataclass
@@ -271,8 +277,17 @@ class BufferedRollouts:
         count = min(micro_steps, self.left)
         rows = [self.parts[i % len(self.parts)] for i in range(self.taken, self.taken + count)]
         self.taken += count
-        tokens = int(self.index.sampled_lengths.sum()) * count / len(self.parts)
-        return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens)
+        tokens, share = int(self.index.sampled_lengths.sum()) * count / len(self.parts), count / len(self.parts)
+        terms = {name: counts.times(share) for name, counts in self.terms().items()}
+        return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens, terms)
+
+    def terms(self) -> dict[str, TermCounts]:
+        """Sizes of each term of the loss in the rollout batch."""
+        found = {}
+        for name, sizes in self.index.term_tokens.items():
+            micro_batches = sum(len(self.index.owners[part][sizes[part] > 0].unique()) for part in self.parts)
+            found[name] = TermCounts(float(sizes.sum()), float((sizes > 0).sum()), float(micro_batches))
+        return found
 
 
 @dataclass

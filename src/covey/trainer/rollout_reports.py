@@ -15,6 +15,7 @@ from covey.core.batch import TrainBatch
 from covey.core.likeness import Keys
 from covey.core.records import FinishReason, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
+from covey.core.terms import TermCounts
 from covey.core.transcript import Counts, RolloutSummary, count
 from covey.observability.excerpts import thumbnails
 from covey.observability.metric_docs import is_taken
@@ -247,6 +248,7 @@ class GlobalBatch:
             self.trained_tokens += shard.trained_tokens
             self.micro_batches += shard.micro_batches
             self.staleness = max(self.staleness, shard.staleness)
+        self.terms = {name: TermCounts.sum(shard.terms[name] for shard in shards) for name in shards[0].terms}
         self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
         self.kl = torch.cat(kl) if kl else None
         self.processed_tokens = sum(self.lengths) + prompt_tokens

@@ -17,6 +17,7 @@ from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.records import Experience, Plan, PlannedMicroStep
 from covey.core.stats import Mean, Stat, read
+from covey.core.terms import TermCounts
 from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
 from covey.trainer.batch_scorer import BatchScorer
@@ -157,7 +158,14 @@ class UpdatePhase:
             max_completion_length=args.max_completion_length,
         )
         entropy_weights = mean_over_update(counts) if self.entropy is not None else None
-        return own, replace(index, weights=algorithm.weighting(counts), entropy_weights=entropy_weights)
+        term_scales = {}
+        for name, sizes in index.term_tokens.items():
+            of_step = TermCounts.sum(part.terms[name] for part in parts).times(1 / updates)
+            micro_tokens = micro_batch_tokens(sizes.float(), rows)
+            longest = args.max_completion_length
+            term_scales[name] = of_step.scales(algorithm.weighting, sizes.float(), micro_tokens, longest)
+        weights = algorithm.weighting(counts)
+        return own, replace(index, weights=weights, entropy_weights=entropy_weights, term_scales=term_scales)
 
     @property
     def _needs_every_rollout(self) -> bool:
@@ -183,7 +191,7 @@ class UpdatePhase:
             else:
                 scores = self.scorer(model, batch, entropy=wants_entropy)
         coef = 0.0 if self.entropy is None else self.entropy.effective
-        result = policy_loss(batch, *scores, objective, coef)
+        result = policy_loss(batch, *scores, objective, coef, run.step)
         if self.updates is not None and plan.training:
             self.updates.on_pass(batch, *scores, objective)
         stats, scale = dict(result.stats), plan.scale

@@ -35,6 +35,8 @@ def batch_of(rank, images=False, reports=True):
     batch = collate(rollouts)
     batch.advantages = torch.arange(batch.num_tokens) * (torch.arange(batch.num_tokens) % 3 > 0) + 0.25 * rank
     batch.weights = torch.ones(batch.num_tokens) / (rank + 1)
+    batch.term_tokens = {"extra": (torch.arange(batch.num_tokens) % 2) * (rank + 0.5)}
+    batch.term_scales = {"extra": torch.arange(len(batch)) + 0.5 * rank}
     return batch
 
 
@@ -88,6 +90,9 @@ def assert_same(ours: TrainBatch, expected: TrainBatch):
         mine, theirs = getattr(ours, name), getattr(expected, name)
         assert (mine is None) == (theirs is None), name
         assert mine is None or torch.equal(mine.nan_to_num(9.0), theirs.nan_to_num(9.0)), name
+    for name in ("term_tokens", "term_scales"):
+        mine, theirs = getattr(ours, name), getattr(expected, name)
+        assert [*mine] == [*theirs] and all(map(torch.equal, mine.values(), theirs.values()))
     shown = [
         [[one.tensors["pixel_values"].tolist() for one in media] for media in batch.media or []]
         for batch in (ours, expected)
@@ -162,6 +167,7 @@ def test_rollouts_without_signal_are_dropped():
     batches = [batch_of(rank) for rank in range(2)]
     for batch in batches:
         batch.advantages = torch.where(torch.arange(batch.num_tokens) < 3, 1.0, 0.0)
+        batch.term_tokens = {}
     index = join_indexes([RolloutIndex.of(one, rank) for rank, one in enumerate(batches)]).without_signal_dropped()
     assert index.lengths.tolist() == [1, 2, 2, 3]
     assert (index.skipped_tokens, index.skipped_rows) == (3 + 4 + 4 + 5, 4)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from covey.core.transcript import as_text, count
-from covey.observability.record_files import REWARD
+from covey.observability.record_files import REWARD, TERM
 
 Array = NDArray[Any]
 EXCERPT = 200  # characters of texts in lists
@@ -40,6 +40,12 @@ COLUMNS = {
     "turn": ("turn", "turn of the policy", "each"),
 }
 """Columns of tokens by name: title, meaning, and scale: which end stands out, `both` from 0, `each` value by itself."""
+
+
+def described(name: str) -> tuple[str, str, str]:
+    """Title, meaning and scale of a column of tokens."""
+    term = name.removeprefix(TERM)
+    return COLUMNS.get(name) or (f"weight in {term}", f"share of the token in the term '{term}' of the loss", "high")
 
 
 class Lists:
@@ -108,7 +114,9 @@ class Generation:
     def _values(self) -> dict[str, Array]:
         """Columns [N] of all tokens; NaN where a value is not known."""
         lists, size = self.lists, self.lists.size
-        found = {name: values for name in COLUMNS if (values := lists.flat(name)) is not None}
+        of_terms = [name for name in lists.table.column_names if name.startswith(TERM)]
+        names = (*COLUMNS, *of_terms)
+        found = {name: values for name in names if (values := lists.flat(name)) is not None}
 
         def in_updates(name: str) -> list[Array]:
             return [values for one in self.updates if (values := one.spread(name, size)) is not None]
@@ -137,9 +145,9 @@ class Generation:
             found["turn"] = np.concatenate(
                 [np.searchsorted(ends, np.arange(n)).astype(np.float32) + 1 for ends, n in pairs]
             )
-        for name in set(found) - {"advantages", "weights", "entropy_weights", "versions"}:
+        for name in set(found) - {"advantages", "weights", "entropy_weights", "versions", *of_terms}:
             found[name] = np.where(self.sampled, found[name], np.nan)
-        return {name: found[name] for name in COLUMNS if name in found}
+        return {name: found[name] for name in names if name in found}
 
     def tokens_of(self, row: int) -> slice:
         return slice(int(self.lists.firsts[row]), int(self.lists.firsts[row] + self.lengths[row]))
@@ -176,7 +184,10 @@ class Generation:
         chosen, values = self.sampled[part], {name: column[part] for name, column in self.values.items()}
         found: dict[str, Any] = {"sampled": int(chosen.sum())}
         weights, advantages = (values.get(name, np.zeros(len(chosen))) for name in ("weights", "advantages"))
-        found["taught"] = int(((weights != 0) & (advantages != 0)).sum())
+        taught = (weights != 0) & (advantages != 0)
+        for name in values:
+            taught |= (values[name] != 0) if name.startswith(TERM) else False
+        found["taught"] = int(taught.sum())
         for name, title in (("logprobs", "logprob"), ("entropies", "entropy"), ("drift", "drift")):
             known = values[name][~np.isnan(values[name])] if name in values else chosen[:0]
             found[title] = _number(known.mean()) if len(known) else None
@@ -232,7 +243,7 @@ class Generation:
                 pieces[number] = list(piece)
         part, columns = self.tokens_of(row), []
         for name, values in self.values.items():
-            title, meaning, scale = COLUMNS[name]
+            title, meaning, scale = described(name)
             packed = _packed(values[part], "<f4")
             columns.append({"name": name, "title": title, "meaning": meaning, "scale": scale, "values": packed})
         return {

@@ -6,7 +6,7 @@ Letters: B rollouts of all processes, P distinct prompts.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.core.batch import UNREPORTED, TrainBatch, expand, join, segment_sum, token_index
 from covey.core.media import Media
 from covey.core.strands import strand_sizes
+from covey.core.terms import term_sizes
 from covey.trainer.distributed.collectives import Collectives
 
 Moves = tuple[tuple[tuple[int, ...], ...], ...]
@@ -29,7 +30,7 @@ class RolloutIndex:
     rows: Tensor  # [B] int64, its number in that process's batch
     lengths: Tensor  # [B] int64, completion tokens, and those of them that are learned from
     sampled_lengths: Tensor
-    has_signal: Tensor  # [B] bool, some learned token has an advantage other than 0
+    has_signal: Tensor  # [B] bool, some learned token has an advantage other than 0, or is part of a term of the loss
     groups: Tensor  # [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`
     prompt_lengths: Tensor  # [P] int64
     prompt_keys: Tensor  # [P, 2] int64, hash of each prompt's tokens
@@ -37,6 +38,8 @@ class RolloutIndex:
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None
     strands: Tensor | None = None  # [B, 4] int64, `strand_sizes`, or 0 of processes without strands
+    term_tokens: dict[str, Tensor] = field(default_factory=dict)  # [B] int64, tokens of each term of the loss
+    term_scales: dict[str, Tensor] = field(default_factory=dict)  # [B] float32, in place of those in the batch
     skipped_tokens: int = 0  # learned tokens, and rollouts that have such, that were dropped
     skipped_rows: int = 0
 
@@ -47,6 +50,9 @@ class RolloutIndex:
             keys += hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()
         assert batch.advantages is not None, "credit is assigned before rollouts are shared"
         signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
+        terms = term_sizes(batch)
+        for sizes in terms.values():
+            signal |= sizes > 0
         return cls(
             owners=torch.full((len(batch),), owner),
             rows=torch.arange(len(batch)),
@@ -57,6 +63,7 @@ class RolloutIndex:
             prompt_lengths=batch.prompt_lengths.cpu(),
             prompt_keys=torch.frombuffer(keys, dtype=torch.long).view(-1, 2),
             strands=None if batch.jumps is None else strand_sizes(batch),
+            term_tokens={name: sizes.cpu() for name, sizes in terms.items()},
         )
 
     def __len__(self) -> int:
@@ -65,13 +72,17 @@ class RolloutIndex:
     def select(self, rollouts: Tensor) -> "RolloutIndex":
         """Some rollouts in the given order, with the prompts that they continue."""
         prompts, groups = self.groups[rollouts].unique(return_inverse=True)
-        chosen = {name: values[rollouts] for name in PER_ROLLOUT if (values := getattr(self, name)) is not None}
+        chosen: dict[str, Any] = {
+            name: values[rollouts] for name in PER_ROLLOUT if (values := getattr(self, name)) is not None
+        }
+        for name in ("term_tokens", "term_scales"):
+            chosen[name] = {term: values[rollouts] for term, values in getattr(self, name).items()}
         return RolloutIndex(
             **chosen, groups=groups, prompt_lengths=self.prompt_lengths[prompts], prompt_keys=self.prompt_keys[prompts]
         )
 
     def without_signal_dropped(self) -> "RolloutIndex":
-        """Drop the rollouts whose advantages are all 0; metrics still count them."""
+        """Drop the rollouts whose advantages are all 0 and that have no term; metrics still count them."""
         # Without any signal the shortest stays: optimizers with momentum need a gradient, also one of zeros.
         signal = self.has_signal.nonzero()[:, 0]
         left = self.select(signal if len(signal) else self.lengths.argmin()[None])
@@ -101,6 +112,9 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
     if any(index.strands is not None for index in indexes):
         parts = [torch.zeros(len(one), 4).long() if one.strands is None else one.strands for one in indexes]
         joined["strands"] = torch.cat(parts)
+    joined["term_tokens"] = {
+        term: torch.cat([index.term_tokens[term] for index in indexes]) for term in indexes[0].term_tokens
+    }
     return RolloutIndex(
         **joined,
         rows=torch.cat(rows),
@@ -191,8 +205,10 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
         name: torch.where(batch.sampled, expand(weights.to(device), batch.lengths), 0.0)
         for name, weights in given.items()
     }
+    scales = {term: values.to(device) for term, values in share.term_scales.items()}
     return replace(
         batch,
+        term_scales=scales or batch.term_scales,
         prompt_ids=batch.prompt_ids[token_index(own, batch.prompt_lengths)],
         prompt_lengths=share.prompt_lengths.to(device),
         groups=share.groups.to(device),

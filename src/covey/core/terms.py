@@ -1,0 +1,126 @@
+"""Further terms of the loss: each a weighted sum over tokens of its own, with a denominator of its own.
+
+A term is averaged as the surrogate is, over its own tokens and the rollouts that have any, of one optimizer step and
+all ranks. Its counts are taken before a batch is cut, so that no cut changes its gradient, and tokens without it are in
+neither its sum nor its count. To add one, write a `TokenTerm` and name it in `covey.algorithms.terms.TERMS`.
+
+Letters: N tokens of B rollouts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import TrainBatch, expand, segment_sum
+from covey.core.losses import MAX_LOG_RATIO, BatchCounts, Weighting
+from covey.core.stats import Mean, Stat
+
+Coefficient = Callable[[int], float]
+"""Optimizer steps taken -> weight of a part of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermInputs:
+    """Inputs of a term, all `[N]`, with numbers that are finite where the token is not the term's."""
+
+    tokens: Tensor  # mask of the term's tokens
+    logprobs: Tensor  # log π(o_t) under the policy being trained; carries the gradient
+    old_logprobs: Tensor  # log π_old(o_t), constant; the current one of tokens that the policy has not sampled
+    mismatch_weights: Tensor | None  # engine/trainer importance weights, 1 of tokens that were not sampled; or None
+    batch: TrainBatch  # what else is known of the tokens, and may be NaN at others than the term's
+
+    @property
+    def ratio(self) -> Tensor:
+        """The importance ratio of each token, [N]; never infinite."""
+        return (self.logprobs - self.old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True)
+class TokenTerm:
+    """A term of the loss: coef · Σ_t w_t value_t over its own tokens, Σ_t w_t being 1 with the token mean.
+
+    Metrics are `{name}/loss`, the mean of the values over the term's tokens, and those of `stats`.
+    """
+
+    name: str
+    tokens: Callable[[TrainBatch], Tensor]  # batch -> [N] share of each token: 0 without, else 1 or a factor of its own
+    value: Callable[[TermInputs], Tensor]  # -> [N], which is minimised
+    coef: Coefficient
+    stats: Callable[[TermInputs], dict[str, Stat]] | None = None
+
+
+class TermCounts(NamedTuple):
+    """Sizes of a term in a rollout batch, or in a share of it."""
+
+    tokens: float
+    rows: float  # rollouts that have any of its tokens
+    micro_batches: float  # nominal micro-batches that have any
+
+    @classmethod
+    def of(cls, tokens: Tensor, rows: int) -> "TermCounts":
+        """Sizes in rollouts with `tokens` [B] of the term, in nominal micro-batches of `rows`."""
+        micro_batches = sum(bool((part > 0).any()) for part in tokens.split(rows))
+        return cls(float(tokens.sum()), float((tokens > 0).sum()), float(micro_batches))
+
+    @classmethod
+    def sum(cls, parts: Iterable["TermCounts"]) -> "TermCounts":
+        return cls(*map(sum, zip(*parts, strict=True)))
+
+    def times(self, share: float) -> "TermCounts":
+        return TermCounts(*(share * count for count in self))
+
+    def scales(
+        self, weighting: Weighting, tokens: Tensor, micro_tokens: Tensor, max_completion_length: int | None
+    ) -> Tensor:
+        """[B] normalisers of rollouts with `tokens` [B] of the term, if these are the counts of an optimizer step.
+
+        `micro_tokens` [B] are those of each rollout's nominal micro-batch.
+        """
+        counts = BatchCounts(
+            tokens,
+            micro_tokens,
+            rows_per_update=self.rows or 1.0,
+            tokens_per_update=self.tokens,
+            micro_batches_per_update=self.micro_batches or 1.0,
+            max_completion_length=max_completion_length,
+        )
+        return weighting(counts)
+
+
+def tokens_of_terms(terms: Sequence[TokenTerm], batch: TrainBatch) -> dict[str, Tensor]:
+    """`TrainBatch.term_tokens` of a batch, from what is known of its tokens."""
+    return {term.name: term.tokens(batch) for term in terms}
+
+
+def term_sizes(batch: TrainBatch) -> dict[str, Tensor]:
+    """[B] int64, the tokens of each rollout that are part of a term, by the term's name."""
+    return {name: segment_sum((shares != 0).long(), batch.lengths) for name, shares in batch.term_tokens.items()}
+
+
+def term_weights(batch: TrainBatch, name: str) -> Tensor:
+    """[N] weights of the tokens in a term, 0 for those that are not part of it."""
+    shares = batch.term_tokens[name]
+    return shares * expand(batch.term_scales[name], batch.lengths, len(shares)).to(shares)
+
+
+def term_inputs(batch: TrainBatch, name: str, logprobs: Tensor, rho: Tensor | None) -> TermInputs:
+    """Inputs of a term from a silenced batch, the log-probs [N] of its `scored` tokens, and mismatch weights [N]."""
+    tokens = batch.term_tokens[name] != 0
+    logprobs = torch.where(tokens, logprobs, 0.0)
+    old, sampled = logprobs.detach(), tokens & batch.sampled
+    if batch.old_logprobs is not None:
+        old = torch.where(sampled, batch.old_logprobs, old)
+    rho = None if rho is None else torch.where(sampled, rho, 1.0)
+    return TermInputs(tokens, logprobs, old, rho, batch)
+
+
+def term_loss(term: TokenTerm, x: TermInputs, step: int) -> tuple[Tensor, dict[str, Stat]]:
+    """The term of a micro-batch, a scalar with its gradient, and its metrics."""
+    values = torch.where(x.tokens, term.value(x), 0.0)
+    stats: dict[str, Stat] = {f"{term.name}/loss": Mean(values.detach().sum(), x.tokens.sum())}
+    if term.stats is not None:
+        stats |= term.stats(x)
+    return term.coef(step) * (term_weights(x.batch, term.name) * values).sum(), stats
