@@ -30,7 +30,7 @@ PROMPTS, GROUP, PROMPT_TOKENS, IMAGE_FLOATS = 8, 8, 256, 2**18
 
 
 def sampled(rank: int, images: bool) -> TrainBatch:
-    """One process's share of a generation."""
+    """One process's share of a rollout batch."""
     chance = torch.Generator().manual_seed(rank)
     rollouts = []
     for _ in range(PROMPTS):

@@ -225,7 +225,7 @@ def record(trainer: Any, path: Path, seeds: dict[str, int] | None) -> None:
 
 
 def sampled_with(trainer: Any, path: Path) -> dict[str, int]:
-    """Seeds by digests of prompt and completion, also of earlier starts: a seed is one (generation, prompt, sample)."""
+    """Seeds by digests of prompt and completion, with earlier starts: a seed is (rollout batch, prompt, sample)."""
     lines = path.read_text().splitlines() if path.exists() else []
     seeds = dict(json.loads(line) for line in lines if line.endswith("]"))
     engine = trainer.collector.engine

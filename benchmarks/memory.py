@@ -173,7 +173,7 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
         collect = trainer.collector.collect
 
         def collecting(*args: Any, **kwargs: Any) -> Any:
-            found["training"].append(meter.take())  # since the last generation, or since the start
+            found["training"].append(meter.take())  # since the last rollout batch, or since the start
             rollouts = collect(*args, **kwargs)
             found["sampling"].append(meter.take())
             return rollouts

@@ -55,7 +55,7 @@ def cost(trainer: Any) -> list[str]:
     """Train; cells of the table."""
     recorder, spent, starts = trainer.recorder, [0.0], []
     calls = [(recorder, "add"), (recorder, "on_step_end"), (recorder, "on_log")]
-    for owner, name in [*calls, (recorder.updates, "on_pass")] if recorder.updates else calls:
+    for owner, name in [*calls, (recorder.updates, "on_micro_batch")] if recorder.updates else calls:
         setattr(owner, name, timed(getattr(owner, name), spent))
 
     class Steps(TrainerCallback):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.record_kills [--trials 30]
 
-A run of a tiny random model with `record="tokens"` is ended by SIGKILL up to three seconds after its first generation.
+A run of a tiny random model with `record="tokens"` is ended by SIGKILL within three seconds of its first rollout batch.
 Every file of the record must be readable and none be missing, every logged step must have its tokens, and the losses
 of `covey replay` must be the same, bit by bit. The exit status is 1 if that is not so once.
 """
@@ -55,7 +55,7 @@ def train(folder: Path) -> None:
 
 
 def killed(run: Path, seconds: float) -> float:
-    """Start a run, and kill it this long after its first generation is on record."""
+    """Start a run, and kill it this long after its first rollout batch is on record."""
     command = [sys.executable, "-m", "benchmarks.record_kills", "--run", str(run)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not files(run / FOLDER):
@@ -70,11 +70,13 @@ def examined(run: Path) -> tuple[int, str]:
     """Logged steps, and what is wrong with the record."""
     record = run / FOLDER
     logged = [line["step"] for line in read_metrics(record) if "loss" in line]
-    generations, updates = ([number_of(path) for path in files(record, kind=kind)] for kind in ("generation", "update"))
+    rollout_batches, updates = (
+        [number_of(path) for path in files(record, kind=kind)] for kind in ("generation", "update")
+    )
     for path in record.glob("[gu]*.parquet"):
         pq.read_table(path)
-    if generations != list(range(len(generations))) or updates != list(range(1, len(updates) + 1)):
-        return len(logged), f"gaps: generations {generations}, updates {updates}"
+    if rollout_batches != list(range(len(rollout_batches))) or updates != list(range(1, len(updates) + 1)):
+        return len(logged), f"gaps: rollout batches {rollout_batches}, updates {updates}"
     if logged != list(range(1, len(logged) + 1)) or not len(updates) - 1 <= len(logged) <= len(updates):
         return len(logged), f"{len(updates)} updates, and the steps {logged} are logged"
     if not logged:

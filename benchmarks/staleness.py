@@ -3,10 +3,10 @@
     python -m benchmarks.staleness
 
 A real trainer trains a tiny model on the answers of the scripted engine (`covey.engines.scripted`), whose
-requests take programmed times and which works on one generation at a time, as a server does that is fully used by one.
+requests take programmed times and which works on one rollout batch at a time, as a server does that one fully uses.
 A training step is made longer by a programmed time too; how long it then is altogether is measured, with an engine that
 answers at once. From these two numbers follows what a step should take: their sum with `max_staleness` 0, the longer of
-the two from 1 on. Uneven times of sampling even out over the generations that are under way, so there it takes more.
+the two from 1 on. Uneven times of sampling even out over the rollout batches under way, so there it takes more.
 
 What is trained on (prompts and completions, in order) is the same with every staleness and in a second run.
 """
@@ -47,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Workload:
-    """Seconds that a generation takes to be sampled, by its number, and that a training step is made longer by."""
+    """Seconds that a rollout batch takes to be sampled, by its number, and that a training step is made longer by."""
 
     name: str
     generate: Callable[[int], float]
@@ -56,7 +56,7 @@ class Workload:
     even: bool = True
 
     def mean_generate(self, steps: int) -> float:
-        """Seconds a generation takes on average, over those that are measured."""
+        """Seconds a rollout batch takes on average, over those that are measured."""
         return statistics.mean(self.generate(number) for number in range(WARM_UP, steps))
 
 
@@ -93,7 +93,7 @@ class Clock(TrainerCallback):
 
 
 def measure(seconds: Callable[[int], float], train: float, max_staleness: int, steps: int) -> Measured:
-    """Train for some steps; `seconds` of a generation by its number, `train` seconds more for a training step."""
+    """Train for some steps; `seconds` of a rollout batch by its number, `train` seconds more for a training step."""
     seen, clock = hashlib.sha256(), Clock()
     engine = ScriptedEngine(letters, seconds=lambda request: seconds(request // PROMPTS), lanes=PROMPTS)
 

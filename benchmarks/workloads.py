@@ -25,7 +25,7 @@ WARM_UP_TOKENS = 8
 """Length of prompts and completions in first steps that are not measured: one allocates the optimizer's state."""
 
 WARM_UPS = 2
-"""First, tiny steps. Covey compares the log-probs of a run's first two generations with the trainer's."""
+"""First, tiny steps. Covey compares the log-probs of a run's first two rollout batches with the trainer's."""
 
 
 @dataclass(frozen=True)

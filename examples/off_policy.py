@@ -20,7 +20,7 @@ def main():
         epsilon_high=0.28,
     )
     algebra = args.algebra()
-    print(f"{algebra.updates_per_generation} updates per rollout batch; on-policy: {algebra.on_policy}")
+    print(f"{algebra.updates_per_rollout_batch} updates per rollout batch; on-policy: {algebra.on_policy}")
     trainer = GRPOTrainer(
         model=options.model,
         reward_funcs=numeric_match_reward,

@@ -1,4 +1,4 @@
-"""`covey diff`: two runs compared generation by generation, stage by stage of a step."""
+"""`covey diff`: two runs compared rollout batch by rollout batch, stage by stage of a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,13 +99,13 @@ class FirstDifference:
     stage: Stage
     column: str
     step: int
-    generation: int
-    rollout: int  # index in the generation's file
+    rollout_batch: int
+    rollout: int  # index in the rollout batch's file
     token: int | None  # index in the completion or prompt
     values: tuple[Any, Any]
 
     def __str__(self) -> str:
-        at = f"step {self.step}, generation {self.generation}, rollout {self.rollout}"
+        at = f"step {self.step}, rollout batch {self.rollout_batch}, rollout {self.rollout}"
         token = f", token {self.token}" if self.token is not None else ""
         first, second = map(_shown, _from_where_they_part(*self.values))
         return f"First difference: {self.column} at {at}{token}: {first} and {second} ({self.stage.what})."
@@ -122,14 +122,14 @@ def main(argv: Sequence[str]) -> int:
         f"{run} has no tokens on record, so prompts, completions and rewards alone were compared." for run in bare
     ]
     if difference is None:
-        print("No difference: the runs recorded the same generations." if not changes else "No difference so far.")
+        print("No difference: the runs recorded the same rollout batches." if not changes else "No difference so far.")
         print(*in_texts, sep="\n", end="\n" * bool(in_texts))
         _list("Differs, without an effect up to here:", changes)
         return 0
     print(printable(str(difference)))
     stages = [difference.stage]
-    if difference.generation and difference.stage.columns[0] in ("logprobs", "token_ids", "completion"):
-        print(f"It is generation {difference.generation}: {UPDATE.what}.")
+    if difference.rollout_batch and difference.stage.columns[0] in ("logprobs", "token_ids", "completion"):
+        print(f"It is rollout batch {difference.rollout_batch}: {UPDATE.what}.")
         stages = [UPDATE, *stages]
     print(*in_texts, sep="\n", end="\n" * bool(in_texts))
     likely = [change for stage in stages for change in changes if acts(change, stage)]
@@ -186,24 +186,24 @@ def has_tokens(folder: Path) -> bool:
 
 
 def first_difference(first: Path, second: Path) -> FirstDifference | None:
-    """The earliest generation's first stage at which two records differ; None if one only continues longer."""
+    """The earliest rollout batch's first stage at which two records differ; None if one only continues longer."""
     ranks = len({path.stem.partition("_rank")[2] for path in first.glob("generation_*.parquet")})
 
     def by_number(rank: int) -> list[dict[int, Path]]:
         return [{number_of(path): path for path in files(folder, rank)} for folder in (first, second)]
 
     of_ranks = [by_number(rank) for rank in range(ranks)]
-    for generation in sorted({number for here, there in of_ranks[:1] for number in here.keys() & there.keys()}):
+    for rollout_batch in sorted({number for here, there in of_ranks[:1] for number in here.keys() & there.keys()}):
         found: list[FirstDifference] = []
         for here, there in of_ranks:
-            if generation in here and generation in there:
-                found += _differences(read_rows(here[generation]), read_rows(there[generation]), generation)
+            if rollout_batch in here and rollout_batch in there:
+                found += _differences(read_rows(here[rollout_batch]), read_rows(there[rollout_batch]), rollout_batch)
         if found:
             return min(found, key=lambda one: STAGES.index(one.stage))
     return None
 
 
-def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator[FirstDifference]:
+def _differences(here: list[Row], there: list[Row], rollout_batch: int) -> Iterator[FirstDifference]:
     """The first difference of each stage and rollout."""
     one: Row
     two: Row
@@ -225,7 +225,7 @@ def _differences(here: list[Row], there: list[Row], generation: int) -> Iterator
                 if column == "logprobs" and mine and other:  # of the tokens that both have
                     mine, other = mine[:limit], other[:limit]
                 if found := _unequal(mine, other):
-                    yield FirstDifference(stage, column, (one or two)["step"], generation, number, *found)
+                    yield FirstDifference(stage, column, (one or two)["step"], rollout_batch, number, *found)
                     break
 
 

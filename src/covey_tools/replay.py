@@ -138,7 +138,7 @@ def trainer_of(
         "logging_steps": 1,
         "save_strategy": "no",
     }
-    own.pop("steps_per_generation", None)  # follows from the size of a generation, which is on record
+    own.pop("steps_per_generation", None)  # follows from the size of a rollout batch, which is on record
     report(idle_flags(flags, NOT_REPLAYED, "prompts, completions and rewards are on record"))
     changed = train.read_run(own, flags, None, needed=())
     if not changed.model:

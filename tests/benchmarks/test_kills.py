@@ -49,7 +49,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path, known, place, number,
 @pytest.mark.slow
 def test_places_are_entered_as_often_as_there_is_something_to_do(known):
     places = known["places"]
-    # Eight steps of one micro-batch; a generation is sampled for every four, and a checkpoint saved every two.
+    # Eight steps of one micro-batch; a rollout batch is sampled for every four, and a checkpoint saved every two.
     assert (places["optimizer"], places["sampling"], places["checkpoint: manifest"]) == (8, 2, 4)
 
 

@@ -431,7 +431,7 @@ def test_shards_have_traffic_and_a_gpu_has_seconds(run_file, capsys):
     assert "weights, gradients, optimizer sharded over 2 processes (fsdp2)" in text
     assert "Operations and communication One optimizer step, all 2 processes, full completions:" in text
     assert "gather weights" in text and "add up gradients 15.7 KiB" in text  # half of 8016 gradients of 4 bytes, once
-    assert "On h100 GPUs, at 40% of their operations in passes" in text and "sampling and training in turns" in text
+    assert "On h100 GPUs, at 40% of their operations in training" in text and "sampling and training in turns" in text
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -471,9 +471,9 @@ def test_micro_batches_of_a_gpu_grow_with_its_memory(monkeypatch):
         args = GRPOConfig(bf16=False, gradient_accumulation_steps=8, max_completion_length=512)
         return ExplainedRun(args, model=ModelPlan(tiny.config()), cluster=cluster).memory
 
-    assert planned().pass_tokens == 3 * 4352  # at most 16,384
+    assert planned().micro_batch_tokens == 3 * 4352  # at most 16,384
     monkeypatch.setitem(MACHINES, "h100", replace(MACHINES["h100"], memory=2**20))
-    assert planned().pass_tokens == 4352
+    assert planned().micro_batch_tokens == 4352
 
 
 def test_without_a_cluster_there_is_no_communication(run_file, capsys):

@@ -207,7 +207,7 @@ def test_lines_are_read_as_json_lines(tmp_path, capsys, text, error):
 
 
 def record_of(folder, rows):
-    """The record of a run with a generation: `data` holds the columns of the dataset."""
+    """The record of a run with a rollout batch: `data` holds the columns of the dataset."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -14,9 +14,9 @@ def algebra(per_device=4, accumulate=8, steps=8, iterations=1, group=4, world=1,
     return BatchAlgebra(per_device, accumulate, steps, iterations, group, world, **rest)
 
 
-def test_eight_processes_with_a_generation_of_512():
+def test_eight_processes_with_a_rollout_batch_of_512():
     # 512 / 64 = 8 prompts; 8 processes * 4 = 32 completions a micro-batch; 512 / 32 = 16 micro-batches;
-    # one update takes 8 of them: 256 completions, 2 updates per generation, so the second one is off-policy.
+    # one update takes 8 of them: 256 completions, 2 updates per rollout batch, so the second one is off-policy.
     with planning_for(8):
         args = GRPOConfig(
             per_device_train_batch_size=4,
@@ -26,17 +26,17 @@ def test_eight_processes_with_a_generation_of_512():
         )
     a = args.algebra()
     assert args.steps_per_generation == 16
-    assert a.prompts_per_generation == 8
+    assert a.prompts_per_rollout_batch == 8
     assert a.completions_per_update == 256
-    assert a.updates_per_generation == 2
+    assert a.updates_per_rollout_batch == 2
     assert not a.on_policy
 
 
 def test_steps_default_to_gradient_accumulation():
-    # 8 completions * 4 micro-batches = 32, one update per generation
+    # 8 completions * 4 micro-batches = 32, one update per rollout batch
     args = GRPOConfig(gradient_accumulation_steps=4)
     assert (args.steps_per_generation, args.generation_batch_size) == (4, 32)
-    assert args.algebra().updates_per_generation == 1
+    assert args.algebra().updates_per_rollout_batch == 1
     assert args.algebra().on_policy
 
 
@@ -48,17 +48,17 @@ def test_generation_batch_size_gives_the_steps():
 def test_sixteen_steps_by_eight_make_two_updates():
     args = GRPOConfig(steps_per_generation=16, gradient_accumulation_steps=8)
     assert args.generation_batch_size == 128
-    assert args.algebra().updates_per_generation == 2
+    assert args.algebra().updates_per_rollout_batch == 2
 
 
 @pytest.mark.parametrize(
     ("accumulate", "steps", "iterations", "on_policy"),
     [(8, 8, 1, True), (8, 4, 1, True), (8, 16, 1, False), (8, 8, 2, False), (8, 4, 2, True), (8, 3, 1, False)],
 )
-def test_on_policy_means_whole_generations_in_each_update(accumulate, steps, iterations, on_policy):
+def test_on_policy_means_whole_rollout_batches_in_each_update(accumulate, steps, iterations, on_policy):
     a = algebra(accumulate=accumulate, steps=steps, iterations=iterations)
     assert a.on_policy is on_policy
-    assert a.updates_per_generation == Fraction(steps * iterations, accumulate)
+    assert a.updates_per_rollout_batch == Fraction(steps * iterations, accumulate)
 
 
 @given(
@@ -70,7 +70,7 @@ def test_on_policy_means_whole_generations_in_each_update(accumulate, steps, ite
 )
 def test_completions_are_neither_lost_nor_made_up(per_device, accumulate, steps, iterations, world):
     a = algebra(per_device, accumulate, steps, iterations, group=1, world=world)
-    seen = a.updates_per_generation * a.completions_per_update
+    seen = a.updates_per_rollout_batch * a.completions_per_update
     assert seen == a.generation_batch_size * iterations
 
 
@@ -85,9 +85,9 @@ def test_groups_that_do_not_divide_propose_the_nearest_numbers():
 
 
 def test_every_proposal_works():
-    assert GRPOConfig(num_generations=4).algebra().prompts_per_generation == 2
-    assert GRPOConfig(num_generations=3, per_device_train_batch_size=9).algebra().prompts_per_generation == 3
-    assert GRPOConfig(num_generations=3, gradient_accumulation_steps=3).algebra().prompts_per_generation == 8
+    assert GRPOConfig(num_generations=4).algebra().prompts_per_rollout_batch == 2
+    assert GRPOConfig(num_generations=3, per_device_train_batch_size=9).algebra().prompts_per_rollout_batch == 3
+    assert GRPOConfig(num_generations=3, gradient_accumulation_steps=3).algebra().prompts_per_rollout_batch == 8
 
 
 def test_a_wrong_generation_batch_size_has_proposals():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.brute_force import Options, step_loss
-from tests.support.objective_cases import assert_same, covey_gradients, random_generation, reference_gradients
+from tests.support.objective_cases import assert_same, covey_gradients, random_rows, reference_gradients
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "rloo"]
 LOSSES += ["dppo_tv", "dppo_kl", "gpg", "dro", "kl_cov", "clip_cov"]
@@ -60,12 +60,12 @@ CASES = [
 
 
 def compare(o: Options, *, seed: int = 3, update: int = 1, dtype=torch.float64, tolerance: float = 1e-6, **shape):
-    generation = random_generation(seed, **shape)
-    loss = step_loss(generation.ranks(update), o, generation.tokens, generation.steps_per_generation)
-    rows = [generation.flat[i] for i in generation.indices(update)]
+    rollout_batch = random_rows(seed, **shape)
+    loss = step_loss(rollout_batch.ranks(update), o, rollout_batch.tokens, rollout_batch.steps_per_generation)
+    rows = [rollout_batch.flat[i] for i in rollout_batch.indices(update)]
     expected = reference_gradients(rows, loss)
     assert expected.logprobs.abs().max() > 0
-    assert_same(covey_gradients(generation, o, update, dtype=dtype), expected, tolerance)
+    assert_same(covey_gradients(rollout_batch, o, update, dtype=dtype), expected, tolerance)
 
 
 @pytest.mark.parametrize(("loss_type", "level", "name"), CASES)
@@ -118,35 +118,35 @@ def test_drift_is_from_the_old_policy_without_engine_log_probs(loss_type):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_that_reports_nan_counts_as_agreeing(mode):
-    generation = random_generation(5)
-    for row in generation.flat:
+    rollout_batch = random_rows(5)
+    for row in rollout_batch.flat:
         if row.engine:
             row.engine[0] = math.nan
     o = Options("grpo", mismatch_mode=mode, clip_max=1.3, off_policy_threshold=0.05)
-    loss = step_loss(generation.ranks(0), o, generation.tokens, generation.steps_per_generation)
-    rows = [generation.flat[i] for i in generation.indices(0)]
-    assert_same(covey_gradients(generation, o), reference_gradients(rows, loss), 1e-6)
+    loss = step_loss(rollout_batch.ranks(0), o, rollout_batch.tokens, rollout_batch.steps_per_generation)
+    rows = [rollout_batch.flat[i] for i in rollout_batch.indices(0)]
+    assert_same(covey_gradients(rollout_batch, o), reference_gradients(rows, loss), 1e-6)
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "gmpo"])  # one credit per completion
 def test_credit_may_differ_from_token_to_token(loss_type):
-    generation = random_generation(6)
-    for row in generation.flat:
+    rollout_batch = random_rows(6)
+    for row in rollout_batch.flat:
         row.advantages = [(-1.0) ** t * (0.5 + 0.25 * t) for t in range(len(row.mask))]
     o = Options(loss_type, off_policy_threshold=0.05)
-    loss = step_loss(generation.ranks(0), o, generation.tokens, generation.steps_per_generation)
-    rows = [generation.flat[i] for i in generation.indices(0)]
-    assert_same(covey_gradients(generation, o), reference_gradients(rows, loss), 1e-6)
+    loss = step_loss(rollout_batch.ranks(0), o, rollout_batch.tokens, rollout_batch.steps_per_generation)
+    rows = [rollout_batch.flat[i] for i in rollout_batch.indices(0)]
+    assert_same(covey_gradients(rollout_batch, o), reference_gradients(rows, loss), 1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "plain"])
 def test_every_option_changes_something(name):
     """A comparison proves little where no ratio is clipped and no token dropped."""
-    plain = covey_gradients(random_generation(3), Options("grpo"), 1)
-    with_option = covey_gradients(random_generation(3), Options("grpo", **OPTIONS[name]), 1)
+    plain = covey_gradients(random_rows(3), Options("grpo"), 1)
+    with_option = covey_gradients(random_rows(3), Options("grpo", **OPTIONS[name]), 1)
     same_logprobs = torch.equal(plain.logprobs, with_option.logprobs)
     same_entropies = torch.equal(plain.entropies, with_option.entropies)
     assert not (same_logprobs and same_entropies)
     if name.endswith("min-max"):
         without_min = Options("grpo", **{**OPTIONS[name], "clip_min": None})
-        assert with_option.loss != covey_gradients(random_generation(3), without_min, 1).loss
+        assert with_option.loss != covey_gradients(random_rows(3), without_min, 1).loss

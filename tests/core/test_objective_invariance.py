@@ -16,13 +16,13 @@ from covey.core.objective import Objective, policy_loss
 from covey.core.stats import merge_all
 from tests.support.brute_force import Options
 from tests.support.objective_cases import (
-    Generation,
+    RowsByRank,
     assert_same,
     bare_batch,
     config,
     covey_gradients,
     flat_batch,
-    random_generation,
+    random_rows,
 )
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "rloo"]
@@ -45,17 +45,17 @@ def test_any_cut_into_micro_batches_sums_to_the_same_gradient(loss_type, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, ROWS_PER_UPDATE - 1), max_size=6)))
     edges = [0, *cuts, ROWS_PER_UPDATE]
     parts = [order[a:b] for a, b in itertools.pairwise(edges)]
-    generation, o = random_generation(3), replace(RICH, loss_type=loss_type)
-    assert_same(covey_gradients(generation, o, parts=parts), covey_gradients(generation, o), 1e-9)
+    rollout_batch, o = random_rows(3), replace(RICH, loss_type=loss_type)
+    assert_same(covey_gradients(rollout_batch, o, parts=parts), covey_gradients(rollout_batch, o), 1e-9)
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "bnpo"])
 @pytest.mark.parametrize(("world", "per_device"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_spreading_over_ranks_changes_nothing(loss_type, world, per_device):
     """The same 12 completions on 1, 2, 3 and 6 ranks; bnpo, whose mean is a micro-batch's, is left out."""
-    rows = random_generation(3, world=1, per_device=6, updates=1).rows[0]
-    spread = Generation([rows[r * 12 // world : (r + 1) * 12 // world] for r in range(world)], per_device, 2)
-    alone = Generation([rows], 6, 2)
+    rows = random_rows(3, world=1, per_device=6, updates=1).rows[0]
+    spread = RowsByRank([rows[r * 12 // world : (r + 1) * 12 // world] for r in range(world)], per_device, 2)
+    alone = RowsByRank([rows], 6, 2)
     o = replace(RICH, loss_type=loss_type, entropy_coef=0.0)
     assert_same(covey_gradients(spread, o), covey_gradients(alone, o), 1e-9)
 
@@ -63,20 +63,20 @@ def test_spreading_over_ranks_changes_nothing(loss_type, world, per_device):
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_rank_of_a_micro_batch_does_not_matter(loss_type):
     """Two ranks with two micro-batches each, or one rank with four: the nominal micro-batches are the same."""
-    two = random_generation(3, updates=1)
-    one = Generation([[row for rank in two.rows for row in rank]], two.per_device, 4)
+    two = random_rows(3, updates=1)
+    one = RowsByRank([[row for rank in two.rows for row in rank]], two.per_device, 4)
     o = replace(RICH, loss_type=loss_type)
     assert_same(covey_gradients(one, o), covey_gradients(two, o), 1e-9)
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "bnpo"])
 def test_the_order_in_which_rollouts_were_drawn_changes_nothing(loss_type):
-    generation = random_generation(3, world=1, per_device=12, accumulation=1, updates=1)
+    rollout_batch = random_rows(3, world=1, per_device=12, accumulation=1, updates=1)
     order = random.Random(0).sample(range(12), 12)
-    shuffled = Generation([[generation.rows[0][i] for i in order]], 12, 1)
+    shuffled = RowsByRank([[rollout_batch.rows[0][i] for i in order]], 12, 1)
     o = replace(RICH, loss_type=loss_type)
-    straight, permuted = covey_gradients(generation, o), covey_gradients(shuffled, o)
-    sizes = [len(row.mask) for row in generation.rows[0]]
+    straight, permuted = covey_gradients(rollout_batch, o), covey_gradients(shuffled, o)
+    sizes = [len(row.mask) for row in rollout_batch.rows[0]]
     for name in ("logprobs", "entropies"):
         pieces = getattr(straight, name).split(sizes)
         torch.testing.assert_close(getattr(permuted, name), torch.cat([pieces[i] for i in order]))
@@ -86,7 +86,7 @@ def test_the_order_in_which_rollouts_were_drawn_changes_nothing(loss_type):
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_metrics_merge_to_the_same_values_whatever_the_cut(loss_type):
     o = replace(RICH, loss_type=loss_type)
-    batch = flat_batch(random_generation(3), o)
+    batch = flat_batch(random_rows(3), o)
     torch.manual_seed(0)
     logprobs, entropies = -torch.rand(batch.num_tokens).double() * 3, torch.rand(batch.num_tokens).double()
 
@@ -110,7 +110,7 @@ def test_metrics_merge_to_the_same_values_whatever_the_cut(loss_type):
 def test_what_was_not_sampled_cannot_spoil_the_gradient(loss_type, level):
     """Log-probs of tool tokens as wild as floats get: same gradient, and exactly 0 for those tokens."""
     o = replace(RICH, loss_type=loss_type, level=level, mismatch_mode=None, top_entropy_quantile=1.0)
-    batch = flat_batch(random_generation(3), o)
+    batch = flat_batch(random_rows(3), o)
     calm = torch.full((batch.num_tokens,), -1.0, dtype=torch.float64)
     wild = torch.where(batch.sampled, calm, float("inf"))
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.batch import TrainBatch, join
-from covey.core.packing import balance_ranks, pack_micro_batches, pass_tokens
+from covey.core.packing import balance_ranks, computed_tokens, pack_micro_batches
 
 LAYOUTS = ("shared_prefix", "packed", "padded")
 
@@ -29,14 +29,14 @@ def rows(plan: list[torch.Tensor]) -> list[list[int]]:
     return [sorted(part.tolist()) for part in plan]
 
 
-def test_a_pass_costs_what_its_layout_computes():
+def test_a_micro_batch_costs_what_its_layout_computes():
     batch = batch_of((4, [2, 3]), (1, [5]))
     # shared: 4 + 2 + 3 and 1 + 5; packed: 6 + 7 + 6; padded: three rows of 7
-    assert [pass_tokens(batch, range(3), layout) for layout in LAYOUTS] == [15, 19, 21]
-    assert [pass_tokens(batch, [], layout) for layout in LAYOUTS] == [0, 0, 0]
+    assert [computed_tokens(batch, range(3), layout) for layout in LAYOUTS] == [15, 19, 21]
+    assert [computed_tokens(batch, [], layout) for layout in LAYOUTS] == [0, 0, 0]
 
 
-def test_siblings_share_a_pass_and_passes_are_even():
+def test_siblings_share_a_micro_batch_and_micro_batches_are_even():
     batch = batch_of((10, [10, 10]), (5, [5, 5]), (5, [5, 5]), (10, [10, 10]))
     # groups of 30, 15, 15, 30 tokens: 45 and 45
     assert rows(pack_micro_batches(batch, 45, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -46,25 +46,25 @@ def test_parts_of_a_cut_group_repeat_the_prompt():
     batch = batch_of((10, [5, 5, 5, 5]))
     plan = pack_micro_batches(batch, 20, "shared_prefix")  # 10 + 2 * 5 fit
     assert [len(part) for part in plan] == [2, 2]
-    assert [pass_tokens(batch, part.tolist(), "shared_prefix") for part in plan] == [20, 20]
+    assert [computed_tokens(batch, part.tolist(), "shared_prefix") for part in plan] == [20, 20]
 
 
 def test_a_completion_is_never_cut():
     assert rows(pack_micro_batches(batch_of((10, [500]), (10, [1])), 20, "packed")) == [[0], [1]]
 
 
-def test_padded_passes_hold_rows_of_similar_length():
+def test_padded_micro_batches_hold_rows_of_similar_length():
     batch = batch_of((0, [1, 9, 2, 10]))
     assert rows(pack_micro_batches(batch, 20, "padded")) == [[1, 3], [0, 2]]  # 2 * 10, then 2 * 2
 
 
-def test_as_many_passes_as_asked_for_if_rollouts_allow():
+def test_as_many_micro_batches_as_asked_for_if_rollouts_allow():
     batch = batch_of((2, [3, 3]), (2, [3, 3]))
     assert [len(pack_micro_batches(batch, 1000, layout, at_least=3)) for layout in LAYOUTS] == [3, 3, 3]
     assert [len(pack_micro_batches(batch, 1000, layout, at_least=9)) for layout in LAYOUTS] == [4, 4, 4]
 
 
-def test_nothing_to_run_is_no_pass():
+def test_nothing_to_run_is_no_micro_batch():
     assert pack_micro_batches(batch_of(), 10, "packed") == []
 
 
@@ -85,12 +85,12 @@ groups = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_
 
 
 @given(groups, st.integers(1, 40), st.sampled_from(LAYOUTS), st.integers(1, 4))
-def test_every_rollout_is_in_exactly_one_pass_within_the_budget(groups, budget, layout, at_least):
+def test_every_rollout_is_in_exactly_one_micro_batch_within_the_budget(groups, budget, layout, at_least):
     batch = batch_of(*groups)
     plan = pack_micro_batches(batch, budget, layout, at_least)
     assert sorted(row for part in plan for row in part.tolist()) == list(range(len(batch)))
-    assert all(len(part) == 1 or pass_tokens(batch, part.tolist(), layout) <= budget for part in plan)
-    costs = [pass_tokens(batch, part.tolist(), layout) for part in plan]
+    assert all(len(part) == 1 or computed_tokens(batch, part.tolist(), layout) <= budget for part in plan)
+    costs = [computed_tokens(batch, part.tolist(), layout) for part in plan]
     assert costs == sorted(costs, reverse=True)
     assert len(plan) >= min(at_least, len(batch))
 

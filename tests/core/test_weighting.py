@@ -60,6 +60,6 @@ def test_a_step_without_tokens_has_finite_weights():
 
 
 def test_updates_with_few_tokens_average_over_all_of_them():
-    """One trained token in a generation of two updates: each divides by half a token, together they count it once."""
+    """One trained token in a rollout batch of two updates: each divides by half a token, so it counts once."""
     counts = BatchCounts(torch.ones(1), torch.ones(1), 1, 0.5, 1, 10)
     assert mean_over_update(counts).tolist() == [2.0]

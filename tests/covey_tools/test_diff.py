@@ -114,7 +114,7 @@ def test_runs_that_are_equal_have_no_difference(base, tmp_path, capsys):
     second = record(tmp_path)
     capsys.readouterr()
     assert main(["diff", base, second]) == 0
-    assert capsys.readouterr().out == "No difference: the runs recorded the same generations.\n"
+    assert capsys.readouterr().out == "No difference: the runs recorded the same rollout batches.\n"
 
 
 def test_another_version_of_a_library_is_named(base, tmp_path, capsys):

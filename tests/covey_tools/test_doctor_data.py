@@ -125,7 +125,7 @@ def test_rows_in_an_order_are_told_where_a_part_has_no_signal():
 
 def test_an_unshuffled_run_is_judged_by_the_rows_that_it_reads():
     """Ten steps of four prompts come to 40 of 1,000 rows."""
-    algebra = SimpleNamespace(updates_per_generation=1, generation_batch_size=32)
+    algebra = SimpleNamespace(updates_per_rollout_batch=1, generation_batch_size=32)
     trainer = SimpleNamespace(run=SimpleNamespace(algebra=algebra))
     own = SimpleNamespace(rows=range(1000), steps=10, group=8, trainer=trainer)
     own.args = SimpleNamespace(shuffle_dataset=False, prompt_sampler="uniform", dynamic_sample=False)

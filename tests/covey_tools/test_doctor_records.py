@@ -76,7 +76,7 @@ def train(folder, method="grpo", parts=None, **settings):
 def test_a_record_of_any_kind_is_read(kind, tmp_path, capsys):
     train(tmp_path, **KINDS[kind])
     status, codes, summary = doctor(tmp_path / "run", capsys)
-    assert status == int(summary["verdict"] != "examined") and summary["generations"]
+    assert status == int(summary["verdict"] != "examined") and summary["rollout_batches"]
     if "parts" in KINDS[kind] and "reward_funcs" in KINDS[kind]["parts"]:
         assert summary["rebuilt"] is False and summary["not_examined"]["reward-order"] == "part"
         assert codes[0] == ("signal-sparse" if kind == "a reward without a name" else "reward-failing")
@@ -90,7 +90,7 @@ def test_a_resumed_run_whose_last_file_is_broken_is_read(tmp_path, capsys):
     again.train(resume_from_checkpoint=True)
     last = sorted((tmp_path / "run" / "record").glob("generation_*.parquet"))[-1]
     last.write_bytes(last.read_bytes()[:100])
-    assert doctor(tmp_path / "run", capsys)[2]["generations"] == 3
+    assert doctor(tmp_path / "run", capsys)[2]["rollout_batches"] == 3
 
 
 def test_a_folder_without_rollouts_cannot_be_examined(tmp_path):

@@ -148,7 +148,7 @@ def test_logs_are_compared_over_the_same_steps(tmp_path, capsys):
         assert f"{count} of {count} logged steps" in capsys.readouterr().out
 
 
-def test_another_micro_batch_keeps_the_generation(run, tmp_path, capsys):
+def test_another_micro_batch_keeps_the_rollout_batch(run, tmp_path, capsys):
     assert replay(run, tmp_path, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4") == 0
     assert "of 4 logged steps" in capsys.readouterr().out
 

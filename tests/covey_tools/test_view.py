@@ -324,9 +324,9 @@ def test_an_export_is_one_file_with_its_data(recorded, tmp_path):
     page = (tmp_path / "run.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     blocks = {f"blocks/0/{number}.0" for number in range(3)}
-    assert data.keys() == {"state", "run/0", "pairs/0", *blocks, "generation/0/1.0", "generation/0/2.0"}
-    rollouts = json.loads(gzip.decompress(base64.b64decode(data["generation/0/2.0"])))
-    assert rollouts == json.loads(json.dumps(RecordedRun(folder).generation("2.0")))
+    assert data.keys() == {"state", "run/0", "pairs/0", *blocks, "rollouts/0/1.0", "rollouts/0/2.0"}
+    rollouts = json.loads(gzip.decompress(base64.b64decode(data["rollouts/0/2.0"])))
+    assert rollouts == json.loads(json.dumps(RecordedRun(folder).rollout_batch("2.0")))
     code = re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)[1]
     assert digest(code) in page and "src=" not in page.split("</head>")[0]
 

@@ -66,7 +66,7 @@ def choose(signals, prompts=(0, 1, 2), **kwargs):
 
 
 def go(made, draws, sample):
-    """One generation, as `RolloutPhase.next` samples it."""
+    """One rollout batch, as `RolloutPhase.next` samples it."""
     scored = [sample(draws, 0)]
     rounds = [made.share(scored[0])]
     while (more := made.refill(rounds)) is not None:
@@ -113,13 +113,13 @@ def test_what_stays_unfilled_is_trained_on_as_first_drawn():
     }
 
 
-def test_no_rounds_leave_the_generation_as_it_is():
+def test_no_rounds_leave_the_rollout_batch_as_it_is():
     chosen, log = choose({1}, max_rounds=0)
     assert log == [(0, [0, 1, 2])]
     assert trained(chosen) == pairs(0, 1, 2)
 
 
-def test_a_generation_full_of_signal_is_not_refilled():
+def test_a_rollout_batch_full_of_signal_is_not_refilled():
     chosen, log = choose({0, 1, 2})
     assert len(log) == 1
     assert trained(chosen) == pairs(0, 1, 2)
@@ -332,7 +332,7 @@ def test_loaders_do_not_read_rows_when_the_trainer_selects():
     algebra = replace(ALGEBRA, steps_per_generation=2, num_iterations=2, per_device_train_batch_size=3)
     loader = train_loader(Unread(range(7)), algebra, 0, shuffle=True, seed=0, choose_late=True)
     pause = [MicroStep()] * 3
-    # 7 prompts are two generations of 3, each of 2 micro-batches gone through twice
+    # 7 prompts are two rollout batches of 3, each of 2 micro-batches gone through twice
     assert list(loader) == [MicroStep(0), *pause, MicroStep(1), *pause]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from covey.data.dynamic_sampling import PromptStream
 
 
-def test_a_pass_takes_every_row_once_in_another_order():
+def test_an_epoch_takes_every_row_once_in_another_order():
     stream = PromptStream(50, seed=3, name="refills", shuffle=True)
     first, second = stream.take(50), stream.take(50)
     assert sorted(first) == sorted(second) == list(range(50))

@@ -174,7 +174,7 @@ def test_names_that_are_taken_get_a_suffix(tmp_path):
     assert columns["prompt_extra"] == [1] and columns["right_extra"] == [2] and columns["right"] == [0.0]
 
 
-def test_a_column_of_some_generations_is_null_elsewhere(tmp_path):
+def test_a_column_of_some_rollout_batches_is_null_elsewhere(tmp_path):
     log = filled(tmp_path)
     log.add(4, ["a"], ["b"], rewards={"right": [0.0]}, advantages=[0.0])
     assert read(log.write(4))["parsed"] == ["4", None, None]

@@ -7,7 +7,7 @@ import torch
 
 from covey.core.likeness import Keys
 from covey.core.stats import Max, Mean, Min, Sum
-from covey.observability.metrics import MetricLog, generation_stats
+from covey.observability.metrics import MetricLog, rollout_batch_stats
 
 
 def two_processes(first: MetricLog, second: MetricLog, mode: str = "train") -> dict[str, float]:
@@ -67,7 +67,7 @@ def example_stats(**changes):
         "names": ["right", "short"],
         "num_generations": 2,
     }
-    return {name: stat.value() for name, stat in generation_stats(**{**arguments, **changes}).items()}
+    return {name: stat.value() for name, stat in rollout_batch_stats(**{**arguments, **changes}).items()}
 
 
 def test_lengths_of_all_and_of_terminated_completions():
@@ -127,9 +127,18 @@ def test_a_step_has_values_of_its_own():
     assert log.end_step() == {"a": 3.0} and log.drain("train") == {"a": 2.0}
 
 
+def test_a_window_includes_the_step_that_is_not_over():
+    log = MetricLog()
+    log.add({"a": Mean(1.0, 1.0)})
+    log.end_step()
+    log.add({"a": Mean(3.0, 1.0)})
+    assert log.so_far("train") == {"a": 2.0} and log.state_dict()["windows"]["train"] == {"a": ["mean", 4.0, 2.0]}
+    assert log.drain("train") == {"a": 2.0} and log.drain("train") == log.end_step() == {}
+
+
 def test_terminated_lengths_are_zero_only_if_there_are_none():
     def stats(truncated):
-        return generation_stats(
+        return rollout_batch_stats(
             lengths=[5, 7],
             truncated=truncated,
             rewards_NF=torch.zeros(2, 1),
@@ -151,7 +160,7 @@ def test_a_function_that_always_abstains_has_no_metric():
     log = MetricLog()
     rewards = torch.tensor([[1.0, math.nan], [0.0, math.nan]])
     log.add(
-        generation_stats(
+        rollout_batch_stats(
             lengths=[1, 1],
             truncated=[False, False],
             rewards_NF=rewards,
@@ -166,7 +175,7 @@ def test_a_function_that_always_abstains_has_no_metric():
 
 
 def test_adding_the_same_global_stats_twice_changes_nothing():
-    stats = generation_stats(
+    stats = rollout_batch_stats(
         lengths=[2, 4],
         truncated=[False, True],
         rewards_NF=torch.tensor([[1.0], [0.0]]),

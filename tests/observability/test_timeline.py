@@ -1,4 +1,4 @@
-"""What ran beside what: spans within the latest generation, and how much of one lay beside another."""
+"""What ran beside what: spans within the latest rollout batch, and how much of one lay beside another."""
 
 import doctest
 
@@ -42,7 +42,7 @@ def test_phases_arrive_with_inner_ones_cut_out():
     assert timeline.spans(TRAINER) == [("train", (0.0, 1.0)), ("generate", (1.0, 3.0)), ("train", (3.0, 6.0))]
 
 
-def test_the_window_is_the_latest_complete_generation():
+def test_the_window_is_the_latest_complete_rollout_batch():
     timeline = Timeline()
     assert timeline.window() is None
     for began in (0.0, 10.0, 20.0):
@@ -52,7 +52,7 @@ def test_the_window_is_the_latest_complete_generation():
     assert timeline.spans("judge") == [("", (10.0, 12.0)), ("", (15.0, 16.0)), ("", (19.0, 20.0))]
 
 
-def test_spans_of_earlier_generations_are_dropped():
+def test_spans_of_earlier_rollout_batches_are_dropped():
     timeline = Timeline()
     for began in range(100):
         timeline.begin(began)
@@ -60,7 +60,7 @@ def test_spans_of_earlier_generations_are_dropped():
     assert len(timeline._lanes[TRAINER]) == 6  # of this one and two before
 
 
-def test_before_the_first_generation_the_window_is_what_there_is():
+def test_before_the_first_rollout_batch_the_window_is_what_there_is():
     timeline = Timeline()
     timeline.begin(5.0)
     timeline.add(TRAINER, "generate", [(5.0, 9.0)])

@@ -14,7 +14,7 @@ from covey.core.batch import collate, join
 from covey.core.engine import SamplingParams
 from covey.core.losses import BatchCounts, token_weights
 from covey.core.objective import policy_loss
-from covey.core.packing import pass_tokens
+from covey.core.packing import computed_tokens
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.strands import even_shares, longest, unfolded
 from covey.engines.native.engine import NativeEngine
@@ -142,7 +142,7 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, nor
         assert weights == pytest.approx([0.25] * 4)
 
 
-def test_passes_are_normalised_as_the_config_says(tmp_path):
+def test_micro_batches_are_normalised_as_the_config_says(tmp_path):
     """BRANCHING has strands of 2, 2, 2 and 1 tokens; the first of them has two turns."""
     found = {}
     for normalize_over in ("rollout", "strand", "turn"):
@@ -225,7 +225,7 @@ def test_every_sampled_token_comes_once_after_its_own_context(parts):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(conversations(), min_size=1, max_size=4))
-def test_the_tokens_of_a_pass_are_those_that_it_computes(programs):
+def test_the_tokens_of_a_micro_batch_are_those_that_it_computes(programs):
     """Counted in the inputs of the model; the index of rollouts knows the same, also with those of another process."""
     batch = collate([joined(parts) for parts in programs])
     batch.advantages = torch.ones(batch.num_tokens)
@@ -237,9 +237,9 @@ def test_the_tokens_of_a_pass_are_those_that_it_computes(programs):
             chosen = batch.select(torch.tensor(list(rows)))
             shown = chosen if chosen.jumps is None else unfolded(chosen)[0]
             computed = LAYOUTS[layout](shown, 0).kwargs["input_ids"].numel()
-            assert pass_tokens(batch, rows, layout) == computed
-            assert pass_tokens(index, [row + 1 for row in rows], layout) == computed
-        assert pass_tokens(index, [0], layout) == 4
+            assert computed_tokens(batch, rows, layout) == computed
+            assert computed_tokens(index, [row + 1 for row in rows], layout) == computed
+        assert computed_tokens(index, [0], layout) == 4
 
 
 def test_prompts_that_strands_shorten_are_counted():
@@ -250,7 +250,7 @@ def test_prompts_that_strands_shorten_are_counted():
     batch = collate([joined(parts)])
     inputs = LAYOUTS["shared_prefix"](unfolded(batch)[0], 0)
     computed = 12 + 2 + 10 + 3 + 3 + 2
-    assert pass_tokens(batch, [0], "shared_prefix") == computed
+    assert computed_tokens(batch, [0], "shared_prefix") == computed
     assert computed <= inputs.kwargs["input_ids"].numel() <= computed + 3  # branches of few tokens are not shared
 
 

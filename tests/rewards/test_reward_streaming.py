@@ -121,7 +121,7 @@ def test_sync_functions_score_groups_and_async_ones_batches(context, rollout):
     assert rewards.tolist() == [[0.0, 1.0]] * len(TEXTS)
 
 
-def test_one_generation_at_a_time_calls_a_function(context, rollout):
+def test_one_rollout_batch_at_a_time_calls_a_function(context, rollout):
     inside, most, began = 0, 0, threading.Event()
 
     def counts_those_inside(completions, **kwargs):

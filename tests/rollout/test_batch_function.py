@@ -1,4 +1,4 @@
-"""Functions of the user's own that play a whole generation: `(prompts, trainer) -> dict`."""
+"""Functions of the user's own that play a whole rollout batch: `(prompts, trainer) -> dict`."""
 
 import asyncio
 import sys
@@ -138,7 +138,7 @@ def test_prompts_are_the_functions_own():
     assert some[0].row["prompt"][0]["content"] == "2+2="
 
 
-def test_generations_that_are_sampled_at_once_do_not_meet():
+def test_rollout_batches_that_are_sampled_at_once_do_not_meet():
     """Each function asks while the other runs, and the first ends before the second asks again."""
     turns = threading.Barrier(2, timeout=20)
     first_is_done = threading.Event()

@@ -160,7 +160,7 @@ def share(rollouts):
 def test_an_unchanged_policy_reuses_every_token(tiny_tokenizer):
     collect, reuse = collector(tiny_tokenizer, Markov()).collect, Speculation(1000)
     first = collect(draws([0, 1, 2]), PARAMS, ("train", 0), reuse)
-    second = collect(draws([2, 0, 1]), PARAMS, ("train", 1), reuse)  # another order, another generation
+    second = collect(draws([2, 0, 1]), PARAMS, ("train", 1), reuse)  # another order, another rollout batch
     assert tokens(second) == tokens(first)[6:] + tokens(first)[:6]
     assert (share(first), share(second)) == (0.0, 1.0)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="wh
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 
-# Three generations, the last one in a session of its own and deaf to SIGTERM; each writes its id down.
+# Three rollout batches, the last one in a session of its own and deaf to SIGTERM; each writes its id down.
 FAMILY = """
 import os, signal, subprocess, sys, time
 folder, depth = sys.argv[1], int(sys.argv[2])

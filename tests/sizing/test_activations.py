@@ -84,4 +84,4 @@ def test_casts_end_before_layers_are_recomputed():
     assert (recomputed.casts, recomputed.apart) == (2 * 7888, 7888)
     assert (kept.casts, kept.apart) == (2 * 7888, 0)
     rest = recomputed.resident + recomputed.head_gradient + recomputed.logits
-    assert recomputed.passes == 1 and recomputed.training == rest + recomputed.activations + 7888
+    assert recomputed.micro_batches == 1 and recomputed.training == rest + recomputed.activations + 7888

@@ -49,7 +49,7 @@ def test_every_part_by_hand():
     assert m.optimizer == 2 * 7888 * 4
     # per token and layer: 4 * 16 hidden + 2 * 16 query + 2 * 8 key/value + 2 * 32 intermediate = 176; beside the layers
     # 3 * 16; on the way back 3 * 32 + 2 * 16
-    assert (m.pass_tokens, m.passes) == (72, 1)
+    assert (m.micro_batch_tokens, m.micro_batches) == (72, 1)
     assert m.activations == 72 * (2 * 176 + 48 + 128) * 4
     assert m.logits == (2 * 72 + 64) * 100 * 4  # two tiles, and what is kept of the learned tokens
     assert m.head_gradient == 100 * 16 * 4
@@ -79,12 +79,12 @@ def test_every_part_by_hand():
         ({"per_device_train_batch_size": 800}, 900, 8),  # 1024 tokens keep a CPU busy, 28 groups of 36: 200 evenly in 8
     ],
 )
-def test_tokens_of_a_pass_and_passes_of_a_step(changes, tokens, passes):
+def test_tokens_of_a_micro_batch_and_micro_batches_of_a_step(changes, tokens, passes):
     m = estimate(LlamaConfig(**TINY), args(use_cpu=True, **changes), prompt_tokens=4)
-    assert (m.pass_tokens, m.passes) == (tokens, passes)
+    assert (m.micro_batch_tokens, m.micro_batches) == (tokens, passes)
 
 
-def test_several_passes_hold_gradients_and_activations():
+def test_several_micro_batches_hold_gradients_and_activations():
     m = estimate(LlamaConfig(**TINY), args(use_cpu=True, max_tokens_per_micro_batch=40), prompt_tokens=4)
     assert m.late_gradient == 0  # of two, one is added to what is there before the other is made
     assert m.training == m.resident + m.head_gradient + m.activations + m.gaps + m.logits + m.gradients
@@ -151,7 +151,7 @@ def test_a_rollout_is_never_cut():
     assert m.activations == (4 + 8) * (2 * 176 + 176) * 4
 
 
-def test_passes_grow_with_the_memory_of_a_gpu():
+def test_micro_batches_grow_with_the_memory_of_a_gpu():
     # 64 rollouts in groups of a prompt of 4 and 4 completions of 8: 16 * 36 = 576 tokens; 8 padded rollouts are 96.
     batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "gradient_checkpointing": False}
 
@@ -161,11 +161,11 @@ def test_passes_grow_with_the_memory_of_a_gpu():
         )
 
     small, large = planned(2**20), planned(2**34)
-    assert (small.room, small.pass_tokens, small.passes) == (0, 72, 8)
-    assert (large.pass_tokens, large.passes) == (576, 1)
+    assert (small.room, small.micro_batch_tokens, small.micro_batches) == (0, 72, 8)
+    assert (large.micro_batch_tokens, large.micro_batches) == (576, 1)
     some = planned(2**29)
-    assert some.training - some.activations + some.room * some.activations // some.pass_tokens <= 2**29
-    assert planned(2**34, max_tokens_per_micro_batch=100).pass_tokens == 72
+    assert some.training - some.activations + some.room * some.activations // some.micro_batch_tokens <= 2**29
+    assert planned(2**34, max_tokens_per_micro_batch=100).micro_batch_tokens == 72
 
 
 def test_a_cpu_in_float32_samples_from_packed_weights(monkeypatch):
@@ -286,7 +286,7 @@ def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter, fused=False)
         (torch.float32, True, True),
     ],
 )
-def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapter):
+def test_activations_are_those_that_a_micro_batch_keeps(layout, dtype, autocast, adapter):
     kept = kept_by_a_pass(layout, dtype, autocast, False, adapter)
     tokens = PROMPT + GROUP * LENGTH if layout == "shared_prefix" else GROUP * (PROMPT + LENGTH)
     kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).saved

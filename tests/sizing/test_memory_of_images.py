@@ -103,7 +103,7 @@ def test_rows_with_images_are_padded_and_sampled_by_prompt():
     config = tiny_vision.make("gemma3")[0].config
     args = GRPOConfig(bf16=False, max_completion_length=8, num_generations=4, use_cpu=True)
     shown = estimate(config, args, prompt_tokens=4, images=Images(8, 16, 768))
-    assert (shown.pass_tokens, shown.passes) == (8 * (4 + 8 + 8), 1)
+    assert (shown.micro_batch_tokens, shown.micro_batches) == (8 * (4 + 8 + 8), 1)
     # four completions with the prompt in each, 2 layers, keys and values of 2 heads of 8
     assert shown.kv_cache == 4 * 20 * 2 * 2 * 16 * 4
     assert estimate(config, args, prompt_tokens=4).activations < shown.activations

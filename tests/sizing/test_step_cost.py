@@ -65,7 +65,7 @@ def test_a_step_by_hand():
     assert costs.sampled_tokens == 16 * 8
     checkpointed, _, _ = run(gradient_checkpointing=True)
     assert checkpointed.training_flops == 4 * forward - 4 * 2 * 1600 * 29  # the head is not run again
-    assert memory.passes == 1
+    assert memory.micro_batches == 1
     # half of all weights is the other's: twice, but those outside of the layers once; gradients once
     assert (costs.gathered, costs.reduced) == (2 * SIZE * 2 - 3216 * 2, SIZE * 2)
     assert (costs.refreshed, costs.sync_gathered, costs.sync_sent) == (0, 0, 0)

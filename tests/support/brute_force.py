@@ -73,8 +73,8 @@ def step_loss(ranks: Ranks, options: Options, generation_tokens: int, steps_per_
 
     Args:
         ranks: the step's completions; every rank has as many micro-batches as another.
-        generation_tokens: trained tokens of the whole generation batch, all ranks.
-        steps_per_generation: micro-batches that each rank cuts a generation into.
+        generation_tokens: trained tokens of the whole rollout batch, all ranks.
+        steps_per_generation: micro-batches that each rank cuts a rollout batch into.
     """
     world, accumulation = len(ranks), len(ranks[0])
     threshold = entropy_threshold(ranks, options.top_entropy_quantile)

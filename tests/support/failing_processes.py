@@ -1,4 +1,4 @@
-"""Training runs on two processes of which the last goes wrong in a chosen way, at its second generation.
+"""Training runs on two processes of which the last goes wrong in a chosen way, at its second rollout batch.
 
 Usage: failing_processes.py OUTPUT SECONDS WAY... Every way has a folder of its name, with what each process wrote and,
 in `statuses.json`, how it ended. The processes are forked from one that has everything imported, and no launcher ends
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def goes_wrong(completions, **kwargs):
-    """Scores the first generation; then, on the last process, goes wrong. Nonsense ends a run at the third time."""
+    """Scores the first rollout batch; then, on the last process, goes wrong. Nonsense ends a run at the third time."""
     CALLS.append(len(completions))
     if len(CALLS) > 1 and way == "fails while the other is at work" and os.environ["RANK"] == "0":
         time.sleep(600)

@@ -1,6 +1,6 @@
 """Random optimizer steps, and `covey.core`'s answer to them: what the comparison with `brute_force` is fed with.
 
-A `Generation` holds rows by rank in the order they were drawn. `covey_gradients` flattens all of it, computes weights
+`RowsByRank` holds rows by rank in the order they were drawn. `covey_gradients` flattens all of it, computes weights
 once from global counts, cuts out one optimizer step and differentiates `policy_loss`.
 """
 
@@ -26,8 +26,8 @@ EMPTY, TRUNCATED, TOOLS, CONSTANT = "empty", "truncated", "tools", "constant"
 
 
 @dataclass
-class Generation:
-    """A generation batch: `rows[r]` are the completions of rank r; `accumulation` micro-batches make an update."""
+class RowsByRank:
+    """A rollout batch: `rows[r]` are the completions of rank r; `accumulation` micro-batches make an update."""
 
     rows: list[list[Row]]
     per_device: int
@@ -78,9 +78,9 @@ def random_row(draw: random.Random, kind: str = "", on_policy: bool = False, eng
     )
 
 
-def random_generation(
+def random_rows(
     seed: int, *, world: int = 2, per_device: int = 3, accumulation: int = 2, updates: int = 2, **row: bool
-) -> Generation:
+) -> RowsByRank:
     """Rows of every kind: tool-masked, truncated and hence untrained, empty, zero advantage, ordinary."""
     draw = random.Random(seed)
     kinds = [TOOLS, "", TRUNCATED, "", EMPTY, "", CONSTANT, TOOLS]
@@ -88,7 +88,7 @@ def random_generation(
     kinds = (kinds * (1 + world * per_rank // len(kinds)))[: world * per_rank]
     draw.shuffle(kinds)
     rows = [[random_row(draw, kinds[r * per_rank + i], **row) for i in range(per_rank)] for r in range(world)]
-    return Generation(rows, per_device, accumulation)
+    return RowsByRank(rows, per_device, accumulation)
 
 
 def config(o: Options) -> SimpleNamespace:
@@ -119,9 +119,9 @@ def config(o: Options) -> SimpleNamespace:
     )
 
 
-def flat_batch(generation: Generation, o: Options, dtype: torch.dtype = torch.float64) -> TrainBatch:
-    """The whole generation as one weighted `TrainBatch` (ids and prompts are made up: the loss reads none)."""
-    rows = generation.flat
+def flat_batch(rollout_batch: RowsByRank, o: Options, dtype: torch.dtype = torch.float64) -> TrainBatch:
+    """The whole rollout batch as one weighted `TrainBatch` (ids and prompts are made up: the loss reads none)."""
+    rows = rollout_batch.flat
     lengths = torch.tensor([len(row.mask) for row in rows])
     old = _flat_numbers([row.old for row in rows], dtype)
     engine = _flat_numbers([row.engine for row in rows], dtype)
@@ -137,7 +137,7 @@ def flat_batch(generation: Generation, o: Options, dtype: torch.dtype = torch.fl
         ref_logprobs=_flat_numbers([row.ref for row in rows], dtype),
         engine_logprobs=engine,
     )
-    counts = batch_counts(generation, o, dtype)
+    counts = batch_counts(rollout_batch, o, dtype)
     batch.weights = token_weights(LOSS_TYPES[o.loss_type].weighting, counts, batch.sampled, lengths)
     if o.entropy_coef:
         batch.entropy_weights = token_weights(mean_per_micro_batch, counts, batch.sampled, lengths)
@@ -157,20 +157,20 @@ def corrected_objective(o: Options) -> Objective:
     return replace(objective(config(o)), correction=None if o.mismatch_mode is None else correction(o))
 
 
-def batch_counts(generation: Generation, o: Options, dtype: torch.dtype) -> BatchCounts:
-    size = generation.per_device
+def batch_counts(rollout_batch: RowsByRank, o: Options, dtype: torch.dtype) -> BatchCounts:
+    size = rollout_batch.per_device
     micro = []
-    for rank in generation.rows:
+    for rank in rollout_batch.rows:
         for start in range(0, len(rank), size):
             part = rank[start : start + size]
             micro += [sum(row.size for row in part)] * len(part)
-    updates = generation.steps_per_generation / generation.accumulation
+    updates = rollout_batch.steps_per_generation / rollout_batch.accumulation
     return BatchCounts(
-        tokens=torch.tensor([row.size for row in generation.flat], dtype=dtype),
+        tokens=torch.tensor([row.size for row in rollout_batch.flat], dtype=dtype),
         micro_tokens=torch.tensor(micro, dtype=dtype),
-        rows_per_update=len(generation.flat) / updates,
-        tokens_per_update=generation.tokens / updates,
-        micro_batches_per_update=len(generation.rows) * generation.accumulation,
+        rows_per_update=len(rollout_batch.flat) / updates,
+        tokens_per_update=rollout_batch.tokens / updates,
+        micro_batches_per_update=len(rollout_batch.rows) * rollout_batch.accumulation,
         max_completion_length=o.max_completion_length,
     )
 
@@ -195,7 +195,7 @@ def reference_gradients(rows: list[Row], loss: Tensor) -> Gradients:
 
 
 def covey_gradients(
-    generation: Generation,
+    rollout_batch: RowsByRank,
     o: Options,
     update: int = 0,
     *,
@@ -203,9 +203,9 @@ def covey_gradients(
     parts: list[list[int]] | None = None,
 ) -> Gradients:
     """`policy_loss` of one update, cut into `parts` (lists of positions within the update) if given."""
-    rows = torch.tensor(generation.indices(update))
-    step = flat_batch(generation, o, dtype).select(rows)
-    chosen = [generation.flat[i] for i in rows]
+    rows = torch.tensor(rollout_batch.indices(update))
+    step = flat_batch(rollout_batch, o, dtype).select(rows)
+    chosen = [rollout_batch.flat[i] for i in rows]
     logprobs = _leaf([row.lp for row in chosen], dtype)
     entropies = _leaf([row.entropy for row in chosen], dtype)
     if o.top_entropy_quantile < 1.0:

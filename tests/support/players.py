@@ -29,4 +29,4 @@ def drafts(prompts, trainer):
     return {**fields, "place": list(range(len(prompts)))}
 
 
-PLAYERS = {"one rollout": twice, "a group": tree, "a generation": drafts}
+PLAYERS = {"one rollout": twice, "a group": tree, "a rollout batch": drafts}

@@ -31,7 +31,7 @@ def state(step: int) -> Any:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Rollouts of the last generation that a run has on record."""
+    """Rollouts of the last rollout batch that a run has on record."""
     return read_rows(files(folder / FOLDER)[-1])
 
 
@@ -59,7 +59,7 @@ def write(
     recorder = Recorder(folder / FOLDER, ["right", "brief"], lambda: described, tokens=tokens, tokenizer=tokenizer)
     largest: tuple[float, str, int] = (0.0, "", 0)
     for step in range(steps):
-        scored = _generation(chance, tokenizer, step, prompts, size, length, parts, last=step == steps - 1)
+        scored = _rollout_batch(chance, tokenizer, step, prompts, size, length, parts, last=step == steps - 1)
         batch = collate(scored.rollouts)
         engine = batch.engine_logprobs
         noise = torch.randn(batch.num_tokens, generator=generator)
@@ -72,7 +72,7 @@ def write(
         batch = recorder.add(step + 1, step, scored, batch)
         if recorder.updates is not None:
             moved = batch.old_logprobs + 0.12 * noise.roll(2)
-            recorder.updates.on_pass(batch, moved, None, objective)
+            recorder.updates.on_micro_batch(batch, moved, None, objective)
         recorder.on_step_end(config, state(step + 1), None)
         recorder.on_log(config, state(step + 1), None, _metrics(chance, step, steps))
         gaps = torch.where(batch.sampled, (batch.old_logprobs - engine).abs(), 0.0)
@@ -84,7 +84,7 @@ def write(
     return {"gap": largest, "last": f"{steps - 1}.0.{prompts * size - 1}"}
 
 
-def _generation(
+def _rollout_batch(
     chance: random.Random, tokenizer: Any, step: int, prompts: int, size: int, length: int, parts: dict, last: bool
 ) -> RolloutBatch:
     draws, rollouts, rewards = [], [], []

@@ -385,7 +385,7 @@ def test_the_state_of_a_step_copies_no_tensors(tmp_path):
     assert state["updates"]["buffer"]["batch"]["token_ids"] is left.own.batch.token_ids
 
 
-def test_a_generation_that_was_trained_on_is_in_no_state(tmp_path):
+def test_a_rollout_batch_that_was_trained_on_is_in_no_state(tmp_path):
     run = runs.trainer(tmp_path, max_steps=1)
     run.train()
     assert run.updates.buffer.left == 0 and run.checkpoints.method_state()["updates"]["buffer"]["batch"] is None

@@ -156,6 +156,6 @@ def test_an_overridden_step_is_given_its_micro_batches(tmp_path):
     steps = [inputs for inputs, _ in given]
     assert [one.number for one in steps] == [0, 1] and all(isinstance(one, PlannedMicroStep) for one in steps)
     assert [one.is_last for one in steps] == [False, True] and steps[1].earlier == len(steps[0].micro_batches)
-    assert sum(len(one.micro_batches) for one in steps) == runs.history(trainer, "passes/count")[0]
+    assert sum(len(one.micro_batches) for one in steps) == runs.history(trainer, "micro_batches/count")[0]
     assert all(len(one.stats) == len(one.micro_batches) for one in steps)
     assert runs.history(trainer, "loss") == [pytest.approx(sum(loss for _, loss in given), abs=1e-6)]

@@ -82,7 +82,7 @@ def test_weights_are_bit_for_bit_those_of_layers_that_recompute(tmp_path, name, 
             assert torch.equal(ours, theirs)
 
 
-def test_the_tokens_of_a_pass_decide(tmp_path):
+def test_the_tokens_of_a_micro_batch_decide(tmp_path):
     """Groups of 4 completions of 6 tokens each, with prompts of 4: passes of 28 tokens, or of 16 with two of them."""
     room = ActivationRoom(size=28 * 3, recomputed=1, layer=2, layers=LAYERS)
     _, whole = trained(tmp_path / "whole", "dense", room, max_tokens_per_micro_batch=28)
@@ -104,7 +104,7 @@ def test_padded_rows_recompute_all_layers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failures", [1, 4])
-def test_out_of_memory_keeps_fewer_before_it_halves_the_pass(tmp_path, failures):
+def test_out_of_memory_keeps_fewer_before_it_halves_the_micro_batch(tmp_path, failures):
     plain, _ = trained(tmp_path / "plain", "LoRA", None)
     parts = {"reward_funcs": squares, **MODELS["LoRA"]()}
     trainer = runs.trainer(tmp_path, parts=parts, gradient_checkpointing=True, attn_layout="shared_prefix")

@@ -115,13 +115,13 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path):
     assert len(whole) == 32 and repr(whole) == repr(cut)
 
 
-def test_a_value_that_fits_no_column_costs_its_generation(tmp_path):
+def test_a_value_that_fits_no_column_costs_its_rollout_batch(tmp_path):
     trained = runs.trainer(tmp_path, record="tokens", max_steps=1)
     add = trained.recorder.add
 
-    def with_half_a_pair(step, generation, scored, batch):
+    def with_half_a_pair(step, rollout_batch, scored, batch):
         scored.rollouts[0].error = "\ud800"
-        return add(step, generation, scored, batch)
+        return add(step, rollout_batch, scored, batch)
 
     trained.recorder.add = with_half_a_pair
     with pytest.warns(UserWarning, match="The run continues without it"):
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_the_record_and_not_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_steps": 3}, "has no generation 1: it is a record of 1, the last of which is 0"),
+        ({"max_steps": 3}, "has no rollout batch 1: it is a record of 1, the last of which is 0"),
         ({"parts": {"reward_funcs": runs.digits}}, "has the rewards longer, and this run has digits"),
     ],
 )

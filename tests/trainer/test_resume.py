@@ -19,8 +19,8 @@ from covey.trainer.checkpoint import superfluous_checkpoints
 from tests.support import runs, tiny
 
 VARIANTS = {
-    "between generations": {},
-    "in the middle of a generation": {
+    "between rollout batches": {},
+    "in the middle of a rollout batch": {
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 2,
         "num_iterations": 2,
@@ -30,20 +30,20 @@ VARIANTS = {
     "in the second epoch": {"max_steps": 7},
     "with dynamic sampling": {"dynamic_sample": True},
     "with prompts by difficulty": {"prompt_sampler": "difficulty", "dynamic_sample": True},
-    "in the middle of a refilled generation": {
+    "in the middle of a refilled rollout batch": {
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 2,
         "num_iterations": 2,
         "dynamic_sample": True,
         "prompt_sampler": "difficulty",
     },
-    "in the middle of a generation whose engine is corrected": {
+    "in the middle of a rollout batch whose engine is corrected": {
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 2,
         "num_iterations": 2,
         "correct_built_in_engine": True,
     },
-    "with generations that share an optimizer step": {
+    "with rollout batches that share an optimizer step": {
         "gradient_accumulation_steps": 4,
         "steps_per_generation": 2,
         "prompt_sampler": "difficulty",
@@ -72,7 +72,7 @@ def test_resuming_is_exact(tmp_path, method, variant):
 
 
 def test_saving_a_checkpoint_changes_nothing(tmp_path):
-    settings = {"max_steps": 5, **VARIANTS["in the middle of a refilled generation"]}
+    settings = {"max_steps": 5, **VARIANTS["in the middle of a refilled rollout batch"]}
     made = []
     for saving in ({}, {"save_strategy": "steps", "save_steps": 2}):
         made.append(runs.trainer(tmp_path, parts={"reward_funcs": sometimes_equal}, **{**settings, **saving}))
@@ -136,7 +136,7 @@ def test_resuming_a_stream_is_exact(tmp_path):
         stream = Dataset.from_list(tiny.rows(6)).to_iterable_dataset()
         return runs.trainer(folder, parts={"train_dataset": stream}, max_steps=8, shuffle_dataset=True, **changes)
 
-    straight = make(tmp_path / "a", save_strategy="steps", save_steps=5)  # a pass is three generations
+    straight = make(tmp_path / "a", save_strategy="steps", save_steps=5)  # a pass is three rollout batches
     straight.train()
     resumed = make(tmp_path / "b")
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
@@ -148,7 +148,7 @@ def test_a_run_can_be_started_again(tmp_path):
     trained = runs.trainer(
         tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=3
     )
-    trained.train()  # ends in the middle of a generation
+    trained.train()  # ends in the middle of a rollout batch
     trained.train()
     assert trained.state.global_step == 3
 

@@ -83,7 +83,7 @@ def test_masks_of_another_engine_count(tmp_path, staleness):
     assert max(runs.history(trainer, DIFFERENCE)) < 1e-5
 
 
-def test_resuming_in_the_middle_of_a_generation_is_exact(tmp_path):
+def test_resuming_in_the_middle_of_a_rollout_batch_is_exact(tmp_path):
     settings = {**FILTERS, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
     straight = trained(tmp_path / "a", save_strategy="steps", save_steps=1, **settings)
     resumed = runs.trainer(tmp_path / "b", **KEPT, **settings)
@@ -121,7 +121,7 @@ async def without_masks(row, engine):
     return Rollout(done.prompt_ids, done.completion_ids, done.sampled, done.logprobs, done.completion, done.finish)
 
 
-@pytest.mark.parametrize("function", [without_masks, PLAYERS["a generation"]])
+@pytest.mark.parametrize("function", [without_masks, PLAYERS["a rollout batch"]])
 def test_rollouts_without_masks_end_the_run(tmp_path, function):
     trainer = runs.trainer(tmp_path, top_p=0.8, keep_sampling_mask=True, parts={"rollout_func": function})
     with pytest.raises(ValueError, match=r"a rollout came without `sampling_mask`.*Pass on what the engine returns"):

@@ -5,7 +5,7 @@ import torch
 
 from tests.support import runs, tiny
 
-# 8 prompts, 2 a generation of 8 completions, one update each: an epoch is 4 updates, and these are two epochs.
+# 8 prompts, 2 a rollout batch of 8 completions, one update each: an epoch is 4 updates, and these are two epochs.
 TWO_EPOCHS = {"max_steps": 8, "speculative_reuse": "exact"}
 SHARE = "sampling/reused_token_fraction"
 
@@ -25,34 +25,34 @@ def trainer(folder, *, parts=None, **changes):
 
 
 def watched(folder, *, forget=False, parts=None, **changes):
-    """A trainer and, as it trains, what it samples: for each generation, token ids by (prompt, sample)."""
+    """A trainer and, as it trains, what it samples: for each rollout batch, token ids by (prompt, sample)."""
     trained = trainer(folder, parts=parts, **changes)
-    generations = []
+    rollout_batches = []
     collect = trained.collector.collect
 
     def note(draws, *args):
         if forget:
             trained.rollouts.speculation.load_state_dict(type(trained.rollouts.speculation)(1).state_dict())
         rollouts = collect(draws, *args)
-        generations.append({(d.prompt, d.sample): r.completion_ids for d, r in zip(draws, rollouts, strict=True)})
+        rollout_batches.append({(d.prompt, d.sample): r.completion_ids for d, r in zip(draws, rollouts, strict=True)})
         return rollouts
 
     trained.collector.collect = note
-    return trained, generations
+    return trained, rollout_batches
 
 
-def epochs(generations):
-    """The generations of two epochs, each joined."""
+def epochs(rollout_batches):
+    """The rollout batches of two epochs, each joined."""
     return [
-        {slot: ids for generation in part for slot, ids in generation.items()}
-        for part in (generations[:4], generations[4:])
+        {slot: ids for rollout_batch in part for slot, ids in rollout_batch.items()}
+        for part in (rollout_batches[:4], rollout_batches[4:])
     ]
 
 
 def test_a_policy_that_hardly_changes_reuses_nearly_everything(tmp_path):
-    trained, generations = watched(tmp_path, learning_rate=1e-9)
+    trained, rollout_batches = watched(tmp_path, learning_rate=1e-9)
     trained.train()
-    first, second = epochs(generations)
+    first, second = epochs(rollout_batches)
     assert len(first) == 8 * 4
     assert second == first
     shares = runs.history(trained, SHARE)
@@ -111,7 +111,7 @@ def test_reuse_can_be_switched_on_and_off_at_a_checkpoint(tmp_path):
 
 
 def test_evaluation_samples_afresh(tmp_path):
-    trained, generations = watched(
+    trained, rollout_batches = watched(
         tmp_path,
         parts={"eval_dataset": tiny.rows(2)},
         max_steps=1,
@@ -123,7 +123,7 @@ def test_evaluation_samples_afresh(tmp_path):
     kept = trained.rollouts.speculation.state_dict()
     seen = trained.evaluate()
     assert not [name for name in seen if "reused" in name]
-    assert len(generations) == 3
+    assert len(rollout_batches) == 3
     again = trained.rollouts.speculation.state_dict()
     assert all(torch.equal(kept[name], again[name]) for name in kept), "nothing of it is kept"
 

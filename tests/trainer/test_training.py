@@ -129,9 +129,9 @@ def test_a_reward_without_variance_changes_nothing(tmp_path):
     assert runs.history(trained, "loss") == [0.0, 0.0]
 
 
-def test_a_step_over_two_generations_divides_by_its_shares(tmp_path, monkeypatch):
-    # Three micro-batches a generation, two a step: the second step takes one micro-batch of each of two generations,
-    # and dapo divides by a third of the one's tokens and a third of the other's.
+def test_a_step_over_two_rollout_batches_divides_by_its_shares(tmp_path, monkeypatch):
+    # Three micro-batches a rollout batch, two a step: the second step takes one micro-batch of each of
+    # two rollout batches, and dapo divides by a third of the one's tokens and a third of the other's.
     trained = runs.trainer(tmp_path, steps_per_generation=3, max_steps=3, max_completion_length=30, seed=3)
     weights, plan = [], trained.updates.runner.plan
     batches = runs.experiences(trained)
@@ -147,7 +147,7 @@ def test_a_step_over_two_generations_divides_by_its_shares(tmp_path, monkeypatch
     ]
 
 
-def test_several_updates_per_generation_are_off_policy(tmp_path):
+def test_several_updates_per_rollout_batch_are_off_policy(tmp_path):
     trained = runs.trainer(
         tmp_path,
         parts={"reward_funcs": runs.digits},
@@ -156,11 +156,11 @@ def test_several_updates_per_generation_are_off_policy(tmp_path):
         num_iterations=2,
         max_steps=4,
     )
-    generations = []
+    rollout_batches = []
     collect = trained.collector.collect
-    trained.collector.collect = lambda *args: generations.append(1) or collect(*args)
+    trained.collector.collect = lambda *args: rollout_batches.append(1) or collect(*args)
     trained.train()
-    assert len(generations) == 1
+    assert len(rollout_batches) == 1
     assert runs.history(trained, "clip_ratio/region_mean")[0] == 0.0  # the first update is on-policy
     assert max(runs.history(trained, "clip_ratio/region_mean")[1:]) > 0.0
 
@@ -406,7 +406,7 @@ def test_the_bonus_is_the_loss_minus_the_policy_loss(tmp_path):
         assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.1 * entry["entropy"], abs=1e-4)
 
 
-def test_the_generations_of_a_step_have_one_entropy_threshold(tmp_path):
+def test_the_rollout_batches_of_a_step_have_one_entropy_threshold(tmp_path):
     trained = runs.trainer(
         tmp_path,
         top_entropy_quantile=0.5,
@@ -439,18 +439,18 @@ def test_an_engine_that_samples_from_another_policy_is_detected(tmp_path):
         trained.train()
 
 
-@pytest.mark.parametrize("generations", [1, 2], ids=["one generation", "two generations"])
+@pytest.mark.parametrize("rollout_batches", [1, 2], ids=["one rollout batch", "two rollout batches"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo"])
-def test_the_logged_loss_is_the_formulas(tmp_path, loss_type, generations):
+def test_the_logged_loss_is_the_formulas(tmp_path, loss_type, rollout_batches):
     method = "rloo" if loss_type == "rloo" else "grpo"
-    settings = {"max_completion_length": 30, "max_steps": 1, "seed": 3, "steps_per_generation": 2 // generations}
+    settings = {"max_completion_length": 30, "max_steps": 1, "seed": 3, "steps_per_generation": 2 // rollout_batches}
     trained = runs.trainer(tmp_path, method, loss_type=loss_type, **settings)
     batches = runs.experiences(trained)
     trained.train()
     lengths = [int(n) for batch in batches for n in batch.lengths]
     credit = [float(a[0]) for batch in batches for a in batch.advantages.split(batch.lengths.tolist())]
     rollouts = len(credit)
-    assert len(batches) == generations and rollouts == 8
+    assert len(batches) == rollout_batches and rollouts == 8
     assert sum(lengths[:4]) != sum(lengths[4:])  # two micro-batches of 4
     # On-policy every ratio is 1, so a token's loss is -A; only the average differs.
     losses = [-a * n for a, n in zip(credit, lengths, strict=True)]

@@ -23,6 +23,9 @@ EXCLUDED = (
 )
 """Patterns of logged names that differ between two runs of the same code: times, throughput, memory."""
 
+RENAMED = {"passes/": "micro_batches/"}
+"""Beginnings of names that metrics had at earlier commits."""
+
 
 def main(source: str, output: str, names: list[str]) -> None:
     """Run the configurations one after the other; a failure costs its own configuration."""
@@ -104,8 +107,13 @@ def weights_digest(model: Any) -> str:
 
 def without_times(entry: dict[str, Any]) -> dict[str, Any]:
     """A log without the names of `EXCLUDED`; numbers are kept to the last digit."""
+    entry = {_renamed(name): value for name, value in entry.items()}
     kept = {k: v for k, v in entry.items() if not any(fnmatch.fnmatchcase(k, pattern) for pattern in EXCLUDED)}
     return {k: v if isinstance(v, int | float | str | None) else repr(v) for k, v in sorted(kept.items())}
+
+
+def _renamed(name: str) -> str:
+    return next((new + name.removeprefix(old) for old, new in RENAMED.items() if name.startswith(old)), name)
 
 
 def sample_record(sample: dict[str, Any]) -> list[Any]:

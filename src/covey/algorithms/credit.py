@@ -22,7 +22,7 @@ from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
 from covey.runtime.user_code import warn
 
-GENERATIONS_WITHOUT_STEPS = 3  # rollout batches without rewards of steps, after which a warning names their settings
+BATCHES_WITHOUT_STEPS = 3  # rollout batches without rewards of steps, after which a warning names their settings
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class UnreadSettings:
     """Settings of process rewards that the user gave; a warning, if no reward function rewards steps."""
 
     settings: dict[str, Any]
-    patience: int = GENERATIONS_WITHOUT_STEPS
+    patience: int = BATCHES_WITHOUT_STEPS
 
     def look(self, scores: Scores) -> None:
         """Count a rollout batch; after a few without steps, warn once."""
@@ -116,7 +116,7 @@ class UnreadSettings:
         if self.settings and self.patience == 0:
             given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
             warn(
-                f"{given}: has had no effect in {GENERATIONS_WITHOUT_STEPS} generations, in which no reward function"
+                f"{given}: has had no effect in {BATCHES_WITHOUT_STEPS} rollout batches, in which no reward function"
                 " rewarded steps. Return (end, reward) pairs for a completion, or leave it unset.",
             )
 

@@ -3,9 +3,9 @@
 Arithmetic in whole numbers; docs/batch-algebra.md explains it in prose.
 
     generation_batch_size   = per_device_train_batch_size * world_size * steps_per_generation    [completions]
-    prompts_per_generation  = generation_batch_size / num_generations
+    prompts_per_rollout_batch  = generation_batch_size / num_generations
     completions_per_update  = per_device_train_batch_size * world_size * gradient_accumulation_steps
-    updates_per_generation  = steps_per_generation * num_iterations / gradient_accumulation_steps
+    updates_per_rollout_batch  = steps_per_generation * num_iterations / gradient_accumulation_steps
     on-policy              <=> gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations
 """
 
@@ -48,14 +48,14 @@ class BatchAlgebra:
     Example:
         >>> a = BatchAlgebra(per_device_train_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=16,
         ...                  num_iterations=1, num_generations=64, world_size=8)
-        >>> a.generation_batch_size, a.prompts_per_generation, a.completions_per_update, a.on_policy
+        >>> a.generation_batch_size, a.prompts_per_rollout_batch, a.completions_per_update, a.on_policy
         (512, 8, 256, False)
     """
 
     per_device_train_batch_size: int  # completions of one micro-batch in one process
     gradient_accumulation_steps: int  # micro-batches of one optimizer update
     steps_per_generation: int  # micro-batches that one rollout batch is cut into
-    num_iterations: int  # passes over each rollout batch
+    num_iterations: int  # times that each rollout batch is trained on
     num_generations: int  # completions per prompt
     world_size: int = 1  # processes
     per_device_eval_batch_size: int = 8  # completions of one evaluation batch in one process
@@ -72,17 +72,17 @@ class BatchAlgebra:
         return self.micro_batch * self.steps_per_generation
 
     @property
-    def prompts_per_generation(self) -> int:
+    def prompts_per_rollout_batch(self) -> int:
         """Distinct prompts sampled from at a time."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes that each process spends on one rollout batch."""
+        """Nominal micro-batches that each process trains on in one rollout batch."""
         return self.steps_per_generation * self.num_iterations
 
     @property
-    def updates_per_generation(self) -> Fraction:
+    def updates_per_rollout_batch(self) -> Fraction:
         """Optimizer updates until the next rollout batch; below 1 where one update spans several."""
         return Fraction(self.micro_batches, self.gradient_accumulation_steps)
 

@@ -180,7 +180,7 @@ HINTS: dict[str, str] = {
     "vllm_sampling_params": "`generation_kwargs: {stop: ..., min_tokens: ...}`, and the fields temperature, top_p,"
     " top_k and min_p",
     "unsloth_num_chunks unsloth_logit_chunk_multiplier": "`logprob_chunk_size` bounds the memory for logits",
-    "unsloth_grpo_mini_batch": "`max_tokens_per_micro_batch` bounds the memory of a pass",
+    "unsloth_grpo_mini_batch": "`max_tokens_per_micro_batch` bounds the tokens of a micro-batch",
     "torch_dtype dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
     "attn_implementation attn_impl": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
     "model_id model_name_or_path": "it is an argument of the trainer: `model`, also in a run file",

@@ -54,9 +54,9 @@ class SpeculationFields:
     speculative_reuse: str | None = limited(
         None, choices=("exact", "lenient"), advice="Unset, every completion is decoded from its first token."
     )
-    """When a prompt comes again, check its last completions in one pass and decode only from where they no longer hold.
-    `exact`: the result is what sampling afresh with the same seed gives, and a prompt keeps its seeds from epoch to
-    epoch; `lenient`: stale tokens may stay. Unset: every completion is decoded token by token."""
+    """When a prompt comes again, check its last completions in one forward pass and decode only from where they no
+    longer hold. `exact`: the result is what sampling afresh with the same seed gives, and a prompt keeps its seeds from
+    epoch to epoch; `lenient`: stale tokens may stay. Unset: every completion is decoded token by token."""
     speculative_lenience: float = limited(1.65, gt=0, finite=True, advice="1 to 2 are usual.")
     """With `speculative_reuse=lenient`, a draft token stays with probability min(1, this * p_now / p_then). A larger
     number reuses more and is further off-policy."""
@@ -66,7 +66,7 @@ class SpeculationFields:
 
 @dataclass
 class AgentFields:
-    """Tools, and generation that overlaps training."""
+    """Tools, and sampling that overlaps training."""
 
     max_tool_calling_iterations: int | None = limited(
         None, ge=0, advice="Leave it unset for as many as the model asks for."
@@ -211,7 +211,7 @@ def reuse_is_possible(args: Args) -> Iterator[Finding]:
         yield Finding.error(
             "draft-reuse",
             f"speculative_reuse={kind!r} with repetition_penalty={args.repetition_penalty}: the penalty makes tokens"
-            " depend on which came before, so earlier completions cannot be checked in one pass.",
+            " depend on which came before, so earlier completions cannot be checked in one forward pass.",
             "Leave one of the two out.",
         )
 

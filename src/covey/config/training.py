@@ -81,11 +81,12 @@ class BatchFields:
     """Micro-batches that one rollout batch is cut into. Unset: gradient_accumulation_steps, so that one rollout batch
     feeds one update. Give this or `generation_batch_size`."""
     max_tokens_per_micro_batch: int | None = limited(None, ge=1)
-    """Most tokens of one forward and backward pass: the knob for memory. Unset: what per_device_train_batch_size
-    rollouts take when padded, or more where a GPU's memory suffices; never more than keeps the hardware busy. Results
-    do not depend on it."""
+    """Most tokens of a micro-batch, which one forward and backward pass takes: the knob for memory. Unset: what
+    per_device_train_batch_size rollouts take when padded, or more where a GPU's memory suffices; never more than keeps
+    the hardware busy. Results do not depend on it."""
     num_iterations: int = limited(1, ge=1)
-    """Passes over each rollout batch (mu in the GRPO paper). More than 1 reuses completions of an older policy."""
+    """Epochs of training on each rollout batch (mu in the GRPO paper). More than 1 reuses completions of an older
+    policy."""
     shuffle_dataset: bool | None = True
     """Shuffle the training prompts."""
     pad_to_multiple_of: int | str | None = "auto"
@@ -151,7 +152,7 @@ def one_update_has_many_micro_batches(args: Args) -> Iterator[Finding]:
         yield Finding.error(
             "optimizer-in-backward",
             f"optim={name!r} changes the weights within every backward pass, but one optimizer step takes several"
-            " passes here, whose gradients belong to the same weights.",
+            " micro-batches here, whose gradients belong to the same weights.",
             "Choose another optimizer, such as adamw_torch, adafactor or galore_adamw.",
         )
 
@@ -232,7 +233,7 @@ def liger_is_not_needed(args: Args) -> Iterator[Finding]:
 
 
 def updates_divide_rollout_batches(args: Args) -> Iterator[Finding]:
-    """An update lies between two passes over a rollout batch, and none mixes two rollout batches."""
+    """An update lies between two epochs over a rollout batch, and none mixes two rollout batches."""
     algebra = args.algebra()
     if args.num_iterations > 1 and algebra.on_policy:
         yield Finding.warning(
@@ -242,7 +243,7 @@ def updates_divide_rollout_batches(args: Args) -> Iterator[Finding]:
             f"is computed {args.num_iterations} times.",
             f"Lower gradient_accumulation_steps to {algebra.steps_per_generation} or set num_iterations=1.",
         )
-    if not algebra.on_policy and algebra.updates_per_generation.denominator != 1:
+    if not algebra.on_policy and algebra.updates_per_rollout_batch.denominator != 1:
         yield Finding.warning(
             "updates-mix",
             f"A rollout batch lasts {algebra.micro_batches} micro-batches and an update takes "

@@ -41,7 +41,7 @@ class Objective:
     # multiply the KL term by the token ratio: an unbiased gradient off-policy (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)
     correct_kl_bias: bool = False
     off_policy_threshold: float | None = None  # drop punished sequences that drifted further than this; None keeps all
-    # computes mismatch weights from the training pass where the batch has none, which saves a scoring pass, or None
+    # computes mismatch weights from the log-probs of training where the batch has none, which saves a scoring pass
     correction: MismatchCorrection | None = None
     # the surrogate itself uses the mismatch weights (VESPO), so they are not applied again
     mismatch_in_surrogate: bool = False

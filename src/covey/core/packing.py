@@ -35,18 +35,18 @@ Unit = list[int]  # rollouts of one group that stay together
 
 @dataclass(frozen=True)
 class ActivationRoom:
-    """Memory for the activations of a pass, and what its layers take of it.
+    """Memory for the activations of a micro-batch, and what its layers take of it.
 
     The last layers are those that keep: the backward pass begins with them and frees theirs before it recomputes any.
     """
 
-    size: int  # bytes for the activations of a pass
+    size: int  # bytes for the activations of a micro-batch
     recomputed: int  # bytes per token where every layer recomputes
     layer: int  # bytes per token of each layer that does not, in addition
     layers: int
 
     def kept(self, tokens: int) -> int:
-        """Layers that keep in a pass of so many tokens; the last one for nothing, as it is recomputed at once.
+        """Layers that keep in a micro-batch of so many tokens; the last one for nothing, as it is recomputed at once.
 
         Example:
             100 bytes for 2 tokens, 20 each in any case and 10 for a layer: 1 + (100 - 40) // 20 = 4 layers.
@@ -55,7 +55,7 @@ class ActivationRoom:
         return 0 if left < 0 else min(self.layers, 1 + left // max(tokens * self.layer, 1))
 
 
-def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
+def computed_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
     """Tokens that a forward pass over some rollouts computes: "shared_prefix" counts each prompt once, "padded" counts
     padding.
 

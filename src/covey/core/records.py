@@ -247,6 +247,7 @@ class RolloutBatch:
     steps: list[dict[int, StepRewards]]  # [n], rewards of steps by the number of the function that gave them
     key: tuple[Any, ...] = ()  # mode and number, and that of a further round if any; samples are seeded with it
     selection: Any = None  # `covey.data.dynamic_sampling.Selection`, where groups were selected by their rewards
+    stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of sampling and rewards
 
     @property
     def scores(self) -> Scores:
@@ -293,7 +294,7 @@ class Experience:
     # the metric `entropy` of all its completions, in parts; empty where neither the engine nor a scoring pass measured
     # it, so that the loss has to
     entropy: list[dict[str, Stat]]
-    stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of scores and credit
+    stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of sampling, rewards, scores and credit
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class PromptStream:
 
     def take(self, count: int, avoid: AbstractSet[int] = frozenset()) -> list[int]:
         """The next rows, all different; those to `avoid` are deferred, unless too few others are left."""
-        assert count <= self.rows, "a dataset fills at least one generation"
+        assert count <= self.rows, "a dataset fills at least one rollout batch"
         if self.rows - len(avoid) < count:
             avoid = frozenset()
         taken = [row for row in self._deferred if row not in avoid][:count]
@@ -201,7 +201,7 @@ def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]
 
 @dataclass(eq=False)
 class PromptChooser:
-    """Selects the prompts and the groups of each generation."""
+    """Selects the prompts and the groups of each rollout batch."""
 
     dataset: Any  # rows with a length
     algebra: BatchAlgebra
@@ -218,20 +218,20 @@ class PromptChooser:
 
     def refill(self, rounds: list[SamplingRound]) -> list[PromptSample] | None:
         """This process's share of the groups to sample next; None when there are enough, or after the last round."""
-        missing = self.algebra.prompts_per_generation - _signals(rounds)
+        missing = self.algebra.prompts_per_rollout_batch - _signals(rounds)
         if len(rounds) > (self.max_rounds or 0) or not missing:
             return None
         return self._draws(self.stream.take(missing, avoid={prompt for one in rounds for prompt in one.prompts}))
 
     def select(self, mine: list[RolloutBatch], rounds: list[SamplingRound]) -> Selection:
         """The groups to train on, from this process's completions of all `rounds`. Collective."""
-        kept = kept_groups([one.has_signal for one in rounds], self.algebra.prompts_per_generation)
+        kept = kept_groups([one.has_signal for one in rounds], self.algebra.prompts_per_rollout_batch)
         tokens = sum(one.processed_tokens for one in rounds)
         return Selection(self._collect(mine, rounds, kept), rounds[0], tokens, self._stats(rounds))
 
     def draw(self) -> list[PromptSample]:
-        """This process's share of the prompts of a generation, by current difficulty. Collective."""
-        return self._draws(self.stream.take(self.algebra.prompts_per_generation))
+        """This process's share of the prompts of a rollout batch, by current difficulty. Collective."""
+        return self._draws(self.stream.take(self.algebra.prompts_per_rollout_batch))
 
     def state_dict(self) -> dict[str, Any]:
         history = None if self.history is None else self.history.state_dict()
@@ -297,7 +297,7 @@ class PromptChooser:
     def _stats(self, rounds: list[SamplingRound]) -> dict[str, Stat]:
         stats: dict[str, Stat] = {}
         if self.max_rounds is not None:
-            groups = self.algebra.prompts_per_generation
+            groups = self.algebra.prompts_per_rollout_batch
             kept = min(_signals(rounds), groups)
             stats = {
                 "dynamic_sampling/first_signal": Mean(sum(rounds[0].has_signal), groups),
@@ -331,27 +331,27 @@ def _joined(completions: list[RolloutBatch], groups: list[Place]) -> RolloutBatc
 
 
 PromptSource = Callable[[int, list[Slot] | None], list[PromptSample]]
-"""This process's prompt samples of a generation, called once for each, in order, by async rollouts that are ahead of
-the dataloader; with the generation's slots if a checkpoint has them. May be collective."""
+"""This process's prompt samples of a rollout batch, called once for each, in order, by async rollouts that are ahead of
+the dataloader; with the rollout batch's slots if a checkpoint has them. May be collective."""
 
 
 def prompt_source(
     dataset: Any, chooser: PromptChooser | None, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int
 ) -> PromptSource:
     if not hasattr(dataset, "__len__"):
-        stream = enumerate(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed).generations())
+        stream = enumerate(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed).rollout_batches())
 
-        def read(generation: int, slots: list[Slot] | None) -> list[PromptSample]:
-            samples = next(samples for number, samples in stream if number >= generation)  # earlier ones are skipped
+        def read(rollout_batch: int, slots: list[Slot] | None) -> list[PromptSample]:
+            samples = next(samples for number, samples in stream if number >= rollout_batch)  # earlier ones are skipped
             assert samples is not None, "this stream is read"
             return samples  # those of the slots, as a stream is always in the same order
 
         return read
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
 
-    def draw(generation: int, slots: list[Slot] | None) -> list[PromptSample]:
+    def draw(rollout_batch: int, slots: list[Slot] | None) -> list[PromptSample]:
         if slots is None and chooser is not None and chooser.history is not None:
             return chooser.draw()
-        return PromptDataset(dataset).__getitems__(sampler.slots(generation) if slots is None else slots)
+        return PromptDataset(dataset).__getitems__(sampler.slots(rollout_batch) if slots is None else slots)
 
     return draw

@@ -1,6 +1,6 @@
-"""Prompts of each generation, and the share of them that each process samples.
+"""Prompts of each rollout batch, and the share of them that each process samples.
 
-The first micro-batch of a generation carries its prompt samples; later ones find completions in the rollout buffer.
+The first micro-batch of a rollout batch carries its prompt samples; later ones find completions in the rollout buffer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
 @dataclass(eq=False)
 class GenerationSampler:
-    """Batches of slots of a dataset for one process; ValueError if it is smaller than one generation."""
+    """Batches of slots of a dataset for one process; ValueError if it is smaller than one rollout batch."""
 
     rows: int  # of the dataset
     algebra: BatchAlgebra
@@ -36,40 +36,41 @@ class GenerationSampler:
     def __post_init__(self) -> None:
         report(check_enough(self.rows, self.algebra))
         self.epoch = 0
-        self.generations = self.rows // self.algebra.prompts_per_generation
-        """Generations of one epoch; prompts that do not fill one are left out; unshuffled, they begin the next."""
+        self.rollout_batches = self.rows // self.algebra.prompts_per_rollout_batch
+        """Rollout batches of one epoch; prompts that do not fill one are left out; unshuffled, they begin the next."""
         self._order = -1, torch.empty(0, dtype=torch.long)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.generations * self.algebra.micro_batches
+        return self.rollout_batches * self.algebra.micro_batches
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Slot] | None]]:
         """Arguments of `TrainingSteps`, for each micro-batch of this epoch."""
-        for generation in range(self.epoch * self.generations, (self.epoch + 1) * self.generations):
-            yield generation, self.slots(generation) if self.with_slots else None
+        for rollout_batch in range(self.epoch * self.rollout_batches, (self.epoch + 1) * self.rollout_batches):
+            yield rollout_batch, self.slots(rollout_batch) if self.with_slots else None
             yield from ((None, None) for _ in range(self.algebra.micro_batches - 1))
 
-    def slots(self, generation: int) -> list[Slot]:
-        epoch, place = divmod(generation, self.generations)
-        count = self.algebra.prompts_per_generation
+    def slots(self, rollout_batch: int) -> list[Slot]:
+        epoch, place = divmod(rollout_batch, self.rollout_batches)
+        count = self.algebra.prompts_per_rollout_batch
         if self._order[0] != epoch:
             random = torch.Generator().manual_seed(self.seed + epoch)
             order = torch.randperm(self.rows, generator=random) if self.shuffle else torch.arange(self.rows)
-            began = 0 if self.shuffle else epoch * self.generations * count % self.rows
+            began = 0 if self.shuffle else epoch * self.rollout_batches * count % self.rows
             self._order = epoch, order.roll(-began)
         prompts = self._order[1][place * count : (place + 1) * count].tolist()
         return rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
 
 
 def check_enough(rows: int, algebra: BatchAlgebra) -> Iterator[Finding]:
-    if rows < algebra.prompts_per_generation:
+    if rows < algebra.prompts_per_rollout_batch:
         yield Finding.error(
             "dataset-small",
-            f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation} "
-            f"(generation_batch_size={algebra.generation_batch_size} / num_generations={algebra.num_generations}).",
+            f"the training dataset has {rows} prompt(s) but one rollout batch draws"
+            f" {algebra.prompts_per_rollout_batch} (generation_batch_size={algebra.generation_batch_size} /"
+            f" num_generations={algebra.num_generations}).",
             "Give more prompts, a smaller generation_batch_size, or a larger num_generations.",
         )
 
@@ -105,8 +106,8 @@ class TrainingSteps(PromptDataset):
     """Micro-steps of training, looked up by what `GenerationSampler` yields."""
 
     def __getitems__(self, step: Any) -> Any:
-        generation, slots = step
-        return MicroStep(generation, None if slots is None else super().__getitems__(slots))
+        rollout_batch, slots = step
+        return MicroStep(rollout_batch, None if slots is None else super().__getitems__(slots))
 
 
 @dataclass(eq=False)
@@ -138,14 +139,14 @@ class TrainingStream(RowStream):
     """Micro-steps of training without end: `max_steps` ends the run, and skipping resumes it."""
 
     def __iter__(self) -> Iterator[MicroStep]:
-        for generation, samples in enumerate(self.generations()):
-            yield MicroStep(generation, samples)
+        for rollout_batch, samples in enumerate(self.rollout_batches()):
+            yield MicroStep(rollout_batch, samples)
             yield from (MicroStep() for _ in range(self.algebra.micro_batches - 1))
 
-    def generations(self) -> Iterator[list[PromptSample] | None]:
+    def rollout_batches(self) -> Iterator[list[PromptSample] | None]:
         while self.rows is None:
             yield None  # the trainer chooses prompts when it samples
-        left: dict[int, Any] = {}  # rows of the last epoch that did not fill a generation
+        left: dict[int, Any] = {}  # rows of the last epoch that did not fill a rollout batch
         for epoch in count():
             if hasattr(self.rows, "set_epoch"):
                 self.rows.set_epoch(epoch)  # which shuffles a stream again
@@ -153,10 +154,10 @@ class TrainingStream(RowStream):
             for number, row in enumerate(map(plain_row, self.rows)):
                 prompts += 1
                 left[number] = row
-                if len(left) == self.algebra.prompts_per_generation:
+                if len(left) == self.algebra.prompts_per_rollout_batch:
                     yield self._share(left, self.algebra.num_generations)
                     left = {}
-            report(check_enough(prompts, self.algebra))  # else one prompt would come twice in a generation
+            report(check_enough(prompts, self.algebra))  # else one prompt would come twice in a rollout batch
 
 
 class _EpochLoader(DataLoader):

@@ -40,7 +40,7 @@ class MetricLog:
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None):  # one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
-        self._stats: dict[str, dict[str, Stat]] = {}
+        self._stats: dict[str, dict[str, Stat]] = {}  # of windows, without those of `_step`
         self._step: dict[str, Stat] = {}  # of training, since the last `end_step`
         self._unread: dict[str, list[dict[str, Stat]]] = {}  # by mode, from the first whose numbers are on a device
 
@@ -54,9 +54,12 @@ class MetricLog:
             self._merge(stats, mode)
 
     def _merge(self, stats: dict[str, Stat], mode: str) -> None:
-        merge_all(self._stats.setdefault(mode, {}), stats)
-        if mode == "train":
-            merge_all(self._step, stats)
+        merge_all(self._step if mode == "train" else self._stats.setdefault(mode, {}), stats)
+
+    def _merged(self) -> dict[str, dict[str, Stat]]:
+        """The windows with everything that was added."""
+        self._read()
+        return {**self._stats, "train": merge_all(dict(self._stats.get("train", {})), self._step)}
 
     def _read(self) -> None:
         """Merge what was not read, in its order: sums round as if it had been."""
@@ -69,13 +72,16 @@ class MetricLog:
         """This process's values of the optimizer step that ends, by name, without NaN."""
         self._read()
         ended, self._step = self._step, {}
+        merge_all(self._stats.setdefault("train", {}), ended)
         return {name: value for name, stat in ended.items() if not math.isnan(value := stat.value())}
 
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
         """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
-        self._read()
-        merged: dict[str, Stat] = {}
-        for stats in self._gather(self._stats.pop(mode, {})):
+        merged, window = dict[str, Stat](), self._merged().get(mode, {})
+        self._stats.pop(mode, None)
+        if mode == "train":
+            self._step = {}
+        for stats in self._gather(window):
             merge_all(merged, stats)
         result = {}
         for name, stat in merged.items():
@@ -88,27 +94,25 @@ class MetricLog:
 
     def so_far(self, mode: str) -> dict[str, float]:
         """Values of this process's open window by name."""
-        self._read()
-        return {name: stat.value() for name, stat in self._stats.get(mode, {}).items()}
+        return {name: stat.value() for name, stat in self._merged().get(mode, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """This process's open windows, as plain lists and numbers."""
-        self._read()
         windows = {
             mode: {name: [stat.reduction, *astuple(stat)] for name, stat in stats.items()}
-            for mode, stats in self._stats.items()
+            for mode, stats in self._merged().items()
         }
         return {"windows": windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unread = {}
+        self._unread, self._step = {}, {}
         self._stats = {
             mode: {name: _KINDS[kind](*fields) for name, (kind, *fields) in stats.items()}
             for mode, stats in state["windows"].items()
         }
 
 
-def generation_stats(
+def rollout_batch_stats(
     *,
     lengths: Sequence[int],
     truncated: Sequence[bool],

@@ -1,7 +1,7 @@
 """Record of a run: its rollouts, and with every token, from which it can be trained again without an engine.
 
 `output_dir/record/` holds `run.json` (settings, versions, dataset, rewards), `metrics.jsonl` and a parquet file for
-each generation, each evaluation and process, which is there as a whole or not at all. A row is a rollout; columns of
+each rollout batch, each evaluation and process, which is there as a whole or not at all. A row is a rollout; columns of
 tokens are lists, one value for each token of the completion. `covey.observability.updates` adds the log-probs of the
 updates.
 """
@@ -95,12 +95,12 @@ class Recorder(TrainerCallback):
     def __post_init__(self) -> None:
         self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
 
-    def add(self, step: int, generation: int, scored: RolloutBatch, batch: TrainBatch) -> TrainBatch:
+    def add(self, step: int, rollout_batch: int, scored: RolloutBatch, batch: TrainBatch) -> TrainBatch:
         """Take a rollout batch that training begins with; returns its training data with numbers of the tokens."""
         if self.updates is not None:
             unknown = any(rollout.entropies is None for rollout in scored.rollouts)
-            batch = self.updates.numbered(batch, generation, entropies=unknown)
-        self._pending.append((step, generation, scored, batch))
+            batch = self.updates.numbered(batch, rollout_batch, entropies=unknown)
+        self._pending.append((step, rollout_batch, scored, batch))
         return batch
 
     def begin_evaluation(self, name: str) -> None:
@@ -123,9 +123,9 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pending, self._pending = self._pending, []
-        for step, generation, scored, batch in pending:
-            path = self.folder / file_name(generation, self.rank, self.processes)
-            self._keep(step, generation, lambda: self._write(path, step, generation, scored, batch))  # noqa: B023
+        for step, rollout_batch, scored, batch in pending:
+            path = self.folder / file_name(rollout_batch, self.rank, self.processes)
+            self._keep(step, rollout_batch, lambda: self._write(path, step, rollout_batch, scored, batch))  # noqa: B023
         if (updates := self.updates) is not None:
             self._keep(state.global_step, None, lambda: updates.write(state.global_step))
 
@@ -156,13 +156,13 @@ class Recorder(TrainerCallback):
         self.on_log(args, state, control, {"event": "end"})
         self._is_training = False
 
-    def _keep(self, step: int, generation: int | None, write: Callable[[], Path | None]) -> None:
+    def _keep(self, step: int, rollout_batch: int | None, write: Callable[[], Path | None]) -> None:
         """Write a file, unless the record is full; a failure is a warning, as the run continues."""
         if self._bytes >= self.max_bytes:
             return
         try:
-            if not self._begun and generation is not None:
-                self._begin(step, generation)
+            if not self._begun and rollout_batch is not None:
+                self._begin(step, rollout_batch)
             if (path := write()) is not None:
                 self._bytes += path.stat().st_size
         except (OSError, ValueError, TypeError, OverflowError) as error:  # the last three: values that fit no column
@@ -176,7 +176,7 @@ class Recorder(TrainerCallback):
                 f" with step {step}, and the run continues without it. Raise record_max_gb to keep more.",
             )
 
-    def _begin(self, step: int, generation: int) -> None:
+    def _begin(self, step: int, rollout_batch: int) -> None:
         """Describe the run; a new one keeps an earlier record elsewhere, a resumed one continues from here."""
         self._begun = True
         evaluations = {
@@ -186,7 +186,7 @@ class Recorder(TrainerCallback):
             for path in paths
             if path not in self._own and _rank_of(path) == self.rank
         }
-        if generation == 0 and (earlier := [*files(self.folder, self.rank), *evaluations]):
+        if rollout_batch == 0 and (earlier := [*files(self.folder, self.rank), *evaluations]):
             places = (self.folder.with_name(f"{self.folder.name}_{number}") for number in itertools.count(1))
             kept = next(place for place in places if not (place / earlier[0].relative_to(self.folder)).exists())
             others = [self.folder / name for name in OF_THE_RUN if self.rank == 0]
@@ -201,7 +201,7 @@ class Recorder(TrainerCallback):
                 path.unlink()
             else:
                 self._bytes += path.stat().st_size
-        for kind, first in (("generation", generation), ("update", step)):
+        for kind, first in (("generation", rollout_batch), ("update", step)):
             for path in files(self.folder, self.rank, kind):
                 if number_of(path) >= first:
                     path.unlink()
@@ -213,7 +213,7 @@ class Recorder(TrainerCallback):
                 kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
                 with written_whole(self.folder / METRICS) as new:
                     new.write_text("".join(kept_lines))
-            for line in self._early if generation == 0 else ():  # a resumed run has those of its first start
+            for line in self._early if rollout_batch == 0 else ():  # a resumed run has those of its first start
                 self._append(line | {"config": self._config})
             if self.tokens and self.tokenizer is not None:
                 write_table(self.folder / VOCABULARY, {"bytes": vocabulary_of(self.tokenizer)})
@@ -242,9 +242,9 @@ class Recorder(TrainerCallback):
                 self._describe()
         return write_table(path, _typed(columns))
 
-    def _write(self, path: Path, step: int, generation: int, scored: RolloutBatch, batch: TrainBatch) -> Path:
+    def _write(self, path: Path, step: int, rollout_batch: int, scored: RolloutBatch, batch: TrainBatch) -> Path:
         fates, advantages = zip(*_outcomes(scored.rollouts, batch), strict=True)
-        columns = _typed(self._of_rollouts(step, generation, scored, fates, advantages))
+        columns = _typed(self._of_rollouts(step, rollout_batch, scored, fates, advantages))
         if self.tokens:
             columns |= _of_tokens(scored.rollouts, batch)
         return write_table(path, columns)
@@ -252,7 +252,7 @@ class Recorder(TrainerCallback):
     def _of_rollouts(
         self,
         step: int,
-        generation: int,
+        rollout_batch: int,
         scored: RolloutBatch,
         fates: Sequence[str],
         advantages: Sequence[float | None],
@@ -260,7 +260,7 @@ class Recorder(TrainerCallback):
         rollouts = scored.rollouts
         return {
             "step": [step] * len(rollouts),
-            "generation": [generation] * len(rollouts),
+            "generation": [rollout_batch] * len(rollouts),
             "row": [draw.prompt for draw in scored.samples],
             "sample": [draw.sample for draw in scored.samples],
             "data": [draw.row for draw in scored.samples],
@@ -344,17 +344,18 @@ class Replay:
                 " train from it: start as many."
             )
 
-    def path(self, generation: int) -> Path:
-        return self.folder / FOLDER / file_name(generation, self.rank, self.processes)
+    def path(self, rollout_batch: int) -> Path:
+        return self.folder / FOLDER / file_name(rollout_batch, self.rank, self.processes)
 
-    def load(self, generation: int) -> RolloutBatch:
-        """This process's rollouts of a generation; ValueError where the record has none, or no text alone."""
-        path = self.path(generation)
+    def load(self, rollout_batch: int) -> RolloutBatch:
+        """This process's rollouts of a rollout batch; ValueError where the record has none, or no text alone."""
+        path = self.path(rollout_batch)
         if not path.exists():
             numbers = [number_of(known) for known in files(self.folder / FOLDER, self.rank)]
             raise ValueError(
-                f"replay_from={str(self.folder)!r} has no generation {generation}: it is a record of {len(numbers)}"
-                f"{f', the last of which is {max(numbers)}' if numbers else ''}. Set max_steps to what it holds."
+                f"replay_from={str(self.folder)!r} has no rollout batch {rollout_batch}: it is a record of"
+                f" {len(numbers)}{f', the last of which is {max(numbers)}' if numbers else ''}. Set max_steps to what"
+                " it holds."
             )
         rows = read_rows(path)
         if "token_ids" not in rows[0]:
@@ -409,7 +410,7 @@ def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str,
     Fates: `failed`, `masked` (no token is learned from), `no signal` (all advantages are 0) and `trained`, as also a
     rollout is that has tokens in another term of the loss.
     """
-    assert batch.advantages is not None, "credit is assigned before a generation is recorded"
+    assert batch.advantages is not None, "credit is assigned before a rollout batch is recorded"
     of_each = (values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages))
     in_terms = [sum(sizes) > 0 for sizes in zip(*(one.tolist() for one in term_sizes(batch).values()), strict=True)]
     for rollout, sampled, advantages, has_term in zip(

@@ -18,7 +18,7 @@ METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
 FINDINGS, WARNINGS = "findings.json", "warnings.json"  # of `covey doctor`, and of the run itself
 TIMELINE, MEASURED = "timeline.json", "measured.json"  # of the latest rollout batch, and of the first step
 OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS, TIMELINE, MEASURED)
-"""Files of the run, rather than of a generation and process."""
+"""Files of the run, rather than of a rollout batch and process."""
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls", "answer")
 """Columns that hold JSON; `answer` in evaluations alone."""
 REWARD = "reward/"
@@ -34,18 +34,18 @@ def file_name(number: int, rank: int, processes: int, kind: str = "generation") 
 
 
 def number_of(path: Path) -> int:
-    """Number of the generation or the step in a file's name."""
+    """Number of the rollout batch or the step in a file's name."""
     return int(path.stem.split("_")[1])
 
 
 def files(folder: Path, rank: int = 0, kind: str = "generation") -> list[Path]:
-    """A process's files of a record, in the order of generations, or of steps for the kind `update`."""
+    """A process's files of a record, in the order of rollout batches, or of steps for the kind `update`."""
     found = [path for path in folder.glob(f"{kind}_*.parquet") if path.stem.count("_") == 1]
     return sorted([*found, *folder.glob(f"{kind}_*_rank{rank}.parquet")], key=number_of)
 
 
 def all_files(folder: Path, kind: str = "generation") -> list[Path]:
-    """Files of all processes, in the order of generations and of ranks."""
+    """Files of all processes, in the order of rollout batches and of ranks."""
     found = folder.glob(f"{kind}_*.parquet")
     return sorted(found, key=lambda path: (number_of(path), int(path.stem.partition("_rank")[2] or 0)))
 

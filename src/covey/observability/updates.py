@@ -1,7 +1,8 @@
 """Part of a record: log-probs of tokens in the updates that trained on them, and which of them were clipped.
 
-`update_00012.parquet` has a row for each rollout that a process trained on in step 12: the process and generation that
-sampled it, the place of its first token among those of that generation, and lists with a value for each of its tokens.
+`update_00012.parquet` has a row for each rollout that a process trained on in step 12: the process that sampled it, the
+number of its rollout batch (column `generation`), the index of its first token among all tokens of that batch, and
+lists with a value for each of its tokens.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,29 +18,31 @@ from covey.core.losses import token_level
 from covey.core.objective import Objective, policy_loss
 from covey.observability.record_files import file_name, write_table
 
-PLACE_BITS = 32  # of a token's place in its generation; the bits above number generations and processes
+PLACE_BITS = 32  # of a token's place in its rollout batch; the bits above number rollout batches and processes
 
 
 @dataclass(eq=False)
 class UpdateLog:
-    """Collects the passes of an optimizer step."""
+    """Collects the values of tokens in the micro-batches of an optimizer step."""
 
     folder: Path
     rank: int
     processes: int
     _entropies: bool = field(default=False, init=False)  # keep those of the updates, as no engine reported any
-    _passes: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _rollouts: list[dict[str, Any]] = field(default_factory=list, init=False)
 
-    def numbered(self, batch: TrainBatch, generation: int, entropies: bool) -> TrainBatch:
+    def numbered(self, batch: TrainBatch, rollout_batch: int, entropies: bool) -> TrainBatch:
         """A rollout batch with numbers of its tokens, by which they are known wherever they are trained on.
 
         `entropies`: keep those of the updates, as the engine reported none for some rollout.
         """
         self._entropies = entropies
-        first = (generation * self.processes + self.rank) << PLACE_BITS
+        first = (rollout_batch * self.processes + self.rank) << PLACE_BITS
         return replace(batch, origin=torch.arange(first, first + batch.num_tokens, device=batch.token_ids.device))
 
-    def on_pass(self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective) -> None:
+    def on_micro_batch(
+        self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective
+    ) -> None:
         """Keep the values of a micro-batch; of one that is repeated, as memory ran out, the last."""
         if batch.origin is None or not batch.num_tokens:
             return
@@ -55,23 +58,23 @@ class UpdateLog:
         starts = segment_starts(batch.lengths).clamp(max=batch.num_tokens - 1)
         for row, origin in enumerate(batch.origin[starts].tolist()):
             if held[row] and origin >= 0:
-                self._passes.append({"origin": origin, **{name: of_each[name][row] for name in of_each}})
+                self._rollouts.append({"origin": origin, **{name: of_each[name][row] for name in of_each}})
 
     def write(self, step: int) -> Path | None:
-        """Write the passes since the last call."""
-        passes = sorted({one["origin"]: one for one in self._passes}.values(), key=lambda one: one["origin"])
-        self._passes = []
-        if not passes:
+        """Write the rollouts that were trained on since the last call."""
+        rollouts = sorted({one["origin"]: one for one in self._rollouts}.values(), key=lambda one: one["origin"])
+        self._rollouts = []
+        if not rollouts:
             return None
-        places = [divmod(one["origin"] >> PLACE_BITS, self.processes) for one in passes]
+        places = [divmod(one["origin"] >> PLACE_BITS, self.processes) for one in rollouts]
         columns: dict[str, Any] = {
-            "generation": [generation for generation, _ in places],
+            "generation": [rollout_batch for rollout_batch, _ in places],
             "rank": [rank for _, rank in places],
-            "first": [one["origin"] & ((1 << PLACE_BITS) - 1) for one in passes],
+            "first": [one["origin"] & ((1 << PLACE_BITS) - 1) for one in rollouts],
         }
-        for name in dict.fromkeys(name for one in passes for name in one if name != "origin"):
+        for name in dict.fromkeys(name for one in rollouts for name in one if name != "origin"):
             kind = pa.bool_() if name == "clipped" else pa.float32()
-            values = [one[name].numpy() if name in one else None for one in passes]
+            values = [one[name].numpy() if name in one else None for one in rollouts]
             columns[name] = pa.array(values, pa.list_(kind))
         return write_table(self.folder / file_name(step, self.rank, self.processes, "update"), columns)
 

@@ -110,8 +110,8 @@ class MemoryEstimate:
     # Of sharded weights, the outermost unit and two layers whole, and the gradients of the first and of one layer.
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
-    passes: int = 2  # micro-batches of an optimizer step; with several, gradients are there in addition to activations
-    pass_tokens: int = 0  # T
+    micro_batches: int = 2  # of an optimizer step; with several, gradients are there in addition to activations
+    micro_batch_tokens: int = 0  # T
     room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
     layers: int = 0  # L
     kept_layers: int = 0  # those that keep their activations in a micro-batch of T tokens; the others recompute them
@@ -125,7 +125,7 @@ class MemoryEstimate:
         """Peak of a training step: at the start of the last backward pass, or with all gradients."""
         saved = self.activations + self.gaps + self.encoder + self.logits
         backward = saved + self.casts - self.apart + self.gathered + self.unpacked
-        height = max(backward + self.gradients * (self.passes > 1), self.gradients - self.head_gradient)
+        height = max(backward + self.gradients * (self.micro_batches > 1), self.gradients - self.head_gradient)
         return self.resident + self.head_gradient + self.late_gradient + height
 
     @property
@@ -178,7 +178,7 @@ def estimate(
         return found
     fixed = found.resident + found.gradients + found.casts + LOGIT_COPIES * TILE_BYTES[device]
     size = int(FILLED[device] * device_bytes) - fixed
-    per_token = found.activations // found.pass_tokens
+    per_token = found.activations // found.micro_batch_tokens
     room = max(0, size) // per_token // 1024 * 1024  # in thousands, so that runs on one machine agree
     keeps = _activation_room(config, args, counts, peft is None, device, size, found) if may_keep(args) else None
     return _estimate(*given, room=room if device == "cuda" else 0, keeps=keeps)
@@ -202,7 +202,7 @@ def _activation_room(
     recomputed = activation_bytes(text, precision, kept=0) + gap
     kept = layer_bytes(text, precision) - text.hidden_size * precision.residual + gap
     if device == "cpu":
-        size = min(size, found.peak + recomputed * found.pass_tokens)
+        size = min(size, found.peak + recomputed * found.micro_batch_tokens)
     return ActivationRoom(size, recomputed, kept, found.layers)
 
 
@@ -223,13 +223,13 @@ def _estimate(
     precision = _precision(config, args, counts, device, sharded=spread.weights > 1, whole=whole)
     prompt = prompt_tokens + images.tokens
     completion = args.max_completion_length or (text.max_position_embeddings - prompt)
-    tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision, room=room)
+    tokens, count = largest_micro_batch(args, prompt, completion, device, padded=vision, room=room)
     rollouts = tokens // (prompt + completion)
     shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
     trainable, unquantised = counts.trainable, counts.parameters - counts.quantised.numbers
     stored, computed, updated, sharded, *_ = precision
     weights = (unquantised * stored + counts.quantised.size + trainable * (updated - stored)) // spread.weights
-    head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, passes, whole, device)
+    head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, count, whole, device)
     chunk = min(tokens, args.logprob_chunk_size) * text.vocab_size * 4
     shared = args.num_generations if args.attn_layout in ("auto", "shared_prefix") and not vision else 1
     learned = tokens - tokens * prompt // (prompt + shared * completion)
@@ -260,8 +260,8 @@ def _estimate(
         apart=_apart(text, precision, trainable, tokens, kept),
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
-        passes=passes,
-        pass_tokens=tokens,
+        micro_batches=count,
+        micro_batch_tokens=tokens,
         room=room,
         layers=layers,
         kept_layers=kept,
@@ -329,21 +329,21 @@ def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int
 
 
 def _vocabulary_gradients(
-    text: Any, counts: ModelSpec, number: int, passes: int, whole: bool, device: str
+    text: Any, counts: ModelSpec, number: int, micro_batches: int, whole: bool, device: str
 ) -> tuple[int, int]:
     """Bytes of the head's gradient at the start of a backward pass, and of the embedding's and the head's beyond it.
 
-    A tied weight has both until they are added up at the end. A later pass adds them to existing gradients.
+    A tied weight has both until they are added up at the end. A later micro-batch adds them to existing gradients.
     """
     each = text.vocab_size * text.hidden_size * number
     trained = int(whole) if counts.embeddings is None else counts.embeddings
     tied = whole and trained == 1 and text.tie_word_embeddings
-    at_end = 2 if tied or (trained == 2 and passes == 1) else min(trained, 1)
+    at_end = 2 if tied or (trained == 2 and micro_batches == 1) else min(trained, 1)
     head = int(trained > 0 and counts.head)
     return each * head, each * (at_end - head) if device == "cpu" else 0
 
 
-def tokens_of_passes(
+def largest_micro_batch(
     args: Any, prompt: int, completion: int, device: str, padded: bool = False, room: int = 0
 ) -> tuple[int, int]:
     """Tokens of the largest micro-batch, and micro-batches of a step; images are `padded`, without sharing."""
@@ -360,10 +360,10 @@ def tokens_of_passes(
         whole = prompt + (budget - prompt) // completion * completion
         total = -(-group // ((whole - prompt) // completion)) * whole * (rows // group or 1)
     tokens = budget // whole * whole
-    passes = -(-total // tokens)
+    count = -(-total // tokens)
     if padded or args.attn_layout == "padded":
-        return tokens, passes
-    return -(-total // (whole * passes)) * whole, passes  # packed ones are evened out
+        return tokens, count
+    return -(-total // (whole * count)) * whole, count  # packed ones are evened out
 
 
 def cache_bytes_per_token(text: Any, number: int) -> int:

@@ -53,7 +53,7 @@ class StepCosts:
     sampling_flops: int
     scoring_flops: int  # forward passes alone: old and reference log-probs
     training_flops: int  # forward and backward passes, recomputation included
-    gathered: int  # weights, in the passes of a process
+    gathered: int  # weights, in the forward and backward passes of a process
     reduced: int  # gradients
     refreshed: int  # weights, after the optimizer's step
     sync_gathered: int  # weights, so that the first process can send them to servers
@@ -77,7 +77,7 @@ def step_costs(
     recomputed = in_layers * (memory.layers - memory.kept_layers) // memory.layers
     scorings = bool(args.beta) + (not algebra.on_policy or args.penalises_reward)
     received = received_by(spread, memory, unit_parameters(config))
-    passes, fresh = memory.passes, 1 / algebra.num_iterations
+    passes, fresh = memory.micro_batches, 1 / algebra.num_iterations
     whole_weights = memory.trainable * memory.stored_bytes if spread.optimizer > 1 and spread.weights == 1 else 0
     return StepCosts(
         sampled_tokens=int(algebra.completions_per_update * length * fresh),

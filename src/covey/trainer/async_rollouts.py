@@ -19,13 +19,16 @@ from typing import Any
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
-from covey.core.records import FinishReason, Mode, PromptSample, Rollout
+from covey.core.records import FinishReason, PromptSample, Rollout
+from covey.core.stats import Stat, merge_all
 from covey.data.dynamic_sampling import PromptSource
 from covey.rewards.call import RewardStream
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import call_all, unsaveable_part
+
+Stats = dict[str, Stat]
 
 SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
 
@@ -83,7 +86,7 @@ class AsyncRollouts:
     max_staleness: int  # optimizer steps between weights and training, 1 or more
     _: KW_ONLY
     next_key: Callable[[], tuple[str, int]]  # names the samples of one more rollout batch
-    send_weights: Callable[[int, Mode], None]  # (version, purpose); collective where several processes train
+    send_weights: Callable[[int], Stats]  # (version) -> metrics; collective where several processes train
     stream: Callable[[], RewardStream]  # makes that of a rollout batch's rollouts
     waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which training waits for samples
 
@@ -95,34 +98,38 @@ class AsyncRollouts:
         self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
         self._sent: int | None = None
 
-    def launch(self, version: int, begins: int | None) -> None:
-        """Begin to sample every rollout batch that may be sampled with weights of `version`. Collective."""
+    def launch(self, version: int, begins: int | None) -> Stats:
+        """Begin to sample every rollout batch that may be sampled with weights of `version`; metrics. Collective."""
+        stats = Stats()
         if begins is not None and not (self._in_flight and self._in_flight[0].number == begins):
-            self._restart(begins, version)
+            merge_all(stats, self._restart(begins, version))
         while self._next is not None and self._may_begin(self._next, version):
-            self._launch_next(version)
+            merge_all(stats, self._launch_next(version))
+        return stats
 
-    def bring_weights(self, version: int, mode: Mode = "train") -> None:
-        """Send the weights of `version` unless the engine has them. Collective."""
+    def bring_weights(self, version: int) -> Stats:
+        """Send the weights of `version` unless the engine has them; metrics. Collective."""
         if self._sent == version:
-            return
+            return {}
         if not traits_of(self.collector.engine).updates_in_flight:
             self.settle()
-        self.send_weights(version, mode)
+        stats = self.send_weights(version)
         self._sent = version
+        return stats
 
     def newest_samples(self, version: int) -> list[PromptSample]:
         """The samples of the rollout batch that was launched last, if that was with weights of `version`; else none."""
         newest = self._in_flight[-1] if self._in_flight else None
         return newest.samples if newest is not None and newest.version == version else []
 
-    def take(self, number: int, version: int) -> InFlightBatch:
-        if not (self._in_flight and self._in_flight[0].number == number):
-            self._restart(number, version)
+    def take(self, number: int, version: int) -> tuple[InFlightBatch, Stats]:
+        """A rollout batch, sampled, and metrics of weights that had to be sent for it. Collective."""
+        known = bool(self._in_flight) and self._in_flight[0].number == number
+        stats = Stats() if known else self._restart(number, version)
         inflight = self._in_flight.popleft()
         with self.waiting():
             self._thread.wait(inflight.work)
-        return inflight
+        return inflight, stats
 
     def settle(self) -> None:
         with self.waiting():
@@ -134,15 +141,19 @@ class AsyncRollouts:
         self.settle()
         return {"next": self._next, "late": self._late, "flights": [inflight.state() for inflight in self._in_flight]}
 
-    def load_state_dict(self, state: dict[str, Any], version: int) -> int:
-        """Continue where `state` was taken; the number of batches given up, which are not yet due here. Collective."""
+    def load_state_dict(self, state: dict[str, Any], version: int) -> tuple[int, Stats]:
+        """Continue where `state` was taken. Collective.
+
+        Returns:
+            The number of batches given up, which are not due yet in this run, and metrics of sending weights.
+        """
         self._next, self._late = state["next"], state["late"]
         saved = state["flights"]
         kept = list(takewhile(lambda one: self._may_begin(one["generation"], one["version"]), saved))
         if len(kept) < len(saved):
             self._next = saved[len(kept)]["generation"]
-        if kept:
-            self.bring_weights(version)  # on every process, whether or not sampling failed there
+        # On every process, whether or not sampling failed there.
+        stats = self.bring_weights(version) if kept else Stats()
         for one in kept:
             samples = self.prompts(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
             key = one["key"][0], one["key"][1]
@@ -152,7 +163,7 @@ class AsyncRollouts:
             done: Future[list[Rollout]] = Future()
             done.set_result([_rollout(fields) for fields in one["rollouts"]])
             self._in_flight.append(InFlightBatch(one["generation"], key, one["version"], samples, done))
-        return len(saved) - len(kept)
+        return len(saved) - len(kept), stats
 
     def close(self, seconds: float = 5.0) -> None:
         """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
@@ -170,11 +181,12 @@ class AsyncRollouts:
         begins = self.begins(number) + self._late
         return begins < self.max_steps and begins - version <= self.max_staleness
 
-    def _launch_next(self, version: int) -> None:
+    def _launch_next(self, version: int) -> Stats:
         assert self._next is not None, "the dataloader has said where it is"
-        self.bring_weights(version)
+        stats = self.bring_weights(version)
         self._launch(self._next, self.next_key(), version, self.prompts(self._next, None))
         self._next += 1
+        return stats
 
     def _launch(self, number: int, key: tuple[str, int], version: int, samples: list[PromptSample]) -> None:
         """Launch a rollout batch, and wait until the engine has its requests: what comes next comes after them."""
@@ -190,12 +202,12 @@ class AsyncRollouts:
             inflight.stream.__exit__()
         self._in_flight.clear()
 
-    def _restart(self, number: int, version: int) -> None:
-        """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
+    def _restart(self, number: int, version: int) -> Stats:
+        """Continue from an unexpected place in the data, such as the first, with nothing sampled ahead."""
         self._give_up()
         self._next = number
         self._late = version - self.begins(number)
-        self._launch_next(version)
+        return self._launch_next(version)
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:

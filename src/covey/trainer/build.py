@@ -279,7 +279,7 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
         place = Finding.warning(
             "draft-reuse",
             f"`speculative_reuse={args.speculative_reuse!r}` has little effect: in a stream a prompt is known by its"
-            " place, and shuffle_dataset=True gives it another one in every pass.",
+            " place, and shuffle_dataset=True gives it another one in every epoch.",
             "Set shuffle_dataset=False, or give a dataset that has a length.",
         )
         report([place])
@@ -309,7 +309,7 @@ def _check_reshaping(args: OnlineConfig, extra: dict[str, Any]) -> Iterator[Find
         yield Finding.error(
             "draft-reuse",
             f"speculative_reuse={args.speculative_reuse!r} with generation_kwargs={extra!r}: it makes tokens depend on"
-            " which came before, so earlier completions cannot be checked in one pass.",
+            " which came before, so earlier completions cannot be checked in one forward pass.",
             "Leave one of the two out.",
         )
 
@@ -339,7 +339,7 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
     unused += ["reward_isolation='process'"] * (args.reward_isolation == "process")
     if unused and not any(isinstance(function, FunctionReward) for function in suite.functions):
         warn(
-            f"`{'`, `'.join(unused)}` has no effect: every reward is a model, and models score a generation as a whole"
+            f"`{'`, `'.join(unused)}` has no effect: every reward is a model, and models score a whole rollout batch"
             " once it is sampled, in this process.",
         )
     return suite

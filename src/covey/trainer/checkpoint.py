@@ -190,7 +190,7 @@ class Checkpointer:
         if state is None:
             warn(
                 f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
-                " another program): the run continues from the weights, with a fresh generation and fresh counters.",
+                " another program): the run continues from the weights, with a fresh rollout batch and fresh counters.",
             )
             return
         resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))

@@ -86,7 +86,7 @@ def _check_length(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
     """Findings about the number of rows, or the lack of one."""
     if hasattr(train_dataset, "__len__"):
         yield from check_enough(len(train_dataset), args.algebra())
-        yield from _check_remainder(args, len(train_dataset), args.algebra().prompts_per_generation)
+        yield from _check_remainder(args, len(train_dataset), args.algebra().prompts_per_rollout_batch)
         return
     if args.max_steps <= 0:
         yield Finding.error(
@@ -342,9 +342,9 @@ class FiniteCheck:
         earlier: Callable[[], Collection[str]] = tuple,  # names of another run's checkpoints in output_dir
     ):
         self._optimizer, self._earlier = optimizer, earlier
-        self._run, self._rewards = run, rewards  # rewards of the newest generation, for messages
+        self._run, self._rewards = run, rewards  # rewards of the newest rollout batch, for messages
         self._skipped_in_a_row, self._skipped_step = 0, -1
-        self._passes: list[str] = []  # those of this step whose loss is not finite
+        self._not_finite: list[str] = []  # micro-batches of this step, with their losses
         self.norm = math.nan  # of the newest gradient
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,12 +354,12 @@ class FiniteCheck:
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
     def check_loss(self, loss: float, number: int) -> float:
-        """A factor for the loss of a pass: NaN for one that is not finite, so that no process takes the step."""
+        """A factor for the loss of a micro-batch: NaN for one that is not finite, so that no process takes the step."""
         if self.scales_loss:
             return 1.0
         if not_finite(self._run.policy.named_parameters()):
             raise self._stopped(f"the loss is {loss}")
-        self._passes.append(f"{number} (loss {loss})")
+        self._not_finite.append(f"{number} (loss {loss})")
         return math.nan
 
     def check_norm(self, norm: Any) -> None:
@@ -391,11 +391,11 @@ class FiniteCheck:
         self._skipped_step = self._run.step
         if self._run.accelerator.is_main_process:
             self._run.metrics.add({"updates/skipped_nonfinite": Sum(1.0)}, "train")
-        passes = f"; passes that are not: {', '.join(self._passes)}" if self._passes else ""
-        self._passes.clear()
+        losses = f"; micro-batches whose loss is not: {', '.join(self._not_finite)}" if self._not_finite else ""
+        self._not_finite.clear()
         warn(
             f"step {self._run.step + 1}: {what}, so the step is not taken and all weights stay as they are."
-            f" Gradients that are not finite: {listed(gradients)}{passes}. Rewards of the step: {self._rewards()}."
+            f" Gradients that are not finite: {listed(gradients)}{losses}. Rewards of the step: {self._rewards()}."
             f" The run ends after {MOST_IN_A_ROW} such steps in a row. {CAUSES}",
         )
 

@@ -17,7 +17,7 @@ from covey.core.records import Behaviour, Experience, Mode, RankShard, Rollout, 
 from covey.core.stats import Mean, Stat
 from covey.core.terms import TermCounts, term_sizes, tokens_of_terms
 from covey.observability.completions import CompletionLog
-from covey.observability.metrics import generation_stats
+from covey.observability.metrics import rollout_batch_stats
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
 from covey.rewards import RewardSuite
@@ -188,7 +188,7 @@ class CreditAssigner:
         return batch, credit, everyone
 
     def describe_rewards(self) -> str:
-        """Mean and range of the newest generation's total rewards, for messages."""
+        """Mean and range of the newest rollout batch's total rewards, for messages."""
         if self._newest is None:
             return "none yet"
         totals = weighted_total(self._newest.rewards.double(), self.rewards.weights.double())
@@ -204,7 +204,8 @@ class CreditAssigner:
             self.num_tokens += (rollouts.selection or everyone).processed_tokens
         if log is not None and logs_completions(self.run.args):
             self._write(log, everyone, credit, rollouts, mode)
-        return Experience(batch, behaviour.entropy, [*behaviour.stats, self._stats(everyone, credit, rollouts, mode)])
+        stats = [*rollouts.stats, *behaviour.stats, self._stats(everyone, credit, rollouts, mode)]
+        return Experience(batch, behaviour.entropy, stats)
 
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
@@ -232,7 +233,7 @@ class CreditAssigner:
         run, names, weights = self.run, self.rewards.names, self.rewards.weights
         selection, group = rollouts.selection, run.algebra.group_size(mode)
         sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
-        stats |= generation_stats(
+        stats |= rollout_batch_stats(
             lengths=sampled.lengths,
             truncated=sampled.truncated,
             rewards_NF=sampled.scores.rewards,  # groups kept for their rewards would mislead

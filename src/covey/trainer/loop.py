@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -132,10 +133,10 @@ class TrainingLoop(Trainer):
     def plan(self, step: Step) -> Plan:
         """Sample the rollout batches that begin in a step, and plan the micro-batches of the whole step. Collective."""
         self.model_wrapped.train()
-        began: list[Experience] = []
+        began, launched = list[Experience](), list[dict[str, Stat]]()
         with self.run.phases("train"):
             if self.args.max_staleness:
-                self.rollouts.launch(step.micro_steps[0].rollout_batch)
+                launched = self.rollouts.launch(step.micro_steps[0].rollout_batch)
                 self.behaviour.probe(self.rollouts.probe(self.behaviour.engine_check.wants_samples))
             for micro_step in step.micro_steps:
                 if micro_step.rollout_batch is not None:
@@ -144,7 +145,7 @@ class TrainingLoop(Trainer):
                     self.updates.load(began[-1])
             self.state.num_input_tokens_seen = self.credit.num_tokens  # for callbacks with a budget
             plan = self.updates.plan(len(step.micro_steps), began)
-        for stats in (stats for experience in began for stats in experience.stats):
+        for stats in chain(launched, *(experience.stats for experience in began)):
             self.metrics.add(stats, "train")
         return plan
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, token_index
 from covey.core.model import decoder_of, name_of
-from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
+from covey.core.packing import ActivationRoom, RolloutSizes, computed_tokens, derived_budget, pack_micro_batches
 from covey.core.strands import even_shares
 from covey.core.terms import TermCounts
 from covey.policy.fused import FusedLayer, find_fused_layers, fused_layers
@@ -137,7 +137,7 @@ class MicroBatchRunner:
         """Layers that keep their activations in a micro-batch, though they may recompute them: the last ones."""
         if self.activations is None or self._padded_until_proven() == "padded" or not torch.is_grad_enabled():
             return []
-        kept = self.activations.kept(pass_tokens(part, range(len(part)), self._scorer.layout))
+        kept = self.activations.kept(computed_tokens(part, range(len(part)), self._scorer.layout))
         every = getattr(decoder_of(self._run.policy), "layers", ())
         layers = [layer for layer in every if getattr(layer, "gradient_checkpointing", False)]
         most = len(layers) if self._most_kept is None else self._most_kept
@@ -146,7 +146,7 @@ class MicroBatchRunner:
     def _cut(self, part: TrainBatch) -> list[Tensor]:
         """The rollouts of pieces that keep to the limit, the largest first; all in one if the part does."""
         layout, everything = self._padded_until_proven(), range(len(part))
-        if self.limit is None or len(part) <= 1 or pass_tokens(part, everything, layout) <= self.limit:
+        if self.limit is None or len(part) <= 1 or computed_tokens(part, everything, layout) <= self.limit:
             return [torch.arange(len(part), device=part.lengths.device)]
         return pack_micro_batches(part, self.limit, layout)
 
@@ -157,8 +157,8 @@ class MicroBatchRunner:
         tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
         if self._sharded:
             raise torch.OutOfMemoryError(
-                f"memory does not suffice for a pass over {len(part)} rollouts of {tokens} tokens, and under FSDP or"
-                " DeepSpeed a pass cannot be repeated in parts, as all processes take part in it. Set"
+                f"memory does not suffice for a micro-batch of {len(part)} rollouts, {tokens} tokens, and under FSDP or"
+                " DeepSpeed it cannot be repeated in parts, as all processes take part in it. Set"
                 f" max_tokens_per_micro_batch={max(1, tokens // 2)} or gradient_checkpointing=True."
             ) from error
         if len(part) <= 1:
@@ -169,7 +169,7 @@ class MicroBatchRunner:
 
     def _shrink(self, part: TrainBatch, kept: int = 0) -> None:
         """Let half of the `kept` layers keep their activations, or else halve the limit; warn the first time."""
-        tokens = pass_tokens(part, range(len(part)), self._padded_until_proven())
+        tokens = computed_tokens(part, range(len(part)), self._padded_until_proven())
         if kept:
             first, self._most_kept = self._most_kept is None, kept // 2
             tried, now = f", in which {kept} layers kept their activations; it is repeated with", kept // 2
@@ -183,8 +183,8 @@ class MicroBatchRunner:
             torch.cuda.empty_cache()
         if first:
             warnings.warn(
-                f"memory ran out in a pass over {tokens} tokens{tried} {now}, and so are later ones. Nothing is lost"
-                f" but time: to save it, {advice}.",
+                f"memory ran out in a micro-batch of {tokens} tokens{tried} {now}, and so are later ones. Results are"
+                f" unchanged; to save the time, {advice}.",
                 stacklevel=3,
             )
 
@@ -264,7 +264,7 @@ class BufferedRollouts:
     own: OwnRollouts  # this process's rollouts
     index: RolloutIndex  # the rollouts of all processes
     parts: list[Tensor]  # rollouts of each nominal micro-batch
-    iterations: int  # times that the micro-batches are gone through
+    iterations: int  # times that the micro-batches are trained on
     taken: int = 0
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.records import MicroStep, Mode, PromptSample, Rollout, RolloutBatch
+from covey.core.stats import Stat
 from covey.data.dynamic_sampling import PromptChooser, prompt_source
 from covey.observability.activity import Counted
 from covey.observability.record import Replay
@@ -28,6 +30,7 @@ PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine 
 
 # ("train" or "eval", number of the rollout batch, and of a further round if any); samples are seeded with it.
 RolloutKey = tuple[str | int, ...]
+Stats = dict[str, Stat]
 
 
 @dataclass(eq=False)
@@ -48,7 +51,7 @@ class RolloutPhase:
         self.failures = reports.FailureMonitor(self.run.collectives.named("count failed rollouts"))
         self.async_rollouts: AsyncRollouts | None = None  # samples ahead of training (`max_staleness` above 0)
         self._saved_async: dict[str, Any] | None = None
-        self.generations = {"train": 0, "eval": 0}  # begun so far
+        self.rollout_batches = {"train": 0, "eval": 0}  # begun so far
 
     @property
     def chooses_prompts(self) -> bool:
@@ -57,26 +60,28 @@ class RolloutPhase:
 
     def next(self, step: MicroStep, mode: Mode) -> RolloutBatch:
         """The rollouts of the rollout batch that begins with `step`, or of an evaluation batch. Collective."""
-        training, in_flight = mode == "train", None
+        training, in_flight, restarted = mode == "train", None, Stats()
         if training and self.replay is not None:
             key = self.next_key(mode)
             return replace(self.replay.load(key[1]), key=key)
         if training and self.async_rollouts is not None and step.rollout_batch is not None:
-            in_flight = self.async_rollouts.take(step.rollout_batch, self.run.step)
+            in_flight, restarted = self.async_rollouts.take(step.rollout_batch, self.run.step)
         key = self.next_key(mode) if in_flight is None else in_flight.key
         samples = step.samples if in_flight is None else in_flight.samples
         if training:
             self.run.timeline.begin(perf_counter())
         if self.chooser is None or not training:
             assert samples is not None, "the dataloader draws prompts unless a chooser does"
-            return self.sample(key, samples, mode, in_flight)
+            sampled = self.sample(key, samples, mode, in_flight)
+            return replace(sampled, stats=[restarted, *sampled.stats])
         scored = [self.sample(key, self.chooser.draw() if samples is None else samples, mode, in_flight)]
         rounds = [self.chooser.share(scored[0])]
         while (more := self.chooser.refill(rounds)) is not None:
             scored.append(self.sample((*key, len(rounds)), more, mode))
             rounds.append(self.chooser.share(scored[-1]))
         selection = self.chooser.select(scored, rounds)
-        return replace(selection.kept, key=key, selection=selection)
+        stats = [restarted, *chain.from_iterable(one.stats for one in scored)]
+        return replace(selection.kept, key=key, selection=selection, stats=stats)
 
     def sample(
         self,
@@ -87,23 +92,23 @@ class RolloutPhase:
         params: SamplingParams | None = None,
     ) -> RolloutBatch:
         """Sample and reward one round of a rollout batch; `in_flight` if its sampling began earlier. Collective."""
-        run, spec, log = self.run, self.collector.spec, reports.RewardLog()
+        run, spec, log, stats = self.run, self.collector.spec, reports.RewardLog(), list[Stats]()
         reuse = self.speculation if mode == "train" else None  # an evaluation samples from scratch
         with self._located(key), self._stream(in_flight) as stream:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
-                run.metrics.add(reports.staleness_stats(rollouts, run.step), "train")
+                stats.append(reports.staleness_stats(rollouts, run.step))
             else:
-                self.send_weights(mode)
+                stats.append(self.send_weights(mode))
                 with run.phases("generate"), preserve_process_state():
                     run.activity.count(len(samples))
                     counted = Counted(stream, run.activity)
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, counted)
             self.failures.count(rollouts)
             if spec is not None:
-                run.metrics.add(reports.agent_stats(rollouts, spec), mode)
+                stats.append(reports.agent_stats(rollouts, spec))
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
-                run.metrics.add(reports.failure_stats(rollouts), mode)
+                stats.append(reports.failure_stats(rollouts))
             try:
                 with run.phases("reward"), preserve_process_state():
                     rows, functions = [sample.row for sample in samples], len(self.rewards.names)
@@ -115,17 +120,17 @@ class RolloutPhase:
                     spec.release(rollouts)
             reports.add_spans(run.timeline, stream, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
-        run.metrics.add({**result.stats, **log.metrics, **reused}, mode)
-        return RolloutBatch(samples, rollouts, result.rewards, log.columns, result.steps, key)
+        stats.append({**result.stats, **log.metrics, **reused})
+        return RolloutBatch(samples, rollouts, result.rewards, log.columns, result.steps, key, stats=stats)
 
     def next_key(self, mode: Mode) -> tuple[str, int]:
-        number = self.generations[mode]
-        self.generations[mode] += 1
+        number = self.rollout_batches[mode]
+        self.rollout_batches[mode] += 1
         return mode, number
 
     def begin_evaluation(self) -> None:
         """Sample with the same seeds as in every evaluation, so that only the model differs."""
-        self.generations["eval"] = 0
+        self.rollout_batches["eval"] = 0
 
     @contextmanager
     def _located(self, key: RolloutKey) -> Iterator[None]:
@@ -142,21 +147,27 @@ class RolloutPhase:
         return self.rewards.stream(self.run.state(), self.run.args.stream_rewards)
 
     @torch.no_grad()
-    def launch(self, begins: int | None) -> None:
-        """At the beginning of an optimizer step, launch the rollout batches that may be sampled with its weights."""
+    def launch(self, begins: int | None) -> list[Stats]:
+        """Launch the rollout batches that may be sampled with the weights of the step that begins. Collective.
+
+        Returns:
+            Metrics of sending weights.
+        """
+        stats = list[Stats]()
         if self.replay is not None:  # it holds what was sampled ahead
-            return
+            return stats
         if self.async_rollouts is None:
             self.async_rollouts = self._async_rollouts()
             if self._saved_async is not None:
-                given_up = self.async_rollouts.load_state_dict(self._saved_async, self.run.step)
-                self.generations["train"] -= given_up  # they are launched again, with the same seeds
-        self.async_rollouts.launch(self.run.step, begins)
+                given_up, sent = self.async_rollouts.load_state_dict(self._saved_async, self.run.step)
+                stats.append(sent)
+                self.rollout_batches["train"] -= given_up  # they are launched again, with the same seeds
+        return [*stats, self.async_rollouts.launch(self.run.step, begins)]
 
     def _async_rollouts(self) -> AsyncRollouts:
         args, algebra, dataset = self.run.args, self.run.algebra, self.dataset
         rank, shuffle = self.run.collectives.rank, bool(args.shuffle_dataset)
-        per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
+        per_epoch = len(dataset) // algebra.prompts_per_rollout_batch if hasattr(dataset, "__len__") else None
         return AsyncRollouts(
             self.collector,
             self.params,
@@ -194,33 +205,32 @@ class RolloutPhase:
         spec = self.collector.spec
         call_all(self.rewards.close, *([] if spec is None else [spec.close]))
 
-    def send_weights(self, mode: Mode) -> None:
-        """Send the current weights before sampling; what is in flight continues with those that it began with."""
+    def send_weights(self, mode: Mode) -> Stats:
+        """Send the current weights before sampling; what is in flight continues with its own. Metrics; collective."""
         if self.async_rollouts is None:
-            self._send_weights(self.run.step, mode)
-            return
+            return self._send_weights(self.run.step)
         if mode == "eval":
             self.async_rollouts.settle()
-        self.async_rollouts.bring_weights(self.run.step, mode)
+        return self.async_rollouts.bring_weights(self.run.step)
 
-    def _send_weights(self, version: int, mode: Mode) -> None:
+    def _send_weights(self, version: int) -> Stats:
         with self.run.phases("sync"):
-            if not traits_of(self.collector.engine).shares_policy:
-                self.run.metrics.add(self.weight_sync.ensure_current(version), mode)
+            shares = traits_of(self.collector.engine).shares_policy
+            return {} if shares else self.weight_sync.ensure_current(version)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "generations": self.generations,
+            "generations": self.rollout_batches,
             "async_rollouts": self.async_rollouts.state_dict() if self.async_rollouts is not None else None,
             "prompts": self.chooser.state_dict() if self.chooser is not None else None,
             "speculation": self.speculation.state_dict() if self.speculation is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generations = dict(state["generations"])
+        self.rollout_batches = dict(state["generations"])
         self._saved_async = state["async_rollouts"]
         if self._saved_async is not None and self.run.args.max_staleness == 0:  # these are sampled again
-            self.generations["train"] -= len(self._saved_async["flights"])
+            self.rollout_batches["train"] -= len(self._saved_async["flights"])
         for name, part in (("prompts", self.chooser), ("speculation", self.speculation)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])

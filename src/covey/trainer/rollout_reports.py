@@ -28,7 +28,7 @@ from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import plays_functions
 
-FAILED_BATCHES = 3  # after this many generations in a row in which every rollout failed, the run stops
+FAILED_BATCHES = 3  # after this many rollout batches in a row in which every rollout failed, the run stops
 
 
 class RolloutWarning(UserWarning):
@@ -94,7 +94,7 @@ class FailureMonitor:
         elif total:
             self._failed_batches += 1
             if not self._has_worked or self._failed_batches >= FAILED_BATCHES:
-                often = f", {self._failed_batches} generations in a row" if self._has_worked else ""
+                often = f", {self._failed_batches} rollout batches in a row" if self._has_worked else ""
                 raise RolloutError(f"all {total} rollouts failed{often}. The first one: {first}")
         if failed and not self._warned:
             self._warned = True

@@ -79,7 +79,7 @@ class OnlineTrainer(TrainingLoop):
         peft_config: trains an adapter instead of the whole model.
         tools: functions that the policy may call; their type hints and docstrings describe them to it.
         rollout_func: plays rollouts in the place of the built-in loop: `async (row, engine) -> Rollout` for one, or
-            `(prompts, trainer) -> dict` for a whole generation (`covey.rollout.user_functions`).
+            `(prompts, trainer) -> dict` for a whole rollout batch (`covey.rollout.user_functions`).
         environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
             arguments, an adapter (`covey.rollout.environments`), or several by name, `{name: factory}`, each for the
             rows with its name in the column `environment`.

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from covey.core.batch import TrainBatch, join
 from covey.core.losses import BatchCounts, mean_over_update
 from covey.core.objective import policy_loss
-from covey.core.packing import balance_ranks, pass_tokens
+from covey.core.packing import balance_ranks, computed_tokens
 from covey.core.records import Experience, Plan, PlannedMicroStep
 from covey.core.stats import Mean, Stat, read
 from covey.core.terms import TermCounts
@@ -131,12 +131,12 @@ class UpdatePhase:
         )
 
     def _sizes(self, micro_batches: list[TrainBatch], skipped: int) -> Stats:
-        tokens = sum(pass_tokens(one, range(len(one)), self.scorer.layout) for one in micro_batches)
+        tokens = sum(computed_tokens(one, range(len(one)), self.scorer.layout) for one in micro_batches)
         run = sum(map(len, micro_batches))
         return {
-            "passes/count": Mean(float(len(micro_batches)), 1.0),
-            "passes/tokens": Mean(float(tokens), float(len(micro_batches))),
-            "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
+            "micro_batches/count": Mean(float(len(micro_batches)), 1.0),
+            "micro_batches/tokens": Mean(float(tokens), float(len(micro_batches))),
+            "micro_batches/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
         }
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
@@ -193,7 +193,7 @@ class UpdatePhase:
         coef = 0.0 if self.entropy is None else self.entropy.effective
         result = policy_loss(batch, *scores, objective, coef, run.step)
         if self.updates is not None and plan.training:
-            self.updates.on_pass(batch, *scores, objective)
+            self.updates.on_micro_batch(batch, *scores, objective)
         stats, scale = dict(result.stats), plan.scale
         if plan.training and not math.isfinite(without_bonus := result.without_bonus.item()):
             scale *= self.finite.check_loss(without_bonus, number)
@@ -227,7 +227,7 @@ class UpdatePhase:
                 return loss.detach()
 
             run.activity.count(plan.size, number - 1)
-            around = sharding.around_pass(run.accelerator, model, number == last) if sharding.gradients else None
+            around = sharding.around_micro_batch(run.accelerator, model, number == last) if sharding.gradients else None
             with around or nullcontext():
                 loss = loss + self.runner.run(batch, backward)
         if micro_step.is_last and run.collectives.size > 1 and not sharding.gradients:

@@ -130,8 +130,8 @@ class ExaminedRun:
     rows: Any  # of the dataset
     seconds: float = 75.0
     summary: dict[str, Any] = field(default_factory=dict)  # figures for the report
-    recorded: SampleBatch | None = None  # of the first generation on record; None: sampled here
-    others: list[Rollout] = field(default_factory=list)  # of the last generation on record
+    recorded: SampleBatch | None = None  # of the first rollout batch on record; None: sampled here
+    others: list[Rollout] = field(default_factory=list)  # of the last rollout batch on record
     place: str = "output_dir"  # of the run, for people
     evaluations: dict[str, Any] = field(default_factory=dict)  # rows of evaluation sets by name
     own_engine: bool = False  # those on record were sampled by an engine with weights of its own
@@ -155,8 +155,8 @@ class ExaminedRun:
         args, algebra = self.args, self.trainer.run.algebra
         if args.max_steps > 0 or not hasattr(self.rows, "__len__"):
             return max(args.max_steps, 1)
-        generations = len(self.rows) * self.group // algebra.generation_batch_size
-        return max(1, int(generations * algebra.updates_per_generation * args.num_train_epochs))
+        rollout_batches = len(self.rows) * self.group // algebra.generation_batch_size
+        return max(1, int(rollout_batches * algebra.updates_per_rollout_batch * args.num_train_epochs))
 
     @property
     def left(self) -> float:
@@ -180,7 +180,7 @@ class ExaminedRun:
         args, algebra = self.args, self.trainer.run.algebra
         if args.shuffle_dataset or args.prompt_sampler != "uniform" or args.dynamic_sample:
             return len(self.rows)
-        batches = math.ceil(self.steps / algebra.updates_per_generation)
+        batches = math.ceil(self.steps / algebra.updates_per_rollout_batch)
         return min(len(self.rows), max(batches * (algebra.generation_batch_size // self.group), PROMPTS))
 
     @cached_property

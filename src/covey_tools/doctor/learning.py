@@ -106,7 +106,7 @@ class Trials:
         optimizer = self._optimizer(learning_rate)
         if trainer.reference is not None and trainer.run.algorithm.beta:
             batch.ref_logprobs = before
-        plan, finite, in_passes, in_steps = Plan([[batch]], training=False), True, 0.0, 0.0
+        plan, finite, in_gradients, in_steps = Plan([[batch]], training=False), True, 0.0, 0.0
         with quiet():
             for _ in range(steps):
                 began = time.perf_counter()
@@ -117,11 +117,11 @@ class Trials:
                 finite = finite and bool(torch.isfinite(norm))
                 optimizer.step()
                 optimizer.zero_grad()
-                in_passes, in_steps = in_passes + passed - began, in_steps + time.perf_counter() - passed
+                in_gradients, in_steps = in_gradients + passed - began, in_steps + time.perf_counter() - passed
         after = self.run.logprobs(batch, args.temperature, exact=True)
         moved = (after - before)[batch.sampled].abs().mean().item()
         scale = trainer.run.algebra.generation_batch_size / max(len(batch), 1)
-        return TrialUpdate(moved, (in_passes * scale + in_steps) / steps, finite and math.isfinite(moved))
+        return TrialUpdate(moved, (in_gradients * scale + in_steps) / steps, finite and math.isfinite(moved))
 
 
 def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
@@ -347,7 +347,7 @@ def _surprise(batch: SampleBatch) -> float:
 
 
 def _stale(run: ExaminedRun, gap: float) -> Iterator[Finding]:
-    """The last generation on record has the log-probs of the untrained policy, though updates change these."""
+    """The last rollout batch on record has the log-probs of the untrained policy, though updates change these."""
     rollouts = [one for one in run.others if one.logprobs and any(one.sampled)][:16]
     if not run.own_engine or not rollouts:
         return
@@ -360,11 +360,11 @@ def _stale(run: ExaminedRun, gap: float) -> Iterator[Finding]:
     yield Finding(
         "engine-mismatch",
         "error",
-        "the engine samples with stale weights: log-probs of the last generation are those of the untrained"
+        "the engine samples with stale weights: log-probs of the last rollout batch are those of the untrained"
         f" policy (a gap of {still:.2g} nats).",
         "Look at the engine's log: it does not take the weights that it is sent, or takes them for another model.",
         f"A single update changes log-probs by {moved:.2g} nats; scored with the weights before all updates, the gap of"
-        f" the last generation is {still:.2g}.",
+        f" the last rollout batch is {still:.2g}.",
     )
 
 

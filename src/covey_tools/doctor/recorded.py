@@ -77,7 +77,7 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
     """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
     described = read_run(run)
     read = PastRun(run, described)
-    summary["generations"] = len(read.generations)
+    summary["rollout_batches"] = len(read.rollout_batches)
     trainer = rebuilt(described, read)
     examined = None
     if trainer is not None:
@@ -152,7 +152,7 @@ def examined_again(read: "PastRun", trainer: Any, seconds: float, summary: dict[
         examined.evaluations = sets_of(load_evaluations(parts.get("eval_dataset"), *renamed))
     cuts = any(name in read.settings for name in ("top_k", "top_p", "min_p", "repetition_penalty"))
     if read.tokens and not (cuts and read.traits.reports_after_cut):  # else scores are of another distribution
-        examined.others = read.load(read.generations[-1]).rollouts if len(read.generations) > 1 else []
+        examined.others = read.load(read.rollout_batches[-1]).rollouts if len(read.rollout_batches) > 1 else []
         examined.own_engine = not read.traits.shares_policy
     return examined
 
@@ -219,11 +219,11 @@ class PastRun:
         self.by_number: dict[int, list[Path]] = {}
         for path in all_files(self.folder):
             self.by_number.setdefault(number_of(path), []).append(path)
-        self.generations = sorted(n for n, paths in self.by_number.items() if all(map(count_rows, paths)))
-        if not self.generations:
-            raise ValueError(f"{str(run)!r} has a record without generations: the run ended before its first step.")
+        self.rollout_batches = sorted(n for n, paths in self.by_number.items() if all(map(count_rows, paths)))
+        if not self.rollout_batches:
+            raise ValueError(f"{str(run)!r} has a record without rollout batches: the run ended before its first step.")
         self.traits = EngineTraits(**described["engine"])
-        first = self._rows(self.generations[0])
+        first = self._rows(self.rollout_batches[0])
         self.names = [name.removeprefix(REWARD) for name in first[0] if name.startswith(REWARD)]
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         self.config = config_of(parts_of_record(described)["method"])
@@ -253,7 +253,7 @@ class PastRun:
     def data(self) -> dict[int, dict[str, Any]]:
         """Rows of the dataset that are on record, by their number, of the files that can be read."""
         found: dict[int, dict[str, Any]] = {}
-        for number in self.generations:
+        for number in self.rollout_batches:
             found |= {row["row"]: row["data"] for row in self._rows(number)}
             if len(found) >= MOST_ROWS:
                 break
@@ -268,7 +268,7 @@ class PastRun:
     def batch(self) -> SampleBatch:
         """The first rollout batch; further ones where it has few prompts."""
         loaded: list[RolloutBatch] = []
-        for number in self.generations[:FIRST]:
+        for number in self.rollout_batches[:FIRST]:
             if sum(len(one.rollouts) for one in loaded) < 24:
                 loaded.append(self.load(number))
         return self.together(loaded)
@@ -283,8 +283,8 @@ class PastRun:
     @cached_property
     def points(self) -> list["course.Point"]:
         """Some rollout batches, from the first to the last, as points of curves."""
-        count = len(self.generations)
-        taken = sorted({self.generations[n * (count - 1) // (course.MOST - 1)] for n in range(course.MOST)})
+        count = len(self.rollout_batches)
+        taken = sorted({self.rollout_batches[n * (count - 1) // (course.MOST - 1)] for n in range(course.MOST)})
         return [one for number in taken if (one := self._point(number)) is not None]
 
     def _point(self, number: int) -> "course.Point | None":
@@ -332,7 +332,7 @@ def _entropy(rows: Sequence[dict[str, Any]]) -> float | None:
 
 def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     """Findings from what is on record, without experiments."""
-    loaded = [one for number in read.generations[:FIRST] if (one := read.load(number)).rollouts]
+    loaded = [one for number in read.rollout_batches[:FIRST] if (one := read.load(number)).rollouts]
     if not loaded:
         return
     base = read.together(list(islice(loaded, FIRST)))

@@ -248,7 +248,6 @@ class CommonEvaluation:
             totals = weighted_total(scored.rewards.double(), phase.rewards.weights.double())
         finally:
             model.train(was_training)
-            trainer.run.metrics.drain("eval")
         return totals.view(len(self.rows), count).nanmean(dim=1).tolist()
 
     def _phase(self, trainer: Any) -> RolloutPhase:

@@ -87,14 +87,14 @@ class Scene:
 
     Attributes:
         path: an empty folder.
-        generations: rollouts of each generation so far, as the trainer got them (copies).
+        rollout_batches: rollouts of each rollout batch so far, as the trainer got them (copies).
         given: what the second reward function, `longer`, was called with (copies).
         release: set when the test is over: whoever hangs in a way that nobody can stop waits for it.
         kept: whatever the hostile code keeps.
     """
 
     path: Path
-    generations: list[list[Rollout]] = field(default_factory=list)
+    rollout_batches: list[list[Rollout]] = field(default_factory=list)
     given: list[dict[str, Any]] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
     kept: list[Any] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Scene:
 
         def noting(*args: Any, **kwargs: Any) -> list[Rollout]:
             rollouts = collect(*args, **kwargs)
-            self.generations.append([copied(rollout) for rollout in rollouts])
+            self.rollout_batches.append([copied(rollout) for rollout in rollouts])
             return rollouts
 
         made.collector.collect = noting

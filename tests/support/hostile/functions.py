@@ -1,4 +1,4 @@
-"""Hostile rollout functions, of the form for one rollout and of the form for a whole generation."""
+"""Hostile rollout functions, of the form for one rollout and of the form for a whole rollout batch."""
 
 import asyncio
 import sys
@@ -83,14 +83,14 @@ async def will_not_be_cancelled(scene: Scene, row: Any, engine: Any) -> None:
 
 
 async def returns_anothers(scene: Scene, row: Any, engine: Any) -> Rollout:
-    """The first one that was played in this generation."""
-    generation = len(scene.generations)
-    if len(scene.kept) == generation:
+    """The first one that was played in this rollout batch."""
+    rollout_batch = len(scene.rollout_batches)
+    if len(scene.kept) == rollout_batch:
         scene.kept.append(None)
-        scene.kept[generation] = await once(row, engine)
-    while scene.kept[generation] is None:
+        scene.kept[rollout_batch] = await once(row, engine)
+    while scene.kept[rollout_batch] is None:
         await asyncio.sleep(0.01)
-    return scene.kept[generation]
+    return scene.kept[rollout_batch]
 
 
 async def returns_an_old_one(scene: Scene, row: Any, engine: Any) -> Rollout:
@@ -147,7 +147,7 @@ def engine_fails(scene: Scene) -> dict[str, Any]:
     return {"rollout_func": play, "engine": ScriptedEngine(script)}
 
 
-# ---- for a whole generation ----------------------------------------------------------------------------------------
+# ---- for a whole rollout batch ------------------------------------------------------------------------------------
 
 
 def batch(bad: Callable[[Scene, Any, Any], Any] | None = None) -> Callable[[Scene], dict[str, Any]]:

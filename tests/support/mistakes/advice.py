@@ -230,7 +230,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Mixed conversations and plain strings": "",
         "Gave a prompt that fills the model's context": "",
         "Wrote chat_template_kwargs of a row as text": "",
-        "Gave fewer prompts than one generation draws": (
+        "Gave fewer prompts than one rollout batch draws": (
             "More prompts, a smaller `generation_batch_size` or a larger `num_generations`; see [batch "
             "algebra](batch-algebra.md)."
         ),
@@ -466,7 +466,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
         "Trained on several processes, of which one took too long": (
             "See what that process was doing. If it was only slow, raise `ddp_timeout` above the longest "
-            "generation and its rewards."
+            "rollout batch and its rewards."
         ),
         "Let processes go different ways, with callbacks of one process only for instance": (
             "What changes the course of training must happen on every process."

@@ -185,7 +185,7 @@ DATASETS = [
         "row 0 .*`chat_template_kwargs` .* str: 'enable_thinking'",
     ),
     data(
-        "Gave fewer prompts than one generation draws",
+        "Gave fewer prompts than one rollout batch draws",
         prompts("2+2="),
         "dataset-small",
         r" 1 prompt\(s\) .* 2 ",
@@ -571,7 +571,7 @@ REWARDS = [
             reward_funcs=LlamaForSequenceClassification(tiny.config(num_labels=1)),
             reward_processing_classes=tiny.tokenizer(),
         ),
-        ("every reward is a model", "score a generation as a whole"),
+        ("every reward is a model", "score a rollout batch as a whole"),
         kind=UserWarning,
     ),
     *(

@@ -103,7 +103,7 @@ RUNTIME = [
         "Set what is about steps where no steps are rewarded",
         lambda b: b.train({"max_steps": 4, "step_discount": 0.5, "step_baseline": "turn"}),
         (
-            "step_discount=0.5, step_baseline='turn': has had no effect in 3 generations",
+            "step_discount=0.5, step_baseline='turn': has had no effect in 3 rollout batches",
             r"Return \(end, reward\) pairs for a completion, or leave it unset",
         ),
         TRAINING,

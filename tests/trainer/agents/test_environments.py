@@ -100,7 +100,7 @@ def test_an_environment_is_played_and_rewards(tmp_path, method):
 
 def test_environments_are_used_again_and_closed_at_the_end(tmp_path):
     trainer(tmp_path, engine=says(CALL, "done")).train()
-    # 8 completions in each of two generations; the first environment, made to be looked at, is one of them.
+    # 8 completions in each of two rollout batches; the first environment, made to be looked at, is one of them.
     assert (Counter.made, Counter.closed) == (8, 8)
 
 
@@ -264,7 +264,7 @@ def test_sampling_ahead_keeps_environments_until_they_are_scored(tmp_path, strea
     assert values == [2] * 32
 
 
-def test_few_environments_are_enough_for_a_generation(tmp_path):
+def test_few_environments_are_enough_for_a_rollout_batch(tmp_path):
     class Scarce:
         max_environments = 2
         max_turns = 1
@@ -393,7 +393,7 @@ def test_environments_need_no_data(tmp_path):
     trained.train()
     logged = trained.state.log_history[0]
     assert logged["environment/riddle/reward"] == 5 and logged["rollouts/failed"] == 0
-    # Two generations of two prompts with four rollouts each, of which every second is a riddle.
+    # Two rollout batches of two prompts with four rollouts each, of which every second is a riddle.
     assert sorted(Riddle.asked) == [0] * 4 + [1] * 4
 
 

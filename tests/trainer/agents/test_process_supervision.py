@@ -350,7 +350,7 @@ def test_rollouts_are_skipped_if_no_token_has_an_advantage(tmp_path):
 
     trained = runs.trainer(tmp_path, parts={"reward_funcs": one_group}, max_steps=1)
     trained.train()
-    assert runs.history(trained, "passes/skipped_rollouts") == [0.5]
+    assert runs.history(trained, "micro_batches/skipped_rollouts") == [0.5]
 
 
 @pytest.mark.parametrize("settings", [{"top_entropy_quantile": 0.5}, {"entropy_coef": 0.01}, {"stream_rewards": True}])
@@ -401,7 +401,7 @@ def test_without_steps_nothing_about_them_is_logged(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_the_credit_it_had(tmp_path):
-    """Stopped in the middle of a generation that is used for two updates: advantages are in the checkpoint."""
+    """Stopped in the middle of a rollout batch that is used for two updates: advantages are in the checkpoint."""
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
     parts = {"reward_funcs": [places, runs.longer]}
     whole = runs.trainer(tmp_path / "whole", parts=parts, **settings)

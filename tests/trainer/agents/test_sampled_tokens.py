@@ -257,7 +257,7 @@ def answers_of_many_lengths():
 
 
 @pytest.fixture(scope="module")
-def generation(tmp_path_factory):
+def rollout_batch(tmp_path_factory):
     """What a run with a tool logged of its only step, with its rollouts."""
     kept = []
     settings = {"loss_type": "grpo", "beta": 0.05, "vllm_importance_sampling_correction": False}
@@ -268,8 +268,8 @@ def generation(tmp_path_factory):
     return made.state.log_history[0], kept[0].rollouts
 
 
-def test_lengths_and_num_tokens_count_what_the_policy_wrote(generation):
-    logged, rollouts = generation
+def test_lengths_and_num_tokens_count_what_the_policy_wrote(rollout_batch):
+    logged, rollouts = rollout_batch
     told = [len(rollout.completion_ids) - rollout.num_sampled for rollout in rollouts]
     assert set(told) == {1 + len("tool: 5") + 1 + 1 + len("assistant: ")}  # <bos>tool: 5<eos><bos>assistant:
     lengths = [rollout.num_sampled for rollout in rollouts]
@@ -281,8 +281,8 @@ def test_lengths_and_num_tokens_count_what_the_policy_wrote(generation):
 
 
 @torch.no_grad()
-def test_entropy_is_that_of_what_the_policy_wrote(generation):
-    logged, rollouts = generation
+def test_entropy_is_that_of_what_the_policy_wrote(rollout_batch):
+    logged, rollouts = rollout_batch
     entropies = []
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])

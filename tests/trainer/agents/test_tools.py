@@ -180,5 +180,5 @@ def test_failed_rollouts_in_a_row_are_counted_on_by_a_resume():
         watch.count(of(ERROR, 2))
     watch.count(of(ERROR, 2))
     resumed.load_state_dict(watch.state_dict())
-    with pytest.raises(RolloutError, match="all 2 rollouts failed, 3 generations in a row"):
+    with pytest.raises(RolloutError, match="all 2 rollouts failed, 3 rollout batches in a row"):
         resumed.count(of(ERROR, 2))

@@ -50,7 +50,7 @@ class Run:
         self.keys = iter(range(1000))
         self.max_steps = max_steps
         collector = Collector(self.engine, PromptCodec(tiny.tokenizer(), None, None), seed=3)
-        per_epoch = len(rows) // self.a.prompts_per_generation if hasattr(rows, "__len__") else None
+        per_epoch = len(rows) // self.a.prompts_per_rollout_batch if hasattr(rows, "__len__") else None
         self.ahead = AsyncRollouts(
             collector,
             SamplingParams(max_tokens=4),
@@ -63,9 +63,10 @@ class Run:
         )
         self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, choose_late=True)
 
-    def _send(self, version, mode):
+    def _send(self, version):
         self.engine.version = version
         self.events.append(("weights", version))
+        return {}
 
     def steps(self):
         """(optimizer step, what the loader says at each of its micro-steps)."""
@@ -93,7 +94,7 @@ class Run:
             self.ahead.launch(step, micro[0].rollout_batch)
             for marks in micro:
                 if marks.rollout_batch is not None:
-                    flight = self.ahead.take(marks.rollout_batch, step)
+                    flight, _ = self.ahead.take(marks.rollout_batch, step)
                     taken.append((step, flight))
                     self.events.append(("train", flight.number))
         self.ahead.close()
@@ -101,10 +102,10 @@ class Run:
 
 
 CUTS = {
-    "one update per generation": algebra(),
-    "four updates per generation": algebra(accumulation=1, steps=2, iterations=2),
-    "two generations per update": algebra(accumulation=4, steps=2),
-    "updates that mix generations": algebra(accumulation=4, steps=3),
+    "one update per rollout batch": algebra(),
+    "four updates per rollout batch": algebra(accumulation=1, steps=2, iterations=2),
+    "two rollout batches per update": algebra(accumulation=4, steps=2),
+    "updates that mix rollout batches": algebra(accumulation=4, steps=3),
     "epochs that end within an update": algebra(accumulation=3, steps=2),
 }
 
@@ -123,7 +124,7 @@ def test_weights_are_as_old_as_they_may_be_and_never_older(cut, staleness):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_schedule_knows_the_first_step_of_every_generation(cut):
+def test_the_schedule_knows_the_first_step_of_every_rollout_batch(cut):
     run = Run(1, CUTS[cut], max_steps=9)
     taken = run.go()
     assert [step for step, _ in taken] == [run.ahead.begins(flight.number) for _, flight in taken]
@@ -132,11 +133,11 @@ def test_the_schedule_knows_the_first_step_of_every_generation(cut):
 
 
 def test_one_step_ahead_is_launched_before_the_step_is_trained():
-    # generations 0 and 1 with the first weights; then, at the beginning of step n, generation n + 1 with weights n
+    # rollout batches 0 and 1 with the first weights; then, as step n begins, rollout batch n + 1 with weights n
     run = Run(1, max_steps=4)
     run.go()
     launched = [(served.version, served.request.seeds) for served in run.engine.served]
-    assert [version for version, _ in launched] == [0, 0, 0, 0, 1, 1, 2, 2]  # two prompts a generation
+    assert [version for version, _ in launched] == [0, 0, 0, 0, 1, 1, 2, 2]  # two prompts a rollout batch
     assert run.events == [
         ("weights", 0),
         ("train", 0),
@@ -184,9 +185,9 @@ def test_weights_wait_for_answers_of_an_engine_that_needs_it():
     open_when_sent = []
     send = run.ahead.send_weights
 
-    def watching(version, mode):
+    def watching(version):
         open_when_sent.append([served.ended is None for served in run.engine.served])
-        send(version, mode)
+        return send(version)
 
     run.engine.seconds = 0.01
     run.ahead.send_weights = watching
@@ -207,14 +208,14 @@ def test_checkpoints_keep_rollouts_and_resample_failed_ones():
         run.ahead.launch(step, micro[0].rollout_batch)
         for one in micro:
             if one.rollout_batch is not None:
-                found.append(run.ahead.take(one.rollout_batch, step))
+                found.append(run.ahead.take(one.rollout_batch, step)[0])
     state = run.ahead.state_dict()
     run.ahead.close()
     assert [one["generation"] for one in state["flights"]] == [3, 4]
     state["flights"][1]["rollouts"] = None
     resumed = Run(2)
     resumed.keys = iter(range(5, 100))
-    assert resumed.ahead.load_state_dict(state, 3) == 0
+    assert resumed.ahead.load_state_dict(state, 3)[0] == 0
     assert resumed.events == [("weights", 3)]  # before anything is sampled: the server may hold none of this run
     for step, micro in resumed.steps():
         if step < 3:
@@ -222,7 +223,7 @@ def test_checkpoints_keep_rollouts_and_resample_failed_ones():
         resumed.ahead.launch(step, micro[0].rollout_batch)
         for one in micro:
             if one.rollout_batch is not None:
-                found.append(resumed.ahead.take(one.rollout_batch, step))
+                found.append(resumed.ahead.take(one.rollout_batch, step)[0])
     resumed.ahead.close()
     assert straight[4][1] == 2
     straight[4] = (4, 3, *straight[4][2:])  # launched with version 2 before, and now with 3
@@ -233,16 +234,16 @@ def test_checkpoints_keep_rollouts_and_resample_failed_ones():
 def test_data_that_begin_anew_are_followed():
     run = Run(2)
     run.ahead.launch(3, 7)
-    flight = run.ahead.take(7, 3)
+    flight, _ = run.ahead.take(7, 3)
     assert (flight.number, flight.version) == (7, 3)
     run.ahead.launch(4, 8)
-    assert run.ahead.take(8, 4).version == 3  # as far ahead as ever
+    assert run.ahead.take(8, 4)[0].version == 3  # as far ahead as ever
     run.ahead.close()
 
 
-def test_a_background_failure_surfaces_with_its_generation():
+def test_a_background_failure_surfaces_with_its_rollout_batch():
     run = Run(1)
-    second = run.a.prompts_per_generation  # the place of the second generation's first request
+    second = run.a.prompts_per_rollout_batch  # the place of the second rollout batch's first request
 
     def fails_from_there(number):
         if number >= second:
@@ -252,7 +253,7 @@ def test_a_background_failure_surfaces_with_its_generation():
     run.engine.seconds = fails_from_there
     run.ahead.launch(0, 0)
     run.ahead.settle()
-    assert run.ahead.take(0, 0).number == 0
+    assert run.ahead.take(0, 0)[0].number == 0
     assert run.ahead.state_dict()["flights"][0]["rollouts"] is None
     with pytest.raises(ConnectionError, match="the server is gone"):
         run.ahead.take(1, 1)

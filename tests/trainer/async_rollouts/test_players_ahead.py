@@ -1,4 +1,4 @@
-"""Rollout functions and tools while later generations are sampled, evaluated, stopped and resumed."""
+"""Rollout functions and tools while later rollout batches are sampled, evaluated, stopped and resumed."""
 
 import asyncio
 
@@ -153,7 +153,7 @@ def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, st
     play(tmp_path, slowly if player == "one rollout" else slow_tree, 2, engine).train()
     first = [one for one in engine.served if len(one.request.prompt_ids) == 4]
     versions = [one.version for one in first for _ in one.request.seeds]  # however many became one request
-    launched = [0] * 6 + [1] * 2 + [2] * 2 + [3] * 2  # six generations of two prompts
+    launched = [0] * 6 + [1] * 2 + [2] * 2 + [3] * 2  # six rollout batches of two prompts
     assert sorted(versions) == [version for version in launched for _ in range(starts)]
 
 

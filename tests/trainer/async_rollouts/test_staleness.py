@@ -1,4 +1,4 @@
-"""Training while the next generations are sampled: the same content, no staler than allowed, corrected, resumable."""
+"""Training while the next rollout batches are sampled: equal content, no staler than allowed, corrected, resumable."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def ahead(folder, max_staleness, engine=None, method="grpo", parts=None, **setti
 
 
 def noted(trainer):
-    """What the trainer trains on, generation by generation: (step, draws, completions, versions)."""
+    """What the trainer trains on, rollout batch by rollout batch: (step, draws, completions, versions)."""
     share, found = trainer.credit.gather, []
 
     def noting(rollouts, behaviour, mode):
@@ -72,8 +72,8 @@ def test_one_step_ahead_is_one_step_old_but_for_the_first(tmp_path):
     assert runs.history(trainer, "sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
 
 
-def test_staleness_counts_optimizer_steps_of_one_generation_too(tmp_path):
-    # four steps a generation: with 1, the next one is launched at the last of them; with 4, at the first
+def test_staleness_counts_optimizer_steps_of_one_rollout_batch_too(tmp_path):
+    # four steps a rollout batch: with 1, the next one is launched at the last of them; with 4, at the first
     for staleness, launched in ((1, [0, 3, 7]), (4, [0, 0, 4])):
         trainer = ahead(tmp_path, staleness, max_steps=12, **CYCLE)
         found = noted(trainer)
@@ -118,9 +118,9 @@ def test_weights_that_an_engine_did_not_take_end_the_run(tmp_path):
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_generation_is_sampled_while_the_last_is_trained_on(tmp_path):
-    # Each waits for the other: the training of step n until the requests of generation n + 1 have come, and these, from
-    # generation 1 on, until the training of step n has begun. Done by turns, neither would ever continue.
+def test_a_rollout_batch_is_sampled_while_the_last_is_trained_on(tmp_path):
+    # Each waits for the other: the training of step n until the requests of rollout batch n + 1 have come, and
+    # these, from rollout batch 1 on, until the training of step n has begun. In turns, neither would ever continue.
     engine, waited = scripted(), []
     trainer = ahead(tmp_path, 1, engine, max_steps=4)
     training = [threading.Event() for _ in range(4)]
@@ -129,9 +129,9 @@ def test_a_generation_is_sampled_while_the_last_is_trained_on(tmp_path):
     async def generate(request):
         import asyncio
 
-        generation = len(engine.served) // 2  # two prompts each
+        rollout_batch = len(engine.served) // 2  # two prompts each
         answered = await answer(request)
-        while generation and not training[generation - 1].is_set():
+        while rollout_batch and not training[rollout_batch - 1].is_set():
             await asyncio.sleep(0.001)
         return answered
 
@@ -170,7 +170,7 @@ def test_rewards_can_be_worked_out_ahead_too(tmp_path):
         found.append((runs.history(trainer, "reward"), runs.weights(trainer)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-    # a call per generation in the main thread, then one per group beside it
+    # a call per rollout batch in the main thread, then one per group beside it
     assert lanes[:6] == ["MainThread"] * 6 and len(lanes) == 18 and "MainThread" not in lanes[6:]
 
 
@@ -213,13 +213,13 @@ def test_stale_tokens_weigh_training_over_sampling_weights(tmp_path, cut, method
     objective = replace(trainer.run.algorithm.objective, surrogate=watching)
     trainer.run.method.algorithm = replace(trainer.run.algorithm, objective=objective)
     trainer.train()
-    batch, scored = kept[1]  # the second generation: sampled with weights that were trained since
+    batch, scored = kept[1]  # the second rollout batch: sampled with weights that were trained since
     begins = 4 if cut else 1
     expected = (scored - batch.engine_logprobs).exp()
     assert (expected - 1).abs().max() > 0.05
     first = [(ratio, rho) for ratio, rho, step in used if step == begins]
     rho = torch.cat([rho for _, rho in first])
-    # what is clipped is the policy against itself at the generation's beginning: there it has not moved yet
+    # what is clipped is the policy against itself at the rollout batch's beginning: there it has not moved yet
     assert all(ratio.abs().max() < 1e-5 for ratio, _ in first)
     assert rho.max() <= 1.5 and rho.std() > 0.01
     if not cut:
@@ -249,7 +249,7 @@ def test_an_engine_that_ignores_weights_is_detected(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_may_end_before_the_second_check(tmp_path):
-    # resumed at its last step, whose generation the checkpoint holds: nothing is launched, so nothing is sampled
+    # resumed at its last step, whose rollout batch the checkpoint holds: nothing is launched, so nothing is sampled
     parts = {"eval_dataset": tiny.rows(2)}
     looks = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 3}
     saving = {"save_strategy": "steps", "save_steps": 1}
@@ -303,8 +303,8 @@ def sometimes_equal(prompts, completion_ids, **kwargs):
 VARIANTS = {
     "one step ahead": (1, {}),
     "several steps ahead": (3, {}),
-    "in the middle of a generation": (2, CYCLE),
-    "with generations that share a step": (1, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}),
+    "in the middle of a rollout batch": (2, CYCLE),
+    "with rollout batches that share a step": (1, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}),
     "with refills": (1, {"dynamic_sample": True}),
     "with prompts by difficulty": (2, {"prompt_sampler": "difficulty", "dynamic_sample": True}),
     "with a stream": (2, {"shuffle_dataset": False}),
@@ -357,7 +357,7 @@ def test_a_checkpoint_of_a_run_ahead_can_go_on_less_far_ahead(tmp_path):
     expected = noted(straight)
     straight.train()
     assert [each[:3] for each in found] == [each[:3] for each in expected[3:]]
-    # generations 3 to 7 were sampled with weights 0, 0, 1, 2 and 3: too old for this run, or launched too early
+    # rollout batches 3 to 7 were sampled with weights 0, 0, 1, 2 and 3: too old for this run, or launched too early
     assert [(step, versions) for step, _, _, versions in found] == [(3, [3]), (4, [3]), (5, [4]), (6, [5]), (7, [6])]
 
 
@@ -383,7 +383,7 @@ def test_no_thread_is_left_when_training_has_ended(tmp_path):
 
 def test_a_lost_server_ends_the_run_once_its_samples_are_needed(tmp_path):
     def gone(number):
-        if number >= 6:  # the fourth generation
+        if number >= 6:  # the fourth rollout batch
             raise ConnectionError("the server at http://localhost:8000 is gone")
         return 0.0
 

@@ -35,7 +35,7 @@ CASES = {
         "dynamic_sample": True,
         "prompt_sampler": "difficulty",
     },
-    "two generations a step": {"method": "grpo", "steps_per_generation": 1, "gradient_accumulation_steps": 2},
+    "two rollout batches a step": {"method": "grpo", "steps_per_generation": 1, "gradient_accumulation_steps": 2},
     "lora": {"method": "grpo", "lora": True},
     "checkpointed layers": {"method": "grpo", "gradient_checkpointing": True},
     "dynamic sampling": {"method": "grpo", "dynamic_sample": True, "settled": True},
@@ -117,7 +117,7 @@ CASES = {
 
 SLOW = (
     "steps of a group over both processes, with refills",
-    "two generations a step",
+    "two rollout batches a step",
     "checkpointed layers",
     "dynamic sampling",
     "an engine that is corrected, a process without signal",

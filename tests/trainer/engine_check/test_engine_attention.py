@@ -28,7 +28,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_every_generation_is_sampled_from_the_policy(tmp_path, config):
+def test_every_rollout_batch_is_sampled_from_the_policy(tmp_path, config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_every_generation_is_sampled_from_the_policy(tmp_path, config):
     assert len(gaps) == 3 and max(gaps) < 1e-3
 
 
-def test_an_engine_wrong_after_the_first_generation_is_detected(tmp_path):
+def test_an_engine_wrong_after_the_first_rollout_batch_is_detected(tmp_path):
     trained = runs.trainer(tmp_path)
     collect, calls = trained.collector.collect, []
 

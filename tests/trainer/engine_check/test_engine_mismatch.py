@@ -164,9 +164,9 @@ def test_the_built_in_engine_is_not_corrected_unless_asked_for(tmp_path, policy)
 @pytest.mark.parametrize(
     ("method", "settings", "passes"),
     [
-        ("grpo", {"max_steps": 2}, 0),  # two generations, each compared in its training passes
+        ("grpo", {"max_steps": 2}, 0),  # two rollout batches, each compared in its training passes
         ("grpo", {"max_steps": 2, "loss_type": "vespo"}, 0),
-        ("grpo", {**OFF_POLICY, "max_steps": 4}, 1),  # one generation, whose old log-probs are scored anyway
+        ("grpo", {**OFF_POLICY, "max_steps": 4}, 1),  # one rollout batch, whose old log-probs are scored anyway
         ("rloo", {"beta": 0.0}, 0),
         ("rloo", {"beta": 0.05}, 2),  # those of the KL penalty: policy and reference
     ],

@@ -165,7 +165,7 @@ def counting():
     return calls, rescore
 
 
-def test_two_generations_are_looked_at_and_no_more():
+def test_two_rollout_batches_are_looked_at_and_no_more():
     calls, rescore = counting()
     look = check(rescore=rescore)
     for _ in range(4):

@@ -153,7 +153,7 @@ def test_looks_are_far_apart_and_a_new_copy_follows_the_last():
 
 
 def differences(run, *engine):
-    """The first half of a generation's comparison: is the last version to be asked?"""
+    """The first half of a rollout batch's comparison: is the last version to be asked?"""
     assert run.test.moved()
     few = run.few(*engine)
     asked = run.test.jumped([run.test.difference(few, run.rescore)])

@@ -96,8 +96,8 @@ def same(trained, weights):
 
 def compare(case, scene, benign, hostile):
     """Whoever is not hostile has the tokens that it has without the others; yields who is, beside what it would be."""
-    assert len(scene.generations) == case.steps
-    for here, there in zip(scene.generations, benign.generations[: case.steps], strict=True):
+    assert len(scene.rollout_batches) == case.steps
+    for here, there in zip(scene.rollout_batches, benign.rollout_batches[: case.steps], strict=True):
         bad = [hostile(place, rollout) for place, rollout in enumerate(there)]
         assert any(bad) and not all(bad)
         for mine, theirs, is_bad in zip(here, there, bad, strict=True):
@@ -170,7 +170,7 @@ def test_a_hostile_reward_costs_its_own_rewards(case, scene, without, nothing_is
         return refused(case, scene)
     benign, weights = without(hostile_rewards.BENIGN)
     trained = train(case, scene)
-    for here, there in zip(scene.generations, benign.generations[: case.steps], strict=True):
+    for here, there in zip(scene.rollout_batches, benign.rollout_batches[: case.steps], strict=True):
         assert list(map(tokens, here)) == list(map(tokens, there))
     assert scene.given == benign.given[: case.steps], "what the next function is given"
     assert not case.harmless or same(trained, weights)

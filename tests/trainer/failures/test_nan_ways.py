@@ -142,7 +142,7 @@ def reward(value):
 
 
 def engine(value, **settings):
-    """An engine of the user's own whose log-probs are spoilt from the fourth generation on, past the first checks."""
+    """A user's engine whose log-probs are spoilt from the fourth rollout batch on, after the first checks."""
 
     def way(folder):
         made = trainer(folder, steps=5, **settings)

@@ -72,7 +72,7 @@ def test_batches_follow_from_what_a_trial_changes(tmp_path):
     sampler = optuna.samplers.GridSampler({"num_generations": [2, 8]})
     model = tiny.folder(tmp_path / "model")
     _, remembers, _ = searched(tmp_path, space, {"model": model, "model_init": None}, n_trials=2, sampler=sampler)
-    assert {one["args"].algebra().prompts_per_generation for one in remembers.trials} == {4, 1}
+    assert {one["args"].algebra().prompts_per_rollout_batch for one in remembers.trials} == {4, 1}
 
 
 @pytest.mark.slow

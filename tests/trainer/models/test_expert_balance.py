@@ -11,7 +11,7 @@ from covey.core.batch import TrainBatch
 from covey.policy.moe import load_balancing_loss
 from covey.trainer.loss_terms import ExpertBalance, load_survey
 from tests.support import mixtures, runs, tiny
-from tests.trainer.test_passes import gradients_of_one_step
+from tests.trainer.test_micro_batches import gradients_of_one_step
 
 COEF = 0.5
 
@@ -83,7 +83,7 @@ def test_how_a_step_is_cut_changes_nothing(tmp_path, reference, changes):
     assert runs.history(trainer, "aux_loss") == pytest.approx(runs.history(reference[0], "aux_loss"), rel=1e-5)
 
 
-def test_a_pass_that_runs_out_of_memory_has_the_same_gradient(tmp_path, reference):
+def test_a_micro_batch_that_runs_out_of_memory_has_the_same_gradient(tmp_path, reference):
     def fail_once(trainer):
         compute, left = trainer.compute_loss, [True]
 
@@ -101,7 +101,7 @@ def test_a_pass_that_runs_out_of_memory_has_the_same_gradient(tmp_path, referenc
     assert all((a - b).abs().max() <= 1e-5 * scale for a, b in zip(gradients, reference[1], strict=True))
 
 
-def test_the_loss_is_over_all_generations_of_a_step(tmp_path):
+def test_the_loss_is_over_all_rollout_batches_of_a_step(tmp_path):
     losses = []
 
     def watch(trainer):

@@ -50,7 +50,7 @@ def test_training_samples_from_the_weights_of_the_moment(tmp_path, servers, meth
     held = dict(server.model.named_parameters())
     first = dict(tiny.model().named_parameters())
     assert any(not torch.equal(held[name], first[name]) for name in held)
-    assert server.stamp.endswith("-2")  # the last generation was sampled after 2 steps
+    assert server.stamp.endswith("-2")  # the last rollout batch was sampled after 2 steps
     assert max(runs.history(trained, "sampling/sampling_logp_difference/max")) < 1e-3
     assert runs.history(trained, "sync/bytes")[0] == sum(4 * parameter.numel() for parameter in held.values())
 

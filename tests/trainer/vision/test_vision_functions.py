@@ -1,4 +1,4 @@
-"""Rollout functions that play a whole generation, and environments, with images."""
+"""Rollout functions that play a whole rollout batch, and environments, with images."""
 
 import asyncio
 import base64

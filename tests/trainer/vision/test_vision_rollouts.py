@@ -150,7 +150,7 @@ def test_adapters_train_on_images_and_load_again(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_hold_the_processor_and_resume_exactly(tmp_path):
-    """Three updates of one generation, stopped after the first: its images wait in the checkpoint."""
+    """Three updates of one rollout batch, stopped after the first: its images wait in the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "beta": 0.1}
     settings |= {"gradient_accumulation_steps": 1, "steps_per_generation": 4}
     whole = trainer(tmp_path / "whole", **settings)

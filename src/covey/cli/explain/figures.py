@@ -107,12 +107,12 @@ def _smaller(args: Any) -> Iterator[dict[str, Any]]:
 
 def _recomputation(m: MemoryEstimate) -> str:
     """Layers that keep their activations, and those that recompute them."""
-    passes = f"in a micro-batch of {m.pass_tokens:,} tokens (gradient_checkpointing=True)"
+    where = f"in a micro-batch of {m.micro_batch_tokens:,} tokens (gradient_checkpointing=True)"
     if not m.kept_layers:
-        return f"All {m.layers} layers recompute their activations {passes}."
+        return f"All {m.layers} layers recompute their activations {where}."
     most = f"The last {m.kept_layers} of {m.layers} layers" if m.kept_layers < m.layers else f"All {m.layers} layers"
     others = "; for the others there is no room, and they recompute theirs" * (m.kept_layers < m.layers)
-    return f"{most} keep their activations {passes}{others}."
+    return f"{most} keep their activations {where}{others}."
 
 
 def _sharding(run: ExplainedRun) -> str:
@@ -192,8 +192,9 @@ def communication(run: ExplainedRun) -> Iterator[str]:
     adapter = run.model.peft is not None
     step = step_costs(config, args, memory, spread, prompt_tokens=prompt_tokens, adapter=adapter)
     scoring = f"{step.scoring_flops:.2e} to score, " if step.scoring_flops else ""
+    several = "es" * (memory.micro_batches != 1)
     yield f"""One optimizer step, all {spread.processes} processes, full completions: {step.training_flops:.2e}
-    operations to train in {memory.passes} pass{"es" * (memory.passes != 1)} of {memory.pass_tokens:,} tokens each,
+    operations to train in {memory.micro_batches} micro-batch{several} of {memory.micro_batch_tokens:,} tokens,
     {scoring}{step.sampling_flops:.2e} to sample {step.sampled_tokens:,} tokens."""
     parts = {"gather weights": step.gathered, "add up gradients": step.reduced, "after the update": step.refreshed}
     parts |= {"gather for sync": step.sync_gathered, "send to server": step.sync_sent}
@@ -219,8 +220,8 @@ def communication(run: ExplainedRun) -> Iterator[str]:
 def _seconds(times: StepTimes, machine: str) -> Iterator[str]:
     figures = MACHINES[machine]
     order = "sampling during training" if times.overlaps else "sampling and training in turns"
-    yield f"""On {machine} GPUs, at {figures.training:.0%} of their operations in passes and {figures.decoding:.0%} of
+    yield f"""On {machine} GPUs, at {figures.training:.0%} of their operations in training and {figures.decoding:.0%} of
     their memory's rate in decoding (assumed; measure your own), with {order}:"""
-    parts = {"sampling": times.sampling, "passes": times.training, "moving in passes": times.moving}
+    parts = {"sampling": times.sampling, "training": times.training, "moving in training": times.moving}
     parts |= {"after the update": times.refreshing, "sync": times.sync, "step": times.step}
     yield from (f"{name:<20}{value:>10.1f} s" for name, value in parts.items() if value)

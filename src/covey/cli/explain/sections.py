@@ -14,9 +14,9 @@ def count(number: int, noun: str) -> str:
 
 
 def batches(run: ExplainedRun) -> Iterator[str]:
-    a, args, updates = run.algebra, run.args, run.algebra.updates_per_generation
+    a, args, updates = run.algebra, run.args, run.algebra.updates_per_rollout_batch
     yield f"""Batch sizes count completions, not prompts. One rollout batch:
-    {count(a.prompts_per_generation, "prompt")}, {a.num_generations} completions each, {a.generation_batch_size}
+    {count(a.prompts_per_rollout_batch, "prompt")}, {a.num_generations} completions each, {a.generation_batch_size}
     completions in all (generation_batch_size)."""
     yield f"""It is cut into {count(a.steps_per_generation, "micro-batch")} (steps_per_generation) of
     {a.per_device_train_batch_size} completions in each of {count(a.world_size, "process")}."""
@@ -52,10 +52,10 @@ def batches(run: ExplainedRun) -> Iterator[str]:
 
 
 def _epochs(run: ExplainedRun) -> Iterator[str]:
-    a, args, updates = run.algebra, run.args, run.algebra.updates_per_generation
+    a, args, updates = run.algebra, run.args, run.algebra.updates_per_rollout_batch
     prompts = (run.start.rows if run.start else None) or 0
-    if prompts >= a.prompts_per_generation:
-        full, left = divmod(prompts, a.prompts_per_generation)
+    if prompts >= a.prompts_per_rollout_batch:
+        full, left = divmod(prompts, a.prompts_per_rollout_batch)
         per_epoch = math.ceil(full * updates)
         left_over = f" ({count(left, 'prompt')} left over)" if left else ""
         yield f"""The dataset's {count(prompts, "prompt")} make {count(full, "rollout batch")} per epoch{left_over} and
@@ -69,9 +69,9 @@ def _epochs(run: ExplainedRun) -> Iterator[str]:
     elif args.max_steps > 0:
         wanted = args.max_steps / updates
         yield f"""max_steps={args.max_steps} updates are {float(wanted):g} rollout batches,
-        {float(wanted * a.prompts_per_generation):g} prompts in all."""
+        {float(wanted * a.prompts_per_rollout_batch):g} prompts in all."""
     else:
-        per_thousand = float(1000 * updates / a.prompts_per_generation)
+        per_thousand = float(1000 * updates / a.prompts_per_rollout_batch)
         yield f"""Every 1,000 prompts of the dataset are about {per_thousand:.4g} updates;
         num_train_epochs={args.num_train_epochs:g} goes through the dataset so many times. A last, incomplete rollout
         batch is left out."""
@@ -146,15 +146,15 @@ def _mismatch(run: ExplainedRun) -> str:
     passes = (
         "That reads the log-probabilities of the additional pass."
         if run.scores_old
-        else "That compares log-probabilities of the training passes: no additional pass, except for a model with "
-        "dropout."
+        else "That compares log-probabilities that training computes anyway: no additional pass, except for a model"
+        " with dropout."
     )
     return f"""Each {mode.partition("_")[0]} is weighed by trainer probability over engine probability ({mode}){beyond}.
     {passes} Watch sampling/*."""
 
 
 def _staleness(run: ExplainedRun) -> Iterator[str]:
-    args, updates = run.args, run.algebra.updates_per_generation
+    args, updates = run.args, run.algebra.updates_per_rollout_batch
     yield f"""Async rollouts (max_staleness={args.max_staleness}): the weights that sample are up to
     {count(args.max_staleness, "optimizer step")} older than those that training on a rollout batch begins with."""
     in_flight = int(args.max_staleness / updates)
@@ -254,8 +254,8 @@ def tokens(run: ExplainedRun) -> Iterator[str]:
             "nothing corrects."
         )
         yield f"""When a prompt comes again, its last completions are drafts
-        (speculative_reuse={args.speculative_reuse}): they are checked in one pass, and decoded on from the first token
-        {rule} sampling/reused_token_fraction is the fraction of tokens that were not decoded."""
+        (speculative_reuse={args.speculative_reuse}): one forward pass checks them, and decoding begins at the first
+        token {rule} sampling/reused_token_fraction is the fraction of tokens that were not decoded."""
 
 
 def sampling(run: ExplainedRun) -> Iterator[str]:

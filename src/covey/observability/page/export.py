@@ -99,7 +99,7 @@ def write_page(
     size, without = sum(map(len, data.values())), 0
     for name, chunk in _texts(runs, chosen, steps, most_texts):
         if size + len(chunk) > max_bytes:
-            without += name.startswith("generation/")
+            without += name.startswith("rollouts/")
         elif name not in data:
             data[name] = chunk
             size += len(chunk)
@@ -109,7 +109,7 @@ def write_page(
 
 
 def _listed(run: RecordedRun, keys: Sequence[str], max_bytes: float) -> dict[str, str]:
-    """Packed summaries of the generations that fit: evenly spread, and the last."""
+    """Packed summaries of the rollout batches that fit: evenly spread, and the last."""
     numbers = list(dict.fromkeys(key.partition(".")[0] for key in keys))
     while True:
         kept = {*numbers[:: run.stride], *numbers[-1:]}
@@ -127,10 +127,10 @@ def _texts(
     """Rollouts and images of rollout batches, the latest first."""
     for number, (run, keys) in enumerate(zip(runs, chosen, strict=True)):
         for key in [*reversed(keys)][:most]:
-            rollouts = run.generation(key)
+            rollouts = run.rollout_batch(key)
             if steps is not None and rollouts and rollouts[0]["step"] not in steps:
                 continue
-            yield f"generation/{number}/{key}", packed(rollouts)
+            yield f"rollouts/{number}/{key}", packed(rollouts)
             yield from _images(number, run, {name for one in rollouts for name in one.get("image_files") or ()}).items()
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from covey.core.transcript import as_text
 from covey.observability.findings import read_findings
 from covey.observability.metric_docs import OF_THE_LOOP, all_sets, evaluation_sets, meaning, metrics_of, place, prefix
-from covey.observability.page.tables import EXCERPT, Generation, TokenUpdate
+from covey.observability.page.tables import EXCERPT, RecordedBatch, TokenUpdate
 from covey.observability.pairs import pairs
 from covey.observability.record_files import (
     FINDINGS,
@@ -37,8 +37,8 @@ from covey.observability.record_files import (
     spent,
 )
 
-CACHED = 24  # tables of generations in memory
-TITLED = 8  # generations whose prompts decide on what names of prompts leave out
+CACHED = 24  # tables of rollout batches in memory
+TITLED = 8  # rollout batches whose prompts decide on what names of prompts leave out
 WORTH_LEAVING_OUT = 16  # characters that all prompts begin with
 CHANGE = "trainer's log-prob minus the recorded run's: how far this policy is from the one that sampled"
 QUIET = 600.0  # seconds without a new file after which a run without an end counts as stopped
@@ -53,14 +53,14 @@ class RecordedRun:
 
     Args:
         folder: the run's `output_dir`.
-        cached: tables of generations that are kept in memory.
+        cached: tables of rollout batches that are kept in memory.
     """
 
     def __init__(self, folder: Path, cached: int = CACHED):
         read_run(folder)
         self.folder, self.record = folder, folder / FOLDER
         self._read: dict[Path, int] = {}  # files of updates and when they were written
-        self._updates: dict[str, list[TokenUpdate]] = {}  # by generation and process, in the order of steps
+        self._updates: dict[str, list[TokenUpdate]] = {}  # by rollout batch and process, in the order of steps
         self._tables = lru_cache(cached)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
         self._packed: dict[str, tuple[str, str]] = {}  # blocks as an exported page holds them, with their versions
@@ -136,7 +136,7 @@ class RecordedRun:
         ]
 
     def blocks(self, keys: list[str]) -> dict[str, Any]:
-        """Summaries of the rollouts of generations, by key."""
+        """Summaries of the rollouts of rollout batches, by key."""
         files, found = self._files(), {}
         for key in keys:
             if (path := files.get(key)) is None:
@@ -148,13 +148,13 @@ class RecordedRun:
         return found
 
     def _block(self, key: str, path: Path) -> dict[str, Any]:
-        generation = self._generation(key, path)
-        block = generation.block(_literal(read_run(self.folder).get("settings", {}).get("reward_weights")) or [])
-        block["columns"]["prompt"] = [title[:EXCERPT] for title in generation.prompts(self._title)]
+        rollout_batch = self._rollout_batch(key, path)
+        block = rollout_batch.block(_literal(read_run(self.folder).get("settings", {}).get("reward_weights")) or [])
+        block["columns"]["prompt"] = [title[:EXCERPT] for title in rollout_batch.prompts(self._title)]
         return block
 
     def packed_blocks(self, keys: Sequence[str]) -> dict[str, str]:
-        """Summaries of generations as an exported page holds them, which are kept for the next page of the same."""
+        """Summaries of rollout batches as an exported page holds them, which are kept for the next page of the same."""
         files, known, self._packed = self._files(), self._packed, {}
         for key in keys:
             version = self._version(key, files[key])
@@ -165,23 +165,25 @@ class RecordedRun:
     @cached_property
     def _title(self) -> Callable[[Any], str]:
         """Names a prompt by what it differs by from others."""
-        generations = [self._generation(key, path) for key, path in [*self._files().items()][:TITLED]]
-        return title_of([generation.prompt(row) for generation in generations for row in generation.firsts()])
+        rollout_batches = [self._rollout_batch(key, path) for key, path in [*self._files().items()][:TITLED]]
+        return title_of(
+            [rollout_batch.prompt(row) for rollout_batch in rollout_batches for row in rollout_batch.firsts()]
+        )
 
     def rollout(self, name: str) -> dict[str, Any]:
-        """A rollout by `generation.rank.row`; NotRecorded where there is none."""
+        """A rollout by `rollout_batch.rank.row`; NotRecorded where there is none."""
         key, _, row = name.rpartition(".")
         if (path := self._files().get(key)) is None:
-            raise NotRecorded(f"there is no generation {key}")
-        generation = self._generation(key, path)
-        if not row.isdecimal() or int(row) >= generation.table.num_rows:
-            raise NotRecorded(f"generation {key} has no rollout {row}")
-        return self._named(generation.rollout(int(row), key, self._words))
+            raise NotRecorded(f"there is no rollout batch {key}")
+        rollout_batch = self._rollout_batch(key, path)
+        if not row.isdecimal() or int(row) >= rollout_batch.table.num_rows:
+            raise NotRecorded(f"rollout batch {key} has no rollout {row}")
+        return self._named(rollout_batch.rollout(int(row), key, self._words))
 
-    def generation(self, key: str) -> list[dict[str, Any]]:
-        generation = self._generation(key, self._files()[key])
-        rows = range(generation.table.num_rows)
-        return [self._named(generation.rollout(row, key, self._words)) for row in rows]
+    def rollout_batch(self, key: str) -> list[dict[str, Any]]:
+        rollout_batch = self._rollout_batch(key, self._files()[key])
+        rows = range(rollout_batch.table.num_rows)
+        return [self._named(rollout_batch.rollout(row, key, self._words)) for row in rows]
 
     def _named(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """The rollout with its columns of tokens under the names that hold for this run."""
@@ -195,12 +197,12 @@ class RecordedRun:
         """Rollouts whose prompt or completion contains the words, in any case."""
         found, wanted = [], words.lower()
         for key, path in self._files().items():
-            generation = self._generation(key, path)
+            rollout_batch = self._rollout_batch(key, path)
             prompts: dict[int, bool] = {}
-            groups = generation.table["group"].to_pylist()
-            for row, text in enumerate(generation.table["completion"].to_pylist()):
+            groups = rollout_batch.table["group"].to_pylist()
+            for row, text in enumerate(rollout_batch.table["completion"].to_pylist()):
                 if groups[row] not in prompts:
-                    prompts[groups[row]] = wanted in as_text(generation.prompt(row)).lower()
+                    prompts[groups[row]] = wanted in as_text(rollout_batch.prompt(row)).lower()
                 if prompts[groups[row]] or wanted in as_text(json.loads(text)).lower():
                     found.append(f"{key}.{row}")
         return found
@@ -213,7 +215,7 @@ class RecordedRun:
         return path
 
     def _files(self) -> dict[str, Path]:
-        """Files of generations by `generation.rank`; new files of updates are read."""
+        """Files of rollout batches by `rollout_batch.rank`; new files of updates are read."""
         updates = {path: _written(path) for path in self.record.glob("update_*.parquet")}
         if any(updates.get(path) != time for path, time in self._read.items()):  # a resumed run wrote others
             self._read, self._updates = {}, {}
@@ -231,11 +233,11 @@ class RecordedRun:
     def _version(self, key: str, path: Path) -> str:
         return f"{_written(path)}-{len(self._updates.get(key, ()))}"
 
-    def _generation(self, key: str, path: Path) -> Generation:
+    def _rollout_batch(self, key: str, path: Path) -> RecordedBatch:
         return self._tables(key, path, self._version(key, path))
 
-    def _table(self, key: str, path: Path, version: str) -> Generation:
-        return Generation(pq.read_table(path).combine_chunks(), self._updates.get(key, []))
+    def _table(self, key: str, path: Path, version: str) -> RecordedBatch:
+        return RecordedBatch(pq.read_table(path).combine_chunks(), self._updates.get(key, []))
 
     def _lines(self) -> list[dict[str, Any]]:
         return self._metrics(_written(self.record / METRICS))
@@ -309,7 +311,7 @@ def packed(value: Any) -> str:
 
 
 def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:
-    """First token and row of the rollouts in a file of updates, by the generation and process that sampled them."""
+    """First token and row of the rollouts in a file of updates, by the rollout batch and process that sampled them."""
     table = pq.read_table(path, columns=["generation", "rank", "first"])
     rows: dict[str, list[tuple[int, int]]] = {}
     for row, cell in enumerate(table.to_pylist()):

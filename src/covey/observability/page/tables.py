@@ -1,4 +1,4 @@
-"""Rollouts of a generation's file as columns: one value each for lists, and values of tokens for the page of one."""
+"""Rollouts of a rollout batch's file as columns: one value each for lists, and values of tokens for the page of one."""
 
 import functools
 import json
@@ -74,15 +74,15 @@ class Lists:
 
 @dataclass(frozen=True)
 class TokenUpdate:
-    """Values of the rollouts of a generation in an optimizer step, each rollout at the place of its first token."""
+    """Values of the rollouts of a rollout batch in an optimizer step, each rollout at the place of its first token."""
 
     step: int
-    rows: list[tuple[int, int]]  # place of a rollout's first token in its generation, and its row in the file
+    rows: list[tuple[int, int]]  # place of a rollout's first token in its rollout batch, and its row in the file
     path: Path
     written: int  # when the file was written, which names its content
 
     def spread(self, name: str, size: int) -> Array | None:
-        """Values [size] of all tokens of the generation, NaN where one was not trained on."""
+        """Values [size] of all tokens of the rollout batch, NaN where one was not trained on."""
         lists = _lists_of(self.path, self.written)
         if (values := lists.flat(name)) is None:
             return None
@@ -99,7 +99,7 @@ def _lists_of(path: Path, written: int) -> Lists:
     return Lists(table, pc.list_value_length(table["logprobs"]).to_numpy().astype(np.int64))
 
 
-class Generation:
+class RecordedBatch:
     """One file of a record, with the updates that trained on its rollouts."""
 
     def __init__(self, table: pa.Table, updates: list[TokenUpdate]):

@@ -217,7 +217,7 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
 
 
 def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, RolloutIndex]:
-    """A generation: this process's rollouts, and the index of all processes' in the order of ranks. Collective."""
+    """A rollout batch: this process's rollouts, and the index of all processes' in the order of ranks. Collective."""
     if collectives.size == 1:
         return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch)
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]

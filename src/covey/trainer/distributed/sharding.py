@@ -27,11 +27,11 @@ BUCKET_BYTES = 64 * 2**20  # size of the gradients in one collective
 class Sharding:
     name: str = ""  # of the library, for messages; "" without sharding
     weights: bool = False  # each process holds a shard of each weight, so a forward pass needs all processes
-    gradients: bool = False  # the wrapper averages them in each backward pass, which so needs all processes
+    gradients: bool = False  # the wrapper averages them in each backward pass, which therefore needs all processes
     deepspeed: bool = False  # the last backward pass ends with the optimizer step
 
     @contextmanager
-    def around_pass(self, accelerator: Any, model: Any, last: bool) -> Iterator[None]:
+    def around_micro_batch(self, accelerator: Any, model: Any, last: bool) -> Iterator[None]:
         if self.gradients and not self.deepspeed:
             model.set_requires_gradient_sync(True)  # else whole gradients would wait for the step's end
         state, ends = accelerator.gradient_state, accelerator.sync_gradients

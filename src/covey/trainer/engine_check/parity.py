@@ -1,7 +1,7 @@
 """Check that an engine samples from the policy: its log-probs against the scorer's, on the first samples of a run.
 
 Where the two may differ, the loss is corrected. Log-probs that are scored anyway are compared for it; an on-policy run
-compares those of its training passes.
+compares those of its micro-batches.
 
 To add a cause of a difference, write a function of a `Comparison` and put it into `CAUSES`.
 """
@@ -24,7 +24,7 @@ from covey.rollout.collector import Collector
 from covey.trainer.engine_check.staleness import VersionTest
 from covey.trainer.run import Run
 
-CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
+CHECKS = 2  # rollout batches that are looked at: the second comes after an update, of which an engine has to learn
 # Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # by accelerate's names
@@ -286,7 +286,7 @@ class EngineCheck:
         return (self.versions is not None and self.versions.due()) or (self._left > 0 and self._asked <= CHECKS)
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
-        """Look at a generation; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
+        """Look at a rollout batch; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
         self._check_reported(batch)
         looks = self.versions is not None and (self.versions.due() | self.versions.moved())
         if not (looks or self._left):

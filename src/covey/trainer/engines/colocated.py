@@ -131,7 +131,7 @@ def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> di
 
 
 def sleeps(args: OnlineConfig, device: torch.device) -> bool:
-    """True if vLLM sleeps between generations; warns about settings without effect on a CPU."""
+    """True if vLLM sleeps between rollout batches; warns about settings without effect on a CPU."""
     if device.type == "cpu":
         for name in ("vllm_enable_sleep_mode", "offload_model", "offload_optimizer"):
             if getattr(args, name):

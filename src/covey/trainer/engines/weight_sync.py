@@ -111,7 +111,7 @@ class WeightSync:
                 raise RuntimeError(f"process {rank} could not load weights: {text}")
 
     def _lead(self, engine: Any, update: WeightUpdate) -> None:
-        """Send. Where a pass over the weights is collective, call the others to each."""
+        """Send. Where reading the weights is collective, call the others to each reading."""
         message = state = None
         try:
             engine.load_weights(self._announcing(update) if is_sharded(self.policy()) else update)
@@ -124,7 +124,7 @@ class WeightSync:
 
     def _follow(self, engine: Any, update: WeightUpdate) -> None:
         word, message, state = self._from_first(None, update.version)
-        while word == "pass":
+        while word == "read":
             of = update if message == "update" else update.base
             assert of is not None, "both processes made the same update"
             for _ in of.tensors():
@@ -139,11 +139,11 @@ class WeightSync:
         return self.collectives.gather(word, f"send weights of version {version}")[0]
 
     def _announcing(self, update: WeightUpdate) -> WeightUpdate:
-        """The same, but every pass is begun by all processes, and ended by all even where the sender gives it up."""
+        """The same, but every reading is begun by all processes, and ended by all even where the sender gives it up."""
 
-        def passes(of: WeightUpdate, name: str) -> WeightUpdate:
+        def read(of: WeightUpdate, name: str) -> WeightUpdate:
             def tensors() -> Iterator[tuple[str, Tensor]]:
-                self._from_first(("pass", name, None), of.version)
+                self._from_first(("read", name, None), of.version)
                 one = of.tensors()
                 try:
                     for pair in one:  # noqa: UP028 - `yield from` would close it where this is given up
@@ -154,5 +154,5 @@ class WeightSync:
 
             return WeightUpdate(of.version, of.specs, tensors, of.adapter)
 
-        made = passes(update, "update")
-        return made if update.base is None else replace(made, base=passes(update.base, "base"))
+        made = read(update, "update")
+        return made if update.base is None else replace(made, base=read(update.base, "base"))

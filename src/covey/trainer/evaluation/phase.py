@@ -18,7 +18,7 @@ from covey.core.stats import Stat
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
-from covey.observability.metrics import EVALUATE, generation_stats
+from covey.observability.metrics import EVALUATE, rollout_batch_stats
 from covey.observability.record import Recorder
 from covey.runtime.user_code import report
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, estimates, rows_of, with_user_messages
@@ -155,6 +155,8 @@ class EvaluationPhase:
             with run.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, "eval", params=params)
                 mine = self._grades(scored, judge)
+            for stats in scored.stats:
+                run.metrics.add(stats, "eval")
             pairs = zip(scored.samples, scored.rollouts, strict=True)
             sizes = [(one.num_sampled, one.truncated, keys_of(draw, one)) for draw, one in pairs]
             shards = run.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
@@ -171,7 +173,7 @@ class EvaluationPhase:
                 for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
                     self._log(log, grades, scores, columns_of(texts))
             on_batch()
-        stats = generation_stats(
+        stats = rollout_batch_stats(
             lengths=lengths,
             truncated=truncated,
             rewards_NF=torch.cat(rewards),
@@ -208,7 +210,7 @@ class EvaluationPhase:
         finally:
             self.rollouts.weight_sync.forget()
             if training:
-                optimizer.train()  # the next generation is sampled before the next step sets it
+                optimizer.train()  # the next rollout batch is sampled before the next step sets it
 
     def _grades(self, scored: RolloutBatch, judge: Grader) -> list[Graded]:
         weights = self.rollouts.rewards.weights

@@ -142,7 +142,7 @@ export async function get(path) {
   }
   if (path in chunks) return unpacked(path);
   const [kind, run, id] = path.split("/");
-  const chunk = `generation/${run}/${(id ?? "").split(".").slice(0, 2).join(".")}`;
+  const chunk = `rollouts/${run}/${(id ?? "").split(".").slice(0, 2).join(".")}`;
   if (kind === "rollout" && chunk in chunks) return (await unpacked(chunk))[Number(id.split(".")[2])];
   throw new Error(`This rollout is not in this file, which holds those of other steps. See it with: covey view ${runs[run]?.folder}`);
 }
@@ -152,7 +152,7 @@ export const imageAddress = async (run, name) => (chunks ? get(`image/${run}/${n
 export async function search(run, words) {
   if (!chunks) return new Set(await get(`search/${run}?q=${encodeURIComponent(words)}`));
   const found = new Set();
-  for (const key of Object.keys(chunks).filter((name) => name.startsWith(`generation/${run}/`)))
+  for (const key of Object.keys(chunks).filter((name) => name.startsWith(`rollouts/${run}/`)))
     for (const one of await unpacked(key))
       if (`${plainText(one.prompt)}\n${plainText(one.completion)}`.toLowerCase().includes(words.toLowerCase())) found.add(one.id);
   return found;

@@ -101,7 +101,7 @@ def test_out_of_memory_in_a_forward_pass_changes_no_gradient(tmp_path, expected,
     assert_equal(ours, expected)
 
 
-def test_every_pass_of_more_than_one_rollout_may_fail(tmp_path, expected):
+def test_every_micro_batch_of_more_than_one_rollout_may_fail(tmp_path, expected):
     _, ours = gradients_of_one_step(tmp_path, lambda t: failing(t, lambda n, batch: len(batch.lengths) > 1))
     assert_equal(ours, expected)
 
@@ -125,7 +125,7 @@ def test_out_of_memory_in_a_backward_pass_leaves_no_trace(tmp_path, expected, la
     assert_equal(ours, expected)
 
 
-def test_metrics_count_a_repeated_pass_once(tmp_path):
+def test_metrics_count_a_repeated_micro_batch_once(tmp_path):
     plain, _ = gradients_of_one_step(tmp_path / "a", entropy_coef=0.1)
     failed, _ = gradients_of_one_step(tmp_path / "b", lambda t: failing(t, lambda n, b: n == 1), entropy_coef=0.1)
     for name in ("entropy", "clip_ratio/region_mean", "policy_loss", "loss", "reward"):
@@ -229,7 +229,7 @@ FAILURES = [(1, None, None), (5, None, None), (3, 1, None), (3, 5, None), (5, 3,
     ("before", "first", "second", "third"),
     [*((False, *one) for one in FAILURES), *((True, *one) for one in FAILURES[::3])],
 )
-def test_failures_in_a_repeated_pass_leave_no_trace(before, first, second, third):
+def test_failures_in_a_repeated_micro_batch_leave_no_trace(before, first, second, third):
     """`before`: a pass that went well came first."""
     plain, chain = Chain([]), Chain([*[None] * before, first, second, third])
     batch = batch_of(8, 3)
@@ -250,14 +250,14 @@ def test_gradients_that_are_complete_are_not_held_a_second_time():
     assert chain.alive[:4] == [1, 2, 3, 4] and max(chain.alive[4:]) == 2
 
 
-def test_the_passes_of_a_step_are_counted_over_its_generations(tmp_path):
+def test_the_micro_batches_of_a_step_are_counted_over_its_rollout_batches(tmp_path):
     trainer = runs.trainer(
         tmp_path, gradient_accumulation_steps=4, steps_per_generation=2, max_steps=2, max_tokens_per_micro_batch=40
     )
     compute, calls = trainer.compute_loss, []
     trainer.compute_loss = lambda *args, **kwargs: calls.append(1) or compute(*args, **kwargs)
     trainer.train()
-    assert sum(runs.history(trainer, "passes/count")) == len(calls) >= 4
+    assert sum(runs.history(trainer, "micro_batches/count")) == len(calls) >= 4
 
 
 def test_it_is_said_once_with_the_setting_to_use(tmp_path):
@@ -295,7 +295,7 @@ def test_the_limit_is_kept_in_checkpoints(tmp_path):
     assert other.updates.runner.limit == 17
 
 
-def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():
+def test_fewer_micro_batches_than_micro_steps_leave_the_last_one_busy():
     assert spread(["a", "b"], 5) == [[], [], ["a"], [], ["b"]]  # type: ignore[list-item]
 
 
@@ -322,6 +322,6 @@ def test_the_derived_budget(rows, longest, largest, device, tokens):
     [(0, 1536), (1000, 1536), (6000, 6000), (50_000, 16_384)],
     ids=["unknown", "little", "some", "much"],
 )
-def test_room_in_gpu_memory_enlarges_passes(room, tokens):
+def test_room_in_gpu_memory_enlarges_micro_batches(room, tokens):
     assert derived_budget(8, 192, 1088, "cuda", room) == tokens
     assert derived_budget(8, 192, 1088, "cpu", 0) == 1088

@@ -1,4 +1,4 @@
-"""Credit of a generation: which function rewards steps, what processes have to know, what the KL does. By eye."""
+"""Credit of a rollout batch: which function rewards steps, what processes have to know, what the KL does. By eye."""
 
 import math
 
