@@ -81,7 +81,7 @@ def test_streamed_rewards_are_explained():
 
 def test_reuse_of_completions_is_explained():
     exact = words(explain(GRPOConfig(speculative_reuse="exact")))
-    assert "its last completions are drafts (speculative_reuse=exact): they are checked in one pass" in exact
+    assert "its last completions are drafts (speculative_reuse=exact): one forward pass checks them" in exact
     assert "a prompt keeps its seeds from epoch to epoch" in exact
     assert "sampling/reused_token_fraction" in exact
     lenient = GRPOConfig(speculative_reuse="lenient", speculative_lenience=1.2, max_completion_length=None)
@@ -346,7 +346,7 @@ def test_the_correction_of_the_engine_is_explained():
     weighed = "is weighed by trainer probability over engine probability"
     text = words(explain(GRPOConfig(correct_built_in_engine=True)))
     assert f"Each sequence {weighed} (sequence_mask); above 3.0 it is dropped." in text
-    assert "compares log-probabilities of the training passes: no additional pass" in text
+    assert "compares log-probabilities that training computes anyway: no additional pass" in text
     bounds = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_truncate"}
     text = words(explain(GRPOConfig(correct_built_in_engine=True, num_iterations=2, **bounds)))
     assert f"Each token {weighed} (token_truncate); below 0.5 or above 3.0 it counts as the bound." in text

@@ -119,7 +119,7 @@ def test_out_of_memory_keeps_fewer_before_it_halves_the_micro_batch(tmp_path, fa
         return loss
 
     trainer.compute_loss = short_of_memory
-    with pytest.warns(UserWarning, match="memory ran out in a pass") as caught:
+    with pytest.warns(UserWarning, match="memory ran out in a micro-batch") as caught:
         trainer.train()
     assert kept[: failures + 1] == [4, 2, 1, 0, 0][: failures + 1] and kept[-1] == kept[failures]
     assert (runner.limit is None) == (failures < 4)

@@ -488,7 +488,7 @@ def test_completions_end_at_stop_texts_and_are_not_truncated(tmp_path):
     assert all(sum(character in stop for character in text) <= 1 for text in texts)
     assert sum(text[-1:] in stop for text in texts) > len(texts) // 2
     assert trained.state.log_history[0]["completions/clipped_ratio"] == 0
-    with pytest.raises(ValueError, match=r"'exact' with generation_kwargs=.*cannot be checked in one pass"):
+    with pytest.raises(ValueError, match=r"'exact' with generation_kwargs=.*cannot be checked in one forward pass"):
         runs.trainer(tmp_path, speculative_reuse="exact", num_train_epochs=2, generation_kwargs={"min_tokens": 2})
 
 

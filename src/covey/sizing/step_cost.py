@@ -97,7 +97,7 @@ class Received:
     """Bytes that a process receives in the phases of a step.
 
     Sharded weights are received once for a forward pass and once for its backward, except those that stay in memory;
-    gradients a shard from each other process in every pass, or all sums twice a step (all-reduce).
+    gradients a shard from each other process in every micro-batch, or all sums twice a step (all-reduce).
     """
 
     spread: ShardCounts

@@ -139,7 +139,7 @@ RUNTIME = [
     Mistake(
         "Chose batch sizes for which memory does not suffice",
         lambda b: short_of_memory(b, fits=1),
-        ("it is repeated in parts of at most", "Nothing is lost but time", "start with max_tokens_per_micro_batch="),
+        ("it is repeated in parts of at most", "Results are unchanged", "start with max_tokens_per_micro_batch="),
         TRAINING,
         UserWarning,
     ),
@@ -148,7 +148,7 @@ RUNTIME = [
         lambda b: short_of_memory(b, fits=4, recomputing=True),
         (
             "in which 2 layers kept their activations; it is repeated with 1",
-            "Nothing is lost but time",
+            "Results are unchanged",
             "let all layers",
         ),
         TRAINING,

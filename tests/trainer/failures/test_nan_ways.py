@@ -263,7 +263,7 @@ WAYS = {
     "gradient nan": Way(gradient(math.nan), "skipped", "gradient is nan"),
     "gradient inf": Way(gradient(math.inf), "skipped", "gradient is (inf|nan)"),
     "gradient whose norm overflows": Way(gradient(1e30), "skipped", "gradient is inf"),
-    "loss nan": Way(loss(lambda x: x.ratio * math.nan), "skipped", r"passes that are not: 1 \(loss nan\)"),
+    "loss nan": Way(loss(lambda x: x.ratio * math.nan), "skipped", r"micro-batches whose loss is not: 1 \(loss nan\)"),
     "loss inf": Way(loss(lambda x: x.ratio * math.inf), "skipped", "loss inf|loss nan"),
     "loss nan by a constant": Way(loss(lambda x: -x.ratio * x.advantages + math.nan), "skipped", "loss nan"),
     "loss nan at one token": Way(loss(one_token), "skipped", "loss nan"),
