@@ -93,6 +93,17 @@ def test_joining_fills_up_what_one_engine_alone_reported():
     assert join([untold, untold]).engine_logprobs is None
 
 
+def test_named_tokens_go_with_their_tokens_and_get_the_width_of_the_widest():
+    batch = collate([rollout([1], [10, 11]), rollout([2], [12])])
+    batch.named_ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    assert batch.select(torch.tensor([1, 0])).named_ids.tolist() == [[5, 6], [1, 2], [3, 4]]
+    assert batch.idle().named_ids.tolist() == [[0, 0]]
+    narrow, none = batch.select(torch.tensor([1])), collate([rollout([3], [13])])
+    narrow.named_ids = torch.tensor([[7]])
+    assert join([batch, narrow, none]).named_ids.tolist() == [[1, 2], [3, 4], [5, 6], [7, -1], [-1, -1]]
+    assert TrainBatch.of_state(batch.state()).named_ids.tolist() == batch.named_ids.tolist()
+
+
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TOOL_BUDGET])
 def test_nothing_is_learned_from_masked_truncated_completions(finish):
     cut, whole = rollout([1], [10, 11], finish=finish), rollout([1], [12])

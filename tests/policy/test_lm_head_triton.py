@@ -27,20 +27,20 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def disagreement(shape, compute, curve, entropy, device):
+def disagreement(shape, compute, curve, entropy, device, targets=1):
     from covey.policy.lm_head import triton_tiles
 
     triton_tiles.BLOCK = 64  # several blocks a row
-    return triton_tiles.disagreement(triton_tiles.Case(shape, compute, curve, entropy, torch.device(device)))
+    return triton_tiles.disagreement(triton_tiles.Case(shape, compute, curve, entropy, targets, torch.device(device)))
 
 
 @anywhere
 @pytest.mark.parametrize("curve", CURVES, ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(3, 200), (2, 64), (1, 5)], ids=str)
-def test_sums_and_gradients_are_those_of_torch(shape, compute, entropy, curve):
-    assert disagreement(shape, compute, curve, entropy, "cpu") < (1e-5 if compute == torch.float32 else 1e-3)
+@pytest.mark.parametrize(("shape", "targets"), [((3, 200), 1), ((2, 64), 1), ((1, 5), 1), ((3, 200), 4)], ids=str)
+def test_sums_and_gradients_are_those_of_torch(targets, shape, compute, entropy, curve):
+    assert disagreement(shape, compute, curve, entropy, "cpu", targets) < (1e-5 if compute == torch.float32 else 1e-3)
 
 
 @anywhere
@@ -48,7 +48,8 @@ def test_sums_and_gradients_are_those_of_torch(shape, compute, entropy, curve):
 @pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_triton_head_equals_the_torch_head(entropy, frozen, settings, compute, monkeypatch):
+@pytest.mark.parametrize("named", [0, 3])
+def test_triton_head_equals_the_torch_head(named, entropy, frozen, settings, compute, monkeypatch):
     from covey.policy.lm_head import linear
     from covey.policy.lm_head.scores import Head, score_hidden
     from covey.policy.lm_head.torch_tiles import TorchTiles
@@ -60,14 +61,20 @@ def test_triton_head_equals_the_torch_head(entropy, frozen, settings, compute, m
     module = torch.nn.Linear(4, 90).to(compute).requires_grad_(not frozen)
     module.bias.data[:50] = -torch.inf
     targets = targets % 40 + 50
+    others = torch.tensor([[60, 60, -1], [89, 50, 7], [3, 70, 71], [52, 51, 50], [88, 87, 86]]) if named else None
 
     def outcome(kind):
-        monkeypatch.setattr(linear, "_arithmetic_for", lambda plan, device: kind)
+        monkeypatch.setattr(linear, "_arithmetic_for", lambda plan, targets, device: kind)
         module.zero_grad()
         states = hidden.clone().to(compute).requires_grad_()
         head = Head(module, **settings) if settings else Head(module)
-        scores = score_hidden(states, targets, head, temperature=0.8, entropy=entropy, chunk_size=3)
-        (scores.logprobs.sum() + (scores.entropies.square().sum() if entropy else 0)).backward()
+        scores = score_hidden(
+            states, targets, head, temperature=0.8, entropy=entropy, chunk_size=3, named=others, top=named
+        )
+        loss = scores.logprobs.sum() + (scores.entropies.square().sum() if entropy else 0)
+        if named:
+            loss = loss + (scores.named.exp() * torch.tensor([1.0, -2.0, 0.5])).sum()
+        loss.backward()
         return [x for x in (*scores, states.grad, module.weight.grad, module.bias.grad) if x is not None]
 
     tolerance = 1e-5 if compute == torch.float32 else 2e-2
@@ -78,7 +85,7 @@ def test_triton_head_equals_the_torch_head(entropy, frozen, settings, compute, m
 def case(shape):
     from covey.policy.lm_head.triton_tiles import Case
 
-    return Case(shape, torch.float32, Curve(), False, torch.device("cpu"))
+    return Case(shape, torch.float32, Curve(), False, 1, torch.device("cpu"))
 
 
 @anywhere
@@ -109,9 +116,10 @@ def test_kernels_that_fail_are_not_used(monkeypatch):
 @pytest.mark.parametrize("curve", CURVES, ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_on_a_gpu(compute, entropy, curve):
+@pytest.mark.parametrize("targets", [1, 65])
+def test_kernels_on_a_gpu(targets, compute, entropy, curve):
     from covey.policy.lm_head import triton_tiles
 
-    large = triton_tiles.Case((1024, 32768), compute, curve, entropy, torch.device("cuda"))
+    large = triton_tiles.Case((1024, 32768), compute, curve, entropy, targets, torch.device("cuda"))
     assert triton_tiles.disagreement(large) < 1e-3
-    assert triton_tiles.fastest_tiles(large) is triton_tiles.TritonTiles
+    assert targets > 1 or triton_tiles.fastest_tiles(large) is triton_tiles.TritonTiles

@@ -65,7 +65,7 @@ def test_scores_and_gradients_equal_the_naive_ones(layout, checkpointing, chunk_
     scores = scorer(layout, 0.7, chunk_size=chunk_size)(model, collate(episodes), entropy=True)
     torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(scores.entropies, expected[1], rtol=1e-9, atol=1e-9)
-    for mine, theirs in zip(gradients(model, *scores), expected_gradients, strict=True):
+    for mine, theirs in zip(gradients(model, *scores[:2]), expected_gradients, strict=True):
         # Llama normalises in float32 even so; a shared prompt adds gradients up before that rounding, not after.
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=3e-6)
 
@@ -162,7 +162,7 @@ def test_unlearned_tokens_are_context_without_scores(tiny_model, layout, share):
     every = scorer(layout)(tiny_model, batch, entropy=True)
     batch.sampled = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(3)) < share
     some = scorer(layout)(tiny_model, batch, entropy=True)
-    for mine, all_of_them in zip(some, every, strict=True):
+    for mine, all_of_them in zip(some[:2], every[:2], strict=True):
         torch.testing.assert_close(mine, torch.where(batch.sampled, all_of_them, 0.0))
     (some.logprobs.sum() + some.entropies.sum()).backward()
     assert all((p.grad != 0).any() == batch.sampled.any() for p in tiny_model.parameters())

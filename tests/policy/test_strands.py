@@ -123,7 +123,7 @@ def test_loss_and_gradient_are_those_of_each_strand_alone(layout, loss_type, nor
             batch.old_logprobs = torch.zeros(batch.num_tokens, dtype=torch.float64)
             batch.old_logprobs[batch.sampled] = torch.cat(slow).detach() + 0.05
         scores = scorer(policy, batch)
-        loss = policy_loss(batch, *scores, algorithm.objective, 0.0).loss
+        loss = policy_loss(batch, *scores[:2], algorithm.objective, 0.0).loss
         ratios = [(one - (one.detach() + 0.05)).exp() for one in slow]
         terms = [
             -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) for ratio, a in zip(ratios, advantages, strict=True)

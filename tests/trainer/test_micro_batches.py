@@ -185,7 +185,9 @@ def test_what_memory_holds_is_learned_once_for_all_parts(how):
         return part.token_ids.float()
 
     if how == "score":
-        assert torch.equal(passes.score(batch, values, rows=4), batch.token_ids.float())
+        wide = lambda part: torch.stack([part.token_ids, part.token_ids + 1], 1)  # noqa: E731
+        found = passes.score(batch, lambda part: (values(part), wide(part)), rows=4)
+        assert torch.equal(found[0], batch.token_ids.float()) and torch.equal(found[1], wide(batch))
     else:
         parts = passes.plan(batch, rows=4)
         assert [size(part) for part in parts] == [128] * 4

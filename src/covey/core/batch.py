@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from covey.core.media import Media
 from covey.core.records import Rollout
@@ -23,10 +24,19 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "engine_logprobs",
     "mismatch_weights",
 )
-TOKEN_FIELDS = ("token_ids", "sampled", "jumps", "kept_counts", "chosen", "origin", *LOSS_FIELDS)
+WIDE_FIELDS = ("named_ids",)  # several numbers of each token, [N, K]
+TOKEN_FIELDS = ("token_ids", "sampled", "jumps", "kept_counts", "chosen", "origin", *LOSS_FIELDS, *WIDE_FIELDS)
 
-UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0, "kept_counts": 0, "jumps": 0, "origin": -1}
-"""Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it."""
+UNREPORTED = {
+    "engine_logprobs": math.nan,
+    "mismatch_weights": 1.0,
+    "kept_counts": 0,
+    "jumps": 0,
+    "origin": -1,
+    "named_ids": -1,
+}
+"""Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it,
+and for rows of `WIDE_FIELDS` that are narrower than others."""
 
 
 @dataclass(slots=True)
@@ -73,6 +83,8 @@ class TrainBatch:
     # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
     kept_counts: Tensor | None = None
     kept_ids: Tensor | None = None
+    # [N, K] int64 or None: tokens to score besides each token, -1 for none (`named` of `TokenScorer`)
+    named_ids: Tensor | None = None
     # [B] images of each rollout, on the CPU until their micro-batch runs, or None where no rollout has any
     media: list[tuple[Media, ...]] | None = None
     entropy_threshold: float | None = None  # tokens with less are left out of the loss (`top_entropy_quantile`)
@@ -149,7 +161,9 @@ class TrainBatch:
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
-            **self._each((*TOKEN_FIELDS, "term_tokens", "term_scales"), methodcaller("new_zeros", 1)),
+            **self._each(
+                (*TOKEN_FIELDS, "term_tokens", "term_scales"), lambda values: values.new_zeros(1, *values.shape[1:])
+            ),
             **self._each(["kept_ids"], methodcaller("new_zeros", 0)),
             lengths=length,
             prompt_ids=torch.zeros_like(length),
@@ -237,6 +251,12 @@ def distinct_prompts(prompts: Iterable[Sequence[int]], device: torch.device | No
     return {"groups": tensor(groups), "prompt_ids": tensor(ids), "prompt_lengths": tensor(lengths)}
 
 
+def unreported(name: str, batch: TrainBatch) -> Tensor:
+    """The field `name` of a batch that lacks it, filled; [N, 0] for `WIDE_FIELDS`."""
+    shape = (batch.num_tokens, 0) if name in WIDE_FIELDS else (batch.num_tokens,)
+    return torch.full(shape, UNREPORTED[name], device=batch.lengths.device)
+
+
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
     device = batches[0].lengths.device
@@ -249,9 +269,11 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         parts = [getattr(batch, name) for batch in batches]
         if name in UNREPORTED and any(part is not None for part in parts):
             parts = [
-                torch.full(batch.sampled.shape, UNREPORTED[name], device=device) if part is None else part
-                for part, batch in zip(parts, batches, strict=True)
+                unreported(name, batch) if part is None else part for part, batch in zip(parts, batches, strict=True)
             ]
+        if name in WIDE_FIELDS and parts[0] is not None:
+            widest = max(part.shape[1] for part in parts)
+            parts = [pad(part, (0, widest - part.shape[1]), value=UNREPORTED[name]) for part in parts]
         assert len({part is None for part in parts}) == 1, f"some batches have {name} and others do not"
         return None if parts[0] is None else torch.cat(parts)
 

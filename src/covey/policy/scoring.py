@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +25,31 @@ from covey.policy.lm_head.support import SampledSupport
 from covey.policy.moe import RouterLoads, loads_of, router_logits
 
 
+class Asked(NamedTuple):
+    """What is computed of a batch's tokens besides their log-probs; see `TokenScorer.__call__`."""
+
+    entropy: bool = False
+    targets: Tensor | None = None  # [N]
+    named: Tensor | None = None  # [N, K]
+    top: int = 0
+
+
 @dataclass(eq=False)
 class TokenScorer:
-    """Log-probabilities and entropies of learned tokens."""
+    """Log-probabilities and entropies of learned tokens, of tokens named besides them, and the likeliest tokens.
+
+    All of these are read from one pass over the head's logits. Token i of a batch is scored by the hidden state at the
+    token before it, so that a batch's first hidden state is that of the last prompt token.
+
+    Examples:
+        Log-probs with gradients, as for a policy loss; K tokens that a teacher named at each position; and the 20
+        likeliest tokens of each position while scoring:
+
+        >>> scorer(policy, batch).logprobs  # doctest: +SKIP
+        >>> scorer(policy, batch, named=batch.named_ids).named  # [N, K]  # doctest: +SKIP
+        >>> with torch.no_grad():  # doctest: +SKIP
+        ...     scores = scorer(teacher, batch, top=20)  # scores.top_ids, scores.top_logprobs: [N, 20]
+    """
 
     unwrap: Callable[[Any], Any]  # from a (distributed) wrapper to the transformers model inside
     _: KW_ONLY
@@ -49,15 +71,48 @@ class TokenScorer:
         self._wanted = self.layout
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
-    def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
-        """Score a batch: [N] float32, 0 where `batch.scored` is False; gradients flow where enabled."""
-        return self._score(model, batch, self.layout_of(model, batch), entropy)[0]
+    def __call__(
+        self,
+        model: Any,
+        batch: TrainBatch,
+        *,
+        entropy: bool = False,
+        targets: Tensor | None = None,
+        named: Tensor | None = None,
+        top: int = 0,
+    ) -> TokenScores:
+        """Score a batch where `batch.scored` is True; gradients flow where enabled.
+
+        Args:
+            model: the model, perhaps in a (distributed) wrapper.
+            batch: its tokens are the context of one another, whatever is scored.
+            entropy: also compute the entropy of each position.
+            targets: [N] int64, tokens to score in the place of the batch's own.
+            named: [N, K] int64, tokens to score besides, with gradients; -1 for none. They need not be distinct.
+            top: number T of likeliest tokens to read out at each position, without gradients; at most the vocabulary.
+
+        Returns:
+            Scores [N], [N, K] and [N, T] in float32 (float64 for such a model) at the temperature, over the sampling
+            masks of the batch and with its repetition penalty. Where `batch.scored` is False they are 0, and -inf for
+            `named` and `top_logprobs`.
+        """
+        asked = Asked(entropy, targets, named, top)
+        return self._score(model, batch, self.layout_of(model, batch), asked)[0]
 
     def with_loads(
-        self, model: Any, batch: TrainBatch, top_k: int, *, entropy: bool = False
+        self,
+        model: Any,
+        batch: TrainBatch,
+        top_k: int,
+        *,
+        entropy: bool = False,
+        targets: Tensor | None = None,
+        named: Tensor | None = None,
+        top: int = 0,
     ) -> tuple[TokenScores, RouterLoads]:
         """Score a batch, and sum the router loads of its learned rollouts; ValueError without loads or gradients."""
-        scores, loads = self._score(model, batch, self.layout_of(model, batch), entropy, top_k)
+        asked = Asked(entropy, targets, named, top)
+        scores, loads = self._score(model, batch, self.layout_of(model, batch), asked, top_k)
         assert loads is not None, "top_k is given"
         return scores, loads
 
@@ -66,7 +121,7 @@ class TokenScorer:
         """Router loads as in `with_loads`, without applying the head."""
         counted = batch.sampled_lengths > 0
         blank = replace(batch, sampled=torch.zeros_like(batch.sampled), term_tokens={}, term_scales={})
-        loads = self._score(model, blank, self.layout_of(model, batch), False, top_k, counted)[1]
+        loads = self._score(model, blank, self.layout_of(model, batch), Asked(), top_k, counted)[1]
         assert loads is not None, "top_k is given"
         return loads
 
@@ -99,7 +154,7 @@ class TokenScorer:
         model: Any,
         batch: TrainBatch,
         layout: str,
-        entropy: bool,
+        asked: Asked,
         top_k: int | None = None,
         counted: Tensor | None = None,
     ) -> tuple[TokenScores, RouterLoads | None]:
@@ -127,23 +182,25 @@ class TokenScorer:
         whole = batch.kept_counts is None and self.repetition_penalty == 1.0
         score = partial(
             score_hidden,
-            targets=batch.token_ids[scored],
+            targets=batch.token_ids[scored] if asked.targets is None else asked.targets[learned],
+            named=None if asked.named is None else asked.named[learned].long(),
+            top=asked.top,
             temperature=self.temperature,
-            entropy=entropy,
+            entropy=asked.entropy,
             chunk_size=self.chunk_size,
             support=None if whole else SampledSupport.of(batch, scored, self.repetition_penalty),
         )
-        asked = {} if top_k is None else {"output_router_logits": True}
+        of_decoder = {} if top_k is None else {"output_router_logits": True}
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
-        with decoder_outputs(inner, **asked) as outputs, shown as images, dedup:
+        with decoder_outputs(inner, **of_decoder) as outputs, shown as images, dedup:
             kwargs |= images
             if self.inside_head_call:
 
                 def score_all(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
-                    logprobs, entropies = score(hidden.flatten(0, 1)[predictors], head=replace(head, forward=forward))
+                    scores = score(hidden.flatten(0, 1)[predictors], head=replace(head, forward=forward))
                     # The blank row's image gets a gradient of 0, so that its collectives run in backward, too.
-                    return TokenScores(logprobs + 0.0 * hidden[-1].sum() if blank else logprobs, entropies)
+                    return scores._replace(logprobs=scores.logprobs + 0.0 * hidden[-1].sum()) if blank else scores
 
                 scores = score_in_head_call(model, head.module, score_all, **kwargs)
             else:
@@ -161,7 +218,7 @@ class TokenScorer:
         few = LAYOUTS["padded"](synthetic_rollouts(inner.config, device), self.pad_token_id).kwargs
 
         def score(layout: str, batch: TrainBatch) -> Tensor:
-            return self._score(inner, batch, layout, entropy=False)[0].logprobs
+            return self._score(inner, batch, layout, Asked())[0].logprobs
 
         with inference_mode_of(inner):
             _check_head(inner, few, self.inside_head_call)
@@ -194,7 +251,7 @@ def _check_head(model: Any, inputs: dict[str, Any], inside_head_call: bool) -> N
 
         def score_last(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
             ours.append(replace(head, forward=forward)(hidden[:, -1]).float())
-            return TokenScores(ours[0], None)
+            return TokenScores(ours[0])
 
         score_in_head_call(model, head.module, score_last, **inputs)
         theirs = model(**inputs, use_cache=False).logits[:, -1].float()

@@ -12,6 +12,7 @@ from covey.core.model import inference_mode_of
 from covey.core.stats import Mean, Stat
 from covey.policy.fused import fused_layers
 from covey.policy.layouts import slowest
+from covey.policy.lm_head.scores import TokenScores
 from covey.policy.scoring import TokenScorer
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.run import Run
@@ -56,6 +57,36 @@ class BatchScorer:
         self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Any], rows: int | None = None
     ) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
+        return self._in_parts(model, batch, lambda part: (values_of(part),), rows)[0]
+
+    def scores(
+        self, model: Any, batch: TrainBatch, *, entropy: bool = False, top: int = 0, rows: int | None = None
+    ) -> TokenScores:
+        """What `TokenScorer` gives, without gradient, in micro-batches; also of `batch.named_ids` where it has them.
+
+        Args:
+            model: the policy or another model.
+            batch: the batch to score.
+            entropy, top: as for `TokenScorer`.
+            rows: completions in a nominal micro-batch; None: as in evaluation.
+        """
+        optional = {"entropies": entropy, "named": batch.named_ids is not None}
+        optional |= dict.fromkeys(("top_ids", "top_logprobs"), top > 0)
+        names = ["logprobs", *(name for name, wanted in optional.items() if wanted)]
+
+        def score(part: TrainBatch) -> tuple[Tensor, ...]:
+            found = self.scorer(model, part, entropy=entropy, named=part.named_ids, top=top)
+            return tuple(getattr(found, name) for name in names)
+
+        return TokenScores(**dict(zip(names, self._in_parts(model, batch, score, rows), strict=True)))
+
+    def _in_parts(
+        self,
+        model: Any,
+        batch: TrainBatch,
+        values_of: Callable[[TrainBatch], tuple[Tensor, ...]],
+        rows: int | None,
+    ) -> tuple[Tensor, ...]:
         rows = self.run.algebra.rows("eval") if rows is None else rows
         fused = fused_layers(self.runner.fused(model))
         with self.run.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)), fused:

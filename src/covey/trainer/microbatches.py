@@ -79,12 +79,19 @@ class MicroBatchRunner:
         pieces = _with_skipped(part, [part.select(rows) for rows in cut])
         return torch.stack([self.run(piece, backward) for piece in pieces]).sum()
 
-    def score(self, batch: TrainBatch, score: Callable[[TrainBatch], Tensor], rows: int) -> Tensor:
-        """A value for every token [N], float32, computed without gradient in micro-batches that fit."""
-        values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
+    def score(
+        self, batch: TrainBatch, score: Callable[[TrainBatch], tuple[Tensor, ...]], rows: int
+    ) -> tuple[Tensor, ...]:
+        """Values of every token, computed without gradient in micro-batches that fit.
+
+        `score` gives tensors [n, ...] of a micro-batch's n tokens; the result are tensors [N, ...] of the whole batch,
+        numbers in float32.
+        """
+        values: tuple[Tensor, ...] = ()
         todo = self.planned(batch, rows)[::-1]
-        for idle in self.idle(batch, len(todo)):
-            score(idle)
+        of_idle = [score(idle) for idle in self.idle(batch, len(todo))]
+        if not todo:  # no token, and no more than the shapes to find out
+            return tuple(_values_like(part, batch) for part in (of_idle or [score(batch.idle())])[0])
         while todo:
             chosen = todo.pop()
             part = batch.select(chosen)
@@ -93,7 +100,11 @@ class MicroBatchRunner:
                 todo += [chosen[piece] for piece in reversed(pieces)]
                 continue
             try:
-                values[token_index(chosen, batch.lengths)] = score(part).float()
+                found = score(part)
+                values = values or tuple(_values_like(one, batch) for one in found)
+                tokens = token_index(chosen, batch.lengths)
+                for whole, one in zip(values, found, strict=True):
+                    whole[tokens] = one.to(whole.dtype)
                 continue
             except (RuntimeError, MemoryError) as error:
                 self._check_survivable(error, part)
@@ -195,6 +206,12 @@ class MicroBatchRunner:
     def _padded_until_proven(self) -> str:
         layout = self._scorer.layout
         return "padded" if layout == "auto" else layout
+
+
+def _values_like(part: Tensor, batch: TrainBatch) -> Tensor:
+    """Zeros for all tokens of a batch, shaped as some tokens' values [n, ...]."""
+    dtype = torch.float32 if part.is_floating_point() else part.dtype
+    return part.new_zeros((batch.num_tokens, *part.shape[1:]), dtype=dtype)
 
 
 def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch]:

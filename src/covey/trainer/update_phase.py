@@ -191,9 +191,9 @@ class UpdatePhase:
             else:
                 scores = self.scorer(model, batch, entropy=wants_entropy)
         coef = 0.0 if self.entropy is None else self.entropy.effective
-        result = policy_loss(batch, *scores, objective, coef, run.step)
+        result = policy_loss(batch, scores.logprobs, scores.entropies, objective, coef, run.step)
         if self.updates is not None and plan.training:
-            self.updates.on_micro_batch(batch, *scores, objective)
+            self.updates.on_micro_batch(batch, scores.logprobs, scores.entropies, objective)
         stats, scale = dict(result.stats), plan.scale
         if plan.training and not math.isfinite(without_bonus := result.without_bonus.item()):
             scale *= self.finite.check_loss(without_bonus, number)

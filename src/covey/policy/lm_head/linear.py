@@ -5,7 +5,8 @@ vocabulary: forward saves a few numbers per token, backward computes each tile's
 all of them (`KEPT_BYTES`). Memory for any number of tokens and words: `TILE_BYTES` for each of one to five tiles, cast
 rows of the weight, and a few [N, H] in float32.
 
-Letters: N tokens, H hidden size, V vocabulary; n and v those of a tile.
+Letters: N tokens, H hidden size, V vocabulary; n and v those of a tile. C targets of each token: its own, then those
+that are named besides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ class HeadPlan(NamedTuple):
     gradient_in_forward: bool  # compute the hidden states' gradient in the forward pass; see `LinearHead`
     support: SampledSupport | None  # of the tokens' distributions; None: the whole softmax
     keeps: bool  # exponentials are kept for the backward pass
+    top: int  # likeliest tokens that are read out
 
 
 class Tile(NamedTuple):
@@ -61,6 +63,7 @@ def plan_of(
     compute: torch.dtype,
     chunk_size: int,
     support: SampledSupport | None = None,
+    top: int = 0,
 ) -> HeadPlan:
     """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V]."""
     wide = torch.promote_types(compute, torch.float32)
@@ -75,42 +78,67 @@ def plan_of(
     whole = straight and support is None and not entropy and compute == wide and tokens == len(hidden) and not frozen
     room = len(hidden) * len(weight) * wide.itemsize <= KEPT_BYTES.get(hidden.device.type, 0)
     keeps = torch.is_grad_enabled() and whole and room
-    return HeadPlan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps)
+    return HeadPlan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps, top)
 
 
 class LinearHead(torch.autograd.Function):
-    """log p(target) and H(p) with p = softmax(curve(hidden @ weight.T + bias)).
+    """log p(targets), H(p) and the likeliest tokens, with p = softmax(curve(hidden @ weight.T + bias)).
 
-    With z the logits and g the incoming gradients, dz = g_logp (1[y] - p) - g_H p (log p + H), d hidden = dz @ weight
-    and d weight = dz.T @ hidden. With a frozen head d log p_y / d hidden is weight_y less the mean of weight_v under p,
-    which the forward pass can compute; the term (1 - p_y) weight_y is separate, so that nothing cancels.
+    With z the logits and g the incoming gradients, dz = sum_y g_y (1[y] - p) - g_H p (log p + H), d hidden is
+    dz @ weight and d weight is dz.T @ hidden. With a frozen head the forward pass computes the mean of weight_v under p
+    over the words that are no target, from which d hidden follows by the weights of the targets. These are separate, so
+    that nothing cancels where one of them is nearly certain.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: HeadPlan
-    ) -> tuple[Tensor, Tensor | None]:
-        """hidden [N, H], weight [V, H], bias [V], targets [N] int64 -> log-probs [N], entropies [N] or None."""
+    ) -> tuple[Tensor | None, ...]:
+        """hidden [N, H], weight [V, H], bias [V], targets [N, C] int64 -> log-probs [N] of the first targets, entropies
+        [N] or None, log-probs [N, C - 1] of the others or None, and `plan.top` tokens [N, top] with log-probs, or None.
+        """
         with torch.autocast(hidden.device.type, enabled=False):
             sums, others, kept = _Tiles(hidden, weight, bias, targets, plan).sums()
         log_z, logprobs, entropies = sums.results()
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, logprobs, entropies, others, *kept)
-        return logprobs, entropies
+        return outputs_of(ctx, logprobs, entropies, sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, logprobs, entropies, others, *kept = ctx.saved_tensors
-        rows = RowGradients.of(log_z, logprobs, entropies, *grads)
+        by_logprob, by_entropy, by_named, *_ = grads
+        rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets)
         if others is not None:
-            own = weight[targets].to(log_z.dtype).mul_(-torch.expm1(logprobs)[:, None])
-            d_hidden = own.sub_(others).mul_((rows.by_logprob * ctx.plan.curve.gain)[:, None])
+            d_hidden = _targets_contribution(weight, targets, rows.at_target, like=others)
+            d_hidden.add_(others * rows.by_logprob[:, None] if rows.scaled else others)
+            d_hidden.mul_((rows.factor() * ctx.plan.curve.gain)[:, None])
             return d_hidden.to(hidden.dtype), None, None, None, None
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = _Tiles(hidden, weight, bias, targets, ctx.plan, kept)
             return *tiles.gradients(rows, ctx.needs_input_grad), None, None
+
+
+def outputs_of(ctx: Any, logprobs: Tensor, entropies: Tensor | None, sums: RowSums) -> tuple[Tensor | None, ...]:
+    """Outputs of an autograd function from log-probs [N, C], in the order of `TokenScores`; the last two: constants."""
+    named = logprobs[:, 1:].clone() if logprobs.shape[1] > 1 else None
+    top = sums.top()
+    ctx.mark_non_differentiable(*(one for one in top if one is not None))
+    return logprobs[:, 0].clone(), entropies, named, *top
+
+
+def _targets_contribution(weight: Tensor, targets: Tensor, factors: Tensor, *, like: Tensor) -> Tensor:
+    """Sum over each row's distinct targets [N, C] of factor [N, C] times weight row, [N, H] in the dtype of `like`."""
+    count, out = targets.shape[1], torch.empty_like(like)
+    again = [(targets[:, :column] == targets[:, column : column + 1]).any(1) for column in range(count)]
+    factors = factors.masked_fill(torch.stack(again, 1), 0.0)
+    size = TILE_BYTES.get(like.device.type, TILE_BYTES["cuda"]) // like.itemsize
+    rows = max(1, size // max(1, count * weight.shape[1]))
+    for part, ids, factor in zip(out.split(rows), targets.split(rows), factors.split(rows), strict=True):
+        torch.sum(weight[ids.clamp(0, len(weight) - 1)].to(like.dtype).mul_(factor[..., None]), 1, out=part)
+    return out
 
 
 class _Tiles:
@@ -131,7 +159,7 @@ class _Tiles:
         size, device = plan.tokens * plan.words, hidden.device
         self.buffer = torch.empty(size, dtype=plan.compute, device=device)
         minus_inf = bias is not None or plan.support is not None
-        kind = _arithmetic_for(plan, device)
+        kind = _arithmetic_for(plan, targets.shape[1], device)
         self.arithmetic = kind(plan.curve, minus_inf=minus_inf, size=size, wide=plan.wide, device=device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Iterator[Tile]]]:
@@ -169,7 +197,8 @@ class _Tiles:
     def sums(self) -> tuple[RowSums, Tensor | None, list[Tensor]]:
         """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H]."""
         plan = self.plan
-        sums = RowSums.empty(len(self.hidden), self.hidden.new_empty(0, dtype=plan.wide), plan.entropy)
+        like, count = self.hidden.new_empty(0, dtype=plan.wide), self.targets.shape[1]
+        sums = RowSums.empty(len(self.hidden), like, plan.entropy, count, min(plan.top, len(self.weight)))
         others = torch.zeros_like(self.hidden, dtype=plan.wide) if plan.gradient_in_forward else None
         for words, tiles in self:
             for part, x, targets in tiles:
@@ -201,7 +230,8 @@ class _Tiles:
             sums = target if target is None or target.dtype == wide else torch.empty_like(target, dtype=wide)
             for part, x, targets in tiles:
                 if self.kept:
-                    targets.put(grad := x, rows.at_target)
+                    grad = x.mul_(rows.by_logprob[:, None]) if rows.scaled else x
+                    targets.put(grad, rows.at_target)
                 else:
                     grad = self.arithmetic.gradient(x, targets, rows.rows(part))
                 if d_hidden is not None:
@@ -218,13 +248,13 @@ class _Tiles:
         return d_hidden, d_weight, d_bias if self.bias is None or d_bias is None else d_bias.to(self.bias.dtype)
 
 
-def _arithmetic_for(plan: HeadPlan, device: torch.device) -> type[TorchTiles]:
+def _arithmetic_for(plan: HeadPlan, targets: int, device: torch.device) -> type[TorchTiles]:
     """Triton kernels on CUDA, where they are available, right and fast; else torch, as under sampling masks."""
     if device.type != "cuda" or plan.wide != torch.float32 or plan.support or find_spec("triton") is None:
         return TorchTiles
     from covey.policy.lm_head.triton_tiles import Case, fastest_tiles
 
-    return fastest_tiles(Case(plan.usual, plan.compute, plan.curve, plan.entropy, device))
+    return fastest_tiles(Case(plan.usual, plan.compute, plan.curve, plan.entropy, targets, device))
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor, *, start: bool = False) -> None:

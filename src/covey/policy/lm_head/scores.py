@@ -5,6 +5,7 @@ The logits of all positions are never in memory together, backward included. A p
 at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside that call.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from covey.core.model import patched_forward
-from covey.policy.lm_head.linear import LinearHead, plan_of
+from covey.policy.lm_head.linear import LinearHead, outputs_of, plan_of
 from covey.policy.lm_head.support import SampledSupport, TileSupport
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
@@ -23,15 +24,37 @@ CHUNK_BYTES = 256 * 2**20  # most bytes of a chunk's float32 logits if the head 
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities [N] of tokens and entropies [N] of their distributions (None unless requested), in nats."""
+    """Scores of N tokens, in nats; all but the first are None unless asked for.
 
-    logprobs: Tensor
-    entropies: Tensor | None
+    `named` and `top_logprobs` are -inf where there is no token: the id is -1, no logit of the head belongs to it, or it
+    could not be sampled (sampling mask). Mask them before they are multiplied by something: 0 * -inf is NaN. A gradient
+    that arrives at such an entry of `named` is discarded, even if it is NaN, so that one `torch.where` over the result
+    is enough.
+
+    Example:
+        The mass of K named tokens and of all others: `mass = scores.named.exp().sum(1)`, `tail = 1 - mass`.
+    """
+
+    logprobs: Tensor  # [N] log-probabilities of the tokens
+    entropies: Tensor | None = None  # [N] of their distributions
+    named: Tensor | None = None  # [N, K] log-probabilities of the named tokens, with gradients
+    top_ids: Tensor | None = None  # [N, T] int64, the likeliest tokens, in descending order; -1 where there are fewer
+    top_logprobs: Tensor | None = None  # [N, T] their log-probabilities, without gradients
 
     def scattered(self, indices: Tensor, count: int) -> "TokenScores":
-        """Scores of `count` tokens: these at `indices` [N], 0 everywhere else."""
-        spread = [None if x is None else x.new_zeros(count).index_copy(0, indices, x) for x in self]
-        return TokenScores(*spread)  # type: ignore[arg-type]  # there are log-probs
+        """Scores of `count` tokens: these at `indices` [N], and `UNSCORED` everywhere else."""
+
+        def spread(name: str, values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return values.new_full((count, *values.shape[1:]), UNSCORED[name]).index_copy(0, indices, values)
+
+        every = {name: spread(name, values) for name, values in self._asdict().items()}
+        return TokenScores(**every)  # type: ignore[arg-type]  # there are log-probs
+
+
+UNSCORED = {"logprobs": 0.0, "entropies": 0.0, "named": -math.inf, "top_ids": -1, "top_logprobs": -math.inf}
+"""Values of `TokenScores` at tokens that are not scored."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +92,13 @@ def score_hidden(
     entropy: bool,
     chunk_size: int,
     support: SampledSupport | None = None,
+    named: Tensor | None = None,
+    top: int = 0,
 ) -> TokenScores:
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
+
+    `named` [N, K] int64 are further tokens to score at each position, -1 for none; `top` likeliest tokens (as many as
+    there are in a smaller vocabulary) are read out. Tokens that tie for the last place are chosen by chance.
 
     Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
     wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
@@ -82,6 +110,7 @@ def score_hidden(
             "The LM head's weight is sharded when tokens are scored: FSDP2 released it after the model's forward pass."
             " Score within that pass: TokenScorer(..., inside_head_call=True)."
         )
+    targets = targets[:, None] if named is None else torch.cat([targets[:, None], named], dim=1)
     linear = plain_linear(head.module, called=head.forward is not None or head.float32)
     if linear is None and head.float32:
         raise ValueError(
@@ -89,7 +118,7 @@ def score_hidden(
             " adapter or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
         )
     if linear is None:
-        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support)
+        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support, top)
     device = hidden.device.type
     if head.float32:
         compute = torch.promote_types(linear.weight.dtype, torch.float32)
@@ -97,7 +126,7 @@ def score_hidden(
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
     curve = Curve.of(head.scale, head.soft_cap, temperature)
     given = hidden, linear.weight, linear.bias
-    plan = plan_of(*given, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support)
+    plan = plan_of(*given, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support, top=top)
     return TokenScores(*LinearHead.apply(*given, targets, plan))
 
 
@@ -120,26 +149,27 @@ def _score_by_calls(
     entropy: bool,
     chunk_size: int,
     support: SampledSupport | None,
+    top: int,
 ) -> TokenScores:
     size = max(1, min(chunk_size, CHUNK_BYTES // (4 * getattr(head.module, "out_features", 1))))
     if head.forward is not None:
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
 
-    def score(states: Tensor, part: slice, cached: list[RowSums]) -> tuple[Tensor, Tensor | None]:
+    def score(states: Tensor, part: slice, cached: list[RowSums]) -> tuple[Tensor | None, ...]:
         logits = head(states)
         tile = None if support is None else support.tile(part, 0, logits.shape[1])
-        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile)
+        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile, top)
 
     run = partial(checkpoint, score, use_reentrant=False) if recompute else score
     chunks = enumerate(hidden.split(size))
     scores = [run(states, slice(number * size, (number + 1) * size), []) for number, states in chunks]
-    logprobs, entropies = zip(*scores, strict=True)
-    return TokenScores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+    joined = (None if parts[0] is None else torch.cat(parts) for parts in zip(*scores, strict=True))
+    return TokenScores(*joined)  # type: ignore[arg-type]  # there are log-probs
 
 
 class LogprobAndEntropy(torch.autograd.Function):
-    """log p(target) and H(p) of p = softmax(logits / temperature), with few reads of the logits."""
+    """What `LinearHead` computes, of p = softmax(logits / temperature), with few reads of the logits."""
 
     @staticmethod
     def forward(
@@ -150,8 +180,9 @@ class LogprobAndEntropy(torch.autograd.Function):
         temperature: float,
         cached: list[RowSums],
         support: TileSupport | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """logits [n, V], targets [n] int64 -> log-probs [n] and entropies [n] or None, float32 or wider.
+        top: int = 0,
+    ) -> tuple[Tensor | None, ...]:
+        """logits [n, V], targets [n, C] int64 -> outputs as those of `LinearHead`, float32 or wider.
 
         `cached` receives the rows' sums, so that a recomputation in the backward pass need not sum again.
         """
@@ -159,21 +190,22 @@ class LogprobAndEntropy(torch.autograd.Function):
         ctx.columns = TargetColumns.of(targets, 0, logits.shape[1], support)
         if not cached:
             x = _scaled(logits, ctx.curve)
-            cached.append(RowSums.empty(len(x), x, entropy))
+            cached.append(RowSums.empty(len(x), x, entropy, targets.shape[1], min(top, x.shape[1])))
             _tiles_for(x).add(x, ctx.columns, cached[0])
         log_z, logprobs, entropies = cached[0].results()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, log_z, logprobs, entropies)
-        return logprobs, entropies
+        ctx.save_for_backward(logits, targets, log_z, logprobs, entropies)
+        return outputs_of(ctx, logprobs, entropies, cached[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, log_z, logprobs, entropies = ctx.saved_tensors
-        rows = RowGradients.of(log_z, logprobs, entropies, *grads)
+        logits, targets, log_z, logprobs, entropies = ctx.saved_tensors
+        by_logprob, by_entropy, by_named, *_ = grads
+        rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets)
         x = _scaled(logits, ctx.curve)
         grad = _tiles_for(x).gradient(x, ctx.columns, rows)
         grad.mul_((rows.factor() * ctx.curve.gain)[:, None])
-        return grad.to(logits.dtype), None, None, None, None, None
+        return grad.to(logits.dtype), None, None, None, None, None, None
 
 
 def _scaled(logits: Tensor, curve: Curve) -> Tensor:
@@ -209,17 +241,18 @@ def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: An
             f"{type(model).__name__} calls its head {len(found)} times in a forward pass; only models that call it once"
             " can be trained with FSDP or DeepSpeed. Train it with DDP, and please report the model."
         )
-    logprobs, entropies = _WithOutput.apply(output.logits, *found[0])
-    return TokenScores(logprobs, entropies)
+    return TokenScores(*_WithOutput.apply(output.logits, *found[0]))
 
 
 class _WithOutput(torch.autograd.Function):
     """Identity on scores that ties them to the model's output, so that its backward hooks run; its gradient is zero."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, output: Tensor, *scores: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.like = torch.empty(output.shape, dtype=output.dtype, device="meta"), output.device
-        return logprobs.view_as(logprobs), None if entropies is None else entropies.view_as(entropies)
+        same = [None if one is None else one.view_as(one) for one in scores]
+        ctx.mark_non_differentiable(*(one for one in same[3:] if one is not None))  # the likeliest tokens
+        return tuple(same)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

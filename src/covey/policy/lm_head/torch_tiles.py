@@ -1,7 +1,8 @@
 """Arithmetic of a linear head's logits, one tile of tokens by vocabulary at a time, in plain torch.
 
 A tile is overwritten in place. A faster implementation of `TorchTiles` for some device has the same two methods.
-Letters: n tokens and v vocabulary entries in a tile, N tokens in all.
+Letters: n tokens and v vocabulary entries in a tile, N tokens in all; C targets of each: its own token, then those that
+are named besides.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
@@ -34,81 +35,136 @@ class RowSums(NamedTuple):
     peak: Tensor  # the largest logit
     total: Tensor  # sum of exp(z - peak)
     moment: Tensor | None  # sum of exp(z - peak) * (z - peak); None if no entropy is wanted
-    chosen: Tensor  # the logit of the target, once its tile has been seen
+    chosen: Tensor  # [n, C] the logits of the targets, once their tiles have been seen; -inf before
+    # [n, k] the largest logits so far in descending order and the tokens they belong to; -inf and any token where there
+    # are fewer. None if none are wanted
+    top_logits: Tensor | None
+    top_ids: Tensor | None
 
     @classmethod
-    def empty(cls, tokens: int, like: Tensor, entropy: bool) -> "RowSums":
+    def empty(cls, tokens: int, like: Tensor, entropy: bool, targets: int = 1, top: int = 0) -> "RowSums":
         """Sums over an empty vocabulary; a finite peak prevents NaN in rows that start with -inf."""
-        peak, total, moment, chosen = torch.zeros(4, tokens, dtype=like.dtype, device=like.device)
-        return cls(peak.fill_(torch.finfo(like.dtype).min), total, moment if entropy else None, chosen)
+        peak, total, moment = torch.zeros(3, tokens, dtype=like.dtype, device=like.device)
+        chosen, largest = (peak.new_full((tokens, width), -torch.inf) for width in (targets, top))
+        most = (largest, torch.zeros_like(largest, dtype=torch.long)) if top else (None, None)
+        return cls(peak.fill_(torch.finfo(like.dtype).min), total, moment if entropy else None, chosen, *most)
 
     def rows(self, part: slice) -> "RowSums":
         """View of some rows, for updates in place."""
-        moment = None if self.moment is None else self.moment[part]
-        return RowSums(self.peak[part], self.total[part], moment, self.chosen[part])
+        return RowSums(*(None if values is None else values[part] for values in self))  # type: ignore[arg-type]
+
+    def add_top(self, logits: Tensor, ids: Tensor) -> None:
+        """Keep the largest of those so far and these logits [n, j] of tokens [n, j]."""
+        assert self.top_logits is not None and self.top_ids is not None, "they are wanted"
+        every = torch.cat([self.top_logits, logits.to(self.top_logits.dtype)], dim=1)
+        largest, place = every.topk(self.top_logits.shape[1], dim=1)
+        self.top_ids.copy_(torch.cat([self.top_ids, ids], dim=1).gather(1, place))
+        self.top_logits.copy_(largest)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log Z, log p of the targets (without log Z, so that p near 1 keeps its digits), entropies or None, [n]."""
+        """log Z [n], log p of the targets [n, C] (without log Z, so that p near 1 keeps its digits), entropies [n]."""
         log_total = self.total.log()
         entropies = None if self.moment is None else log_total - self.moment / self.total
-        return self.peak + log_total, (self.chosen - self.peak) - log_total, entropies
+        return self.peak + log_total, (self.chosen - self.peak[:, None]) - log_total[:, None], entropies
+
+    def top(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The likeliest tokens [n, k], -1 where there are fewer, and their log p, -inf likewise; None if unwanted."""
+        if self.top_logits is None or self.top_ids is None:
+            return None, None
+        log_p = (self.top_logits - self.peak[:, None]) - self.total.log()[:, None]
+        return self.top_ids.masked_fill(log_p == -torch.inf, -1), log_p
 
 
 class RowGradients(NamedTuple):
-    """Values of each row for the logits' gradient, all [n], float32 or wider."""
+    """Values of each row for the logits' gradient, all [n] but the last, float32 or wider."""
 
     log_z: Tensor  # log sum exp of the logits
-    by_logprob: Tensor  # gradient of the loss by the log-prob of the target
+    by_logprob: Tensor  # gradient of the loss by the log-probs of the targets, summed over them
     by_entropy: Tensor | None  # gradient by the entropy; None without one
     entropy: Tensor | None  # the entropy itself; None likewise
-    # the entry of `TorchTiles.gradient` at the target, where the general formula would round 1 - p_y away
+    # [n, C] the entries of `TorchTiles.gradient` at the targets, where the general formula would round 1 - p_y away;
+    # equal where targets are
     at_target: Tensor
 
     @classmethod
     def of(
         cls,
         log_z: Tensor,
-        logprob: Tensor,
+        logprobs: Tensor,
         entropy: Tensor | None,
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
+        by_named: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> "RowGradients":
-        """From results [n] and their gradients, None where there is none."""
+        """From results and their gradients, None where there is none.
+
+        Args:
+            log_z, entropy: [n].
+            logprobs: [n, C].
+            by_logprob, by_entropy: [n], of the first target and of the entropy.
+            by_named: [n, C - 1], of the other targets. Where their log-prob is -inf it is discarded, even if NaN.
+            targets: [n, C], with several targets.
+        """
         # Gradients are often one number expanded; kernels that index memory need contiguous entries.
-        by_logprob = torch.zeros_like(logprob) if by_logprob is None else by_logprob.contiguous()
-        if by_entropy is None or entropy is None:
-            return cls(log_z, by_logprob, None, None, torch.expm1(logprob))
-        by_entropy = by_entropy.contiguous()
-        log_p = logprob.clamp_min(IMPOSSIBLE)
-        at_target = by_logprob * torch.expm1(log_p) + by_entropy * log_p.exp() * (log_p + entropy)
+        by_logprob = torch.zeros_like(log_z) if by_logprob is None else by_logprob.contiguous()
+        by_entropy = None if entropy is None or by_entropy is None else by_entropy.contiguous()
+        if logprobs.shape[1] == 1 and by_entropy is None:
+            return cls(log_z, by_logprob, None, None, torch.expm1(logprobs))
+        log_p = logprobs.clamp_min(IMPOSSIBLE)
+        if logprobs.shape[1] == 1:
+            at_target = by_logprob[:, None] * torch.expm1(log_p)
+        else:
+            assert targets is not None
+            by_named = torch.zeros_like(logprobs[:, 1:]) if by_named is None else by_named
+            each = torch.where(logprobs > -torch.inf, torch.cat([by_logprob[:, None], by_named], 1), 0.0)
+            own, others = torch.zeros_like(each), torch.zeros_like(each)  # sums over targets equal to each, and others
+            for one, by_one in zip(targets.T[:, :, None], each.T[:, :, None], strict=True):
+                equal = targets == one
+                own += torch.where(equal, by_one, 0.0)
+                others += torch.where(equal, 0.0, by_one)
+            by_logprob = each.sum(1)
+            at_target = own * torch.expm1(log_p) + others * log_p.exp()
+        if by_entropy is not None and entropy is not None:
+            at_target = at_target + by_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
         return cls(log_z, by_logprob, by_entropy, entropy, at_target)
 
     def rows(self, part: slice) -> "RowGradients":
         return RowGradients(*(None if values is None else values[part] for values in self))  # type: ignore[arg-type]
 
+    @property
+    def scaled(self) -> bool:
+        """Entries contain the gradient by the log-probs, which have no common factor; else `factor` holds it."""
+        return self.by_entropy is not None or self.at_target.shape[1] > 1
+
     def factor(self) -> Tensor:
         """Factor [n] that completes the rows of `TorchTiles.gradient`."""
-        return -self.by_logprob if self.by_entropy is None else torch.full_like(self.by_logprob, -1.0)
+        return torch.full_like(self.by_logprob, -1.0) if self.scaled else -self.by_logprob
 
 
 class TargetColumns(NamedTuple):
-    """Targets of a tile's rows: `offset` [n] from its first column, and `column` [n], clamped into the tile."""
+    """Targets of a tile's rows: `offset` [n, C] from its first column, and `column` [n, C], clamped into the tile."""
 
     offset: Tensor
     column: Tensor
+    start: int  # the tile's first vocabulary entry
     support: TileSupport | None = None  # of the rows' distributions; None: the whole softmax
 
     @classmethod
     def of(cls, targets: Tensor, start: int, width: int, support: TileSupport | None = None) -> "TargetColumns":
-        """Columns of targets [n] in a tile of the vocabulary entries start .. start + width."""
+        """Columns of targets [n, C] in a tile of the vocabulary entries start .. start + width."""
         offset = targets - start
-        return cls(offset, offset.clamp(0, width - 1), support)
+        return cls(offset, offset.clamp(0, width - 1), start, support)
 
-    def put(self, tile: Tensor, values: Tensor | float) -> None:
-        """Set the targets' entries [n] of a tile, in rows whose target is in it."""
-        each = torch.arange(len(tile), device=tile.device)
-        inside = self.offset == self.column
-        tile[each, self.column] = torch.where(inside, values, tile[each, self.column])
+    def put(self, tile: Tensor, values: Tensor) -> None:
+        """Set the targets' entries [n, C] of a tile, in rows whose target is in it; equal targets have equal ones."""
+        inside, column = self.offset == self.column, self.column
+        if inside.shape[1] > 1:  # targets that are elsewhere do what the row's first one does that is in the tile
+            first = inside.byte().argmax(1, keepdim=True)
+            source = torch.where(inside, torch.arange(inside.shape[1], device=tile.device), first)
+            column, values = column.gather(1, source), values.gather(1, source)
+            inside = inside.any(1, keepdim=True)
+        tile.scatter_(1, column, torch.where(inside, values, tile.gather(1, column)).to(tile.dtype))
 
 
 @dataclass(eq=False)
@@ -134,8 +190,10 @@ class TorchTiles:
         z = self._logits(x)
         if targets.support is not None:
             targets.support.apply_(z)
-        chosen = z.gather(1, targets.column[:, None])[:, 0]
-        torch.where(targets.offset == targets.column, chosen, sums.chosen, out=sums.chosen)
+        torch.where(targets.offset == targets.column, z.gather(1, targets.column), sums.chosen, out=sums.chosen)
+        if sums.top_logits is not None:
+            largest, column = z.topk(min(sums.top_logits.shape[1], z.shape[1]), dim=1)
+            sums.add_top(largest, column + targets.start)
         peak = torch.maximum(sums.peak, z.amax(1))
         fall = sums.peak - peak
         shrink = fall.exp()
@@ -152,13 +210,14 @@ class TorchTiles:
         sums.peak.copy_(peak)
         if not others:
             return None
-        targets.put(weights, 0.0)
+        targets.put(weights, torch.zeros_like(targets.column, dtype=weights.dtype))
         return weights, shrink
 
     def gradient(self, x: Tensor, targets: TargetColumns, rows: RowGradients) -> Tensor:
         """Gradient of the loss by x without the factor `rows.factor()`, [n, v] in the dtype of x; overwrites x.
 
-        With p = softmax(z): d log p_y / dz = 1[y] - p and dH / dz = -p (log p + H).
+        With p = softmax(z): d log p_y / dz = 1[y] - p and dH / dz = -p (log p + H); a sum over targets y with gradients
+        g_y has sum_y g_y 1[y] - (sum_y g_y) p.
         """
         z = self._logits(x)
         slope = None
@@ -167,10 +226,11 @@ class TorchTiles:
             slope.mul_(self.curve.cap)
         by_penalty = None if targets.support is None else targets.support.apply_(z)
         log_p = z.sub_(rows.log_z[:, None])
-        if rows.by_entropy is None:
+        if rows.by_entropy is None or rows.entropy is None:
             grad = log_p.exp_()
+            if rows.scaled:
+                grad.mul_(rows.by_logprob[:, None])
         else:
-            assert rows.entropy is not None
             p = torch.exp(log_p, out=self._scratch_like("weights", z))
             if self.minus_inf:
                 log_p.clamp_min_(IMPOSSIBLE)

@@ -31,19 +31,17 @@ def _logits(x, cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _add_kernel(
-    x_ptr, offset_ptr, peak_ptr, total_ptr, moment_ptr, chosen_ptr, shrink_ptr, words, cap, floor,
+    x_ptr, offset_ptr, peak_ptr, total_ptr, moment_ptr, chosen_ptr, shrink_ptr, words, targets, cap, floor,
     HAS_CAP: tl.constexpr, ENTROPY: tl.constexpr, OTHERS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to the sums of one row; with OTHERS x becomes exp(z - peak), 0 at the target."""
+    """Add a tile to the sums of one row; with OTHERS x becomes exp(z - peak), 0 at the targets."""
     row = tl.program_id(0).to(tl.int64)
-    offset = tl.load(offset_ptr + row)
     before = tl.load(peak_ptr + row)
     peak = before
     total = tl.load(total_ptr + row)
     moment = total * 0.0
     if ENTROPY:
         moment = tl.load(moment_ptr + row)
-    chosen = total * 0.0
     for first in range(0, words, SIZE):
         column = first + tl.arange(0, SIZE)
         inside = column < words
@@ -55,28 +53,33 @@ def _add_kernel(
         if ENTROPY:
             moment = (moment + (peak - new) * total) * fall + tl.sum(weights * tl.maximum(z - new, floor), 0)
         total = total * fall + tl.sum(weights, 0)
-        chosen += tl.sum(tl.where(column == offset, z, 0.0), 0)
         peak = new
     tl.store(peak_ptr + row, peak)
     tl.store(total_ptr + row, total)
     if ENTROPY:
         tl.store(moment_ptr + row, moment)
-    if (offset >= 0) & (offset < words):
-        tl.store(chosen_ptr + row, chosen)
+    for target in range(0, targets):
+        offset = tl.load(offset_ptr + row * targets + target)
+        if (offset >= 0) & (offset < words):
+            chosen = tl.load(x_ptr + row * words + offset).to(tl.float32)
+            tl.store(chosen_ptr + row * targets + target, _logits(chosen, cap, HAS_CAP))
     if OTHERS:
+        tl.debug_barrier()  # the targets' logits are read before any thread overwrites them
         tl.store(shrink_ptr + row, tl.exp(before - peak))
         for first in range(0, words, SIZE):
             column = first + tl.arange(0, SIZE)
             inside = column < words
             x = tl.load(x_ptr + row * words + column, mask=inside, other=0.0).to(tl.float32)
-            weights = tl.where(column == offset, 0.0, tl.exp(_logits(x, cap, HAS_CAP) - peak))
+            weights = tl.exp(_logits(x, cap, HAS_CAP) - peak)
+            for target in range(0, targets):
+                weights = tl.where(column == tl.load(offset_ptr + row * targets + target), 0.0, weights)
             tl.store(x_ptr + row * words + column, weights.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gradient_kernel(
-    x_ptr, offset_ptr, log_z_ptr, target_ptr, by_logprob_ptr, by_entropy_ptr, entropy_ptr, words, cap, floor,
-    HAS_CAP: tl.constexpr, ENTROPY: tl.constexpr, SIZE: tl.constexpr,
+    x_ptr, offset_ptr, log_z_ptr, target_ptr, by_logprob_ptr, by_entropy_ptr, entropy_ptr, words, targets, cap,
+    floor, HAS_CAP: tl.constexpr, ENTROPY: tl.constexpr, SCALED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Replace SIZE entries x of a row by their gradient, as in TorchTiles.gradient."""
     row = tl.program_id(0).to(tl.int64)
@@ -89,7 +92,11 @@ def _gradient_kernel(
     if ENTROPY:
         spread = tl.maximum(log_p, floor) + tl.load(entropy_ptr + row)
         grad = grad * (spread * tl.load(by_entropy_ptr + row) + tl.load(by_logprob_ptr + row))
-    grad = tl.where(column == tl.load(offset_ptr + row), tl.load(target_ptr + row), grad)
+    elif SCALED:
+        grad = grad * tl.load(by_logprob_ptr + row)
+    for target in range(0, targets):
+        place = row * targets + target
+        grad = tl.where(column == tl.load(offset_ptr + place), tl.load(target_ptr + place), grad)
     if HAS_CAP:
         share = z / cap
         grad = grad * (1.0 - share * share) * cap
@@ -103,12 +110,15 @@ class TritonTiles(TorchTiles):
         self, x: Tensor, targets: TargetColumns, sums: RowSums, *, others: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         tokens, words = x.shape
+        if sums.top_logits is not None:  # the largest x are those of the largest logits
+            largest, column = x.topk(min(sums.top_logits.shape[1], words), dim=1)
+            sums.add_top(self._logits(largest.to(self.wide)), column + targets.start)
         shrink = torch.empty_like(sums.peak) if others else sums.peak
         moment = sums.peak if sums.moment is None else sums.moment
         with torch.cuda.device_of(x):
             _add_kernel[(tokens,)](
                 x, targets.offset, sums.peak, sums.total, moment, sums.chosen, shrink,
-                words, self.curve.cap or 1.0, IMPOSSIBLE, HAS_CAP=self.curve.cap is not None,
+                words, targets.offset.shape[1], self.curve.cap or 1.0, IMPOSSIBLE, HAS_CAP=self.curve.cap is not None,
                 ENTROPY=sums.moment is not None, OTHERS=others, SIZE=_size(words),
             )  # fmt: skip
         return (x, shrink) if others else None
@@ -121,8 +131,8 @@ class TritonTiles(TorchTiles):
         with torch.cuda.device_of(x):
             _gradient_kernel[(tokens, triton.cdiv(words, size))](
                 x, targets.offset, rows.log_z, rows.at_target, rows.by_logprob, by_entropy, entropy,
-                words, self.curve.cap or 1.0, IMPOSSIBLE, HAS_CAP=self.curve.cap is not None,
-                ENTROPY=has_entropy_gradient, SIZE=size,
+                words, targets.offset.shape[1], self.curve.cap or 1.0, IMPOSSIBLE, HAS_CAP=self.curve.cap is not None,
+                ENTROPY=has_entropy_gradient, SCALED=rows.scaled, SIZE=size,
             )  # fmt: skip
         return x
 
@@ -132,12 +142,16 @@ def _size(words: int) -> int:
 
 
 class Case(NamedTuple):
-    """A kind of call: tokens and vocabulary entries of a full tile, the dtype of its entries, and what is wanted."""
+    """A kind of call: tokens and vocabulary entries of a full tile, the dtype of its entries, and what is wanted.
+
+    Likeliest tokens are left out: both implementations find them by torch's `topk`.
+    """
 
     shape: tuple[int, int]
     compute: torch.dtype
     curve: Curve
     entropy: bool
+    targets: int  # C of each token
     device: torch.device
 
     def tiles(self, kind: type[TorchTiles]) -> TorchTiles:
@@ -175,14 +189,16 @@ def _trial(kind: type[TorchTiles], case: Case) -> list[Tensor]:
     random = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
     spread = 4.0 if case.curve.cap is None else 1.0
     first, second = (random(case.shape).mul_(spread).to(case.compute) for _ in range(2))
-    targets = torch.randint(2 * words, (tokens,), generator=random.keywords["generator"], device=device)
+    targets = torch.randint(2 * words, (tokens, case.targets), generator=random.keywords["generator"], device=device)
     by_logprob, by_entropy = random(2, tokens)
+    by_named = random((tokens, case.targets - 1)) if case.targets > 1 else None
     tiles = case.tiles(kind)
-    sums = RowSums.empty(tokens, by_logprob[:0], case.entropy)
+    sums = RowSums.empty(tokens, by_logprob[:0], case.entropy, case.targets)
     tiles.add(first.clone(), TargetColumns.of(targets, 0, words), sums)
     tiles.add(second.clone(), TargetColumns.of(targets, words, words), sums)
     log_z, logprobs, entropies = sums.results()
-    rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy if case.entropy else None)
+    by_entropy = by_entropy if case.entropy else None
+    rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets)
     grad = tiles.gradient(second, TargetColumns.of(targets, words, words), rows).float()
     outcomes = [log_z, logprobs, grad] + ([] if entropies is None else [entropies])
     if not case.entropy and case.curve.cap is None:
@@ -196,10 +212,11 @@ def _seconds(kind: type[TorchTiles], case: Case, rounds: int = 10) -> float:
     """Seconds of a tile's forward and backward arithmetic on a CUDA device."""
     (tokens, words), device = case.shape, case.device
     x = torch.zeros(case.shape, dtype=case.compute, device=device)
-    columns = TargetColumns.of(torch.zeros(tokens, dtype=torch.int64, device=device), 0, words)
+    targets = torch.zeros(tokens, case.targets, dtype=torch.int64, device=device)
+    columns = TargetColumns.of(targets, 0, words)
     tiles, ones = case.tiles(kind), torch.ones(tokens, device=device)
-    rows = RowGradients.of(ones, -ones, ones, ones, None)
-    sums = RowSums.empty(tokens, ones[:0], case.entropy)
+    rows = RowGradients.of(ones, torch.full_like(targets, -1.0, dtype=ones.dtype), ones, ones, None, None, targets)
+    sums = RowSums.empty(tokens, ones[:0], case.entropy, case.targets)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for round_ in range(rounds + 3):
         if round_ == 3:  # after warm-up

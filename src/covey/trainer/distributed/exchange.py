@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.batch import UNREPORTED, TrainBatch, expand, join, segment_sum, token_index
+from covey.core.batch import UNREPORTED, TrainBatch, expand, join, segment_sum, token_index, unreported
 from covey.core.media import Media
 from covey.core.strands import strand_sizes
 from covey.core.terms import term_sizes
@@ -223,10 +223,7 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]
     everyone = collectives.gather((RolloutIndex.of(batch, collectives.rank), present), "share the sizes of rollouts")
     reported = {name for _, names in everyone for name in names}
-    filled: dict[str, Any] = {
-        name: torch.full(batch.sampled.shape, UNREPORTED[name], device=batch.sampled.device)
-        for name in reported.difference(present, ("media",))
-    }
+    filled: dict[str, Any] = {name: unreported(name, batch) for name in reported.difference(present, ("media",))}
     if batch.media is None and "media" in reported:
         filled["media"] = [()] * len(batch)
     return OwnRollouts(replace(batch, **filled), collectives.rank), join_indexes([index for index, _ in everyone])
