@@ -11,7 +11,7 @@ from tests.support import runs
 @pytest.mark.filterwarnings("ignore:memory ran out")
 @pytest.mark.parametrize("memory", ["suffices", "runs out"])
 def test_named_and_likeliest_tokens_come_in_micro_batches(tmp_path, memory):
-    trainer = runs.trainer(tmp_path, max_tokens_per_micro_batch=40)
+    trainer = runs.trainer(tmp_path, max_tokens_per_micro_batch=20)
     batch = collate(rollouts())
     batch.sampled[::4] = False
     batch.named_ids = torch.randint(-1, 100, (batch.num_tokens, 3), generator=torch.Generator().manual_seed(0))
