@@ -26,7 +26,7 @@ from covey.policy.moe import RouterLoads, loads_of, router_logits
 
 
 class Asked(NamedTuple):
-    """What is computed of a batch's tokens besides their log-probs; see `TokenScorer.__call__`."""
+    """Numbers of a batch's tokens that are computed besides their log-probs; see `TokenScorer.__call__`."""
 
     entropy: bool = False
     targets: Tensor | None = None  # [N]

@@ -169,7 +169,7 @@ def _score_by_calls(
 
 
 class LogprobAndEntropy(torch.autograd.Function):
-    """What `LinearHead` computes, of p = softmax(logits / temperature), with few reads of the logits."""
+    """The results of `LinearHead`, of p = softmax(logits / temperature), with few reads of the logits."""
 
     @staticmethod
     def forward(
