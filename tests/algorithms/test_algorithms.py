@@ -47,6 +47,8 @@ def config(**changes):
         "kl_in_reward": False,
         "multi_objective_aggregation": "sum_then_normalize",
         "scale_rewards": "group",
+        "compare": "group",
+        "role_decay": 0.95,
         "reward_clip_range": None,
         "normalize_advantages": False,
         "process_weight": 1.0,

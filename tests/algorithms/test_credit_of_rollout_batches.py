@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from covey.algorithms import grpo, rloo
+from covey.algorithms.comparison import whole_groups
 from covey.algorithms.credit import Scores, assign_credit, signal_stats, spread_of_rewards, step_stats
 from covey.core.stats import merge_all
 from tests.support import runs
@@ -126,14 +127,14 @@ def test_equal_sums_of_different_steps_are_a_signal():
 def test_metrics_of_steps():
     """4 rewarded steps of 4 completions (one abstains, a number is one), mean 5/4; the second group is all alike."""
     steps = [{0: [(0, 1.0), (1, NAN)]}, {}, {0: [(0, 1.0)]}, {0: [(3, 1.0)]}]
-    stats = step_stats(scores([[1.0], [2.0], [1.0], [1.0]], steps), ONE, ["right"], 2)
+    stats = step_stats(scores([[1.0], [2.0], [1.0], [1.0]], steps), ONE, ["right"], whole_groups(4, 2))
     assert {name: stat.value() for name, stat in stats.items()} == {
         "steps/right/mean": 1.25,
         "steps/per_completion": 1.0,
         "frac_reward_zero_std": 0.5,
     }
     assert merge_all(dict(stats), stats)["steps/per_completion"].value() == 1.0  # every process adds the same
-    assert step_stats(scores([[1.0], [2.0]]), ONE, ["right"], 2) == {}
+    assert step_stats(scores([[1.0], [2.0]]), ONE, ["right"], whole_groups(2, 2)) == {}
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,6 @@ def test_how_much_rewards_differ():
     """Function 0 rewards steps: 1, 0, 0, 1 have variance 1/4, times 2² of its weight; function 1 gives outcomes."""
     steps = [{0: [(0, 1.0), (1, 0.0)]}, {0: [(0, 0.0), (1, 1.0)]}, {}, {}]
     given = scores([[1.0, 3.0], [1.0, 5.0], [NAN, 1.0], [NAN, NAN]], steps)
-    totals, variances = spread_of_rewards(given, torch.tensor([2.0, 1.0]), 2)
+    totals, variances = spread_of_rewards(given, torch.tensor([2.0, 1.0]), whole_groups(len(given.lengths), 2))
     assert totals[0].tolist() == [3, 5] and totals[1, 0] == 1 and totals[1, 1].isnan()
     assert variances[0] == 1.0 and variances[1].isnan()

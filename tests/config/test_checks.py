@@ -196,6 +196,16 @@ REFUSED_BY_NAME = [
     (RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (RLOOConfig, {"kl_estimator": "k3"}, "kl_estimator='k3'"),
     (RLOOConfig, {"reward_clip_range": (1, -1)}, r"reward_clip_range=\(1, -1\)"),
+    (GRPOConfig, {"compare": "rolle"}, "compare='rolle' is not known.*'role'"),
+    (GRPOConfig, {"compare": {"judge": "role_average"}}, r"compare\['judge'\]='role_average' is not known"),
+    (GRPOConfig, {"compare": '{"judge": "rol"}'}, r"compare\['judge'\]='rol' is not known"),
+    (GRPOConfig, {"compare": "{}"}, "compare={} must give each role"),
+    (GRPOConfig, {"compare": "role_average", "dynamic_sample": True}, "dynamic_sample=True .*compare='role_average'"),
+    (
+        GRPOConfig,
+        {"compare": "role_average", "advantages": "opo"},
+        "compare='role_average' and advantages='opo'",
+    ),
 ]
 
 ELSEWHERE = [  # settings whose findings other tests look at
@@ -254,6 +264,7 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"epsilon_high": 0.28}, "on-policy"),
     (GRPOConfig, {"off_policy_mask_threshold": 0.5}, "on-policy"),
     (GRPOConfig, {"pass_at_k": 2}, "advantages is None"),
+    (GRPOConfig, {"compare": "role", "role_decay": 0.5}, "compare is 'role'"),
     (GRPOConfig, {"advantages": "opo", "pass_at_k": 2}, "advantages is 'opo'"),
     (GRPOConfig, {"advantages": "opo", "scale_rewards": "batch"}, "advantages='opo'"),
     (RLOOConfig, {"advantages": "opo", "normalize_advantages": True}, "advantages='opo'"),

@@ -60,7 +60,7 @@ VALUES: dict[str, Any] = {
         "use_cpu": True,
         "cov_share": 0.5,
     },
-    **{"pass_at_k": 2, "speculative_reuse": "exact", "max_steps": 3, "vllm_sleep_level": 2},
+    **{"compare": "role", "pass_at_k": 2, "speculative_reuse": "exact", "max_steps": 3, "vllm_sleep_level": 2},
     **{"max_tokens_per_micro_batch": 16, "vllm_importance_sampling_clip_min": 0.5, "entropy_target": 1.0},
     **each(("transformers_continuous_batching_config", "vllm_engine_kwargs", "sglang_server_args"), {"a": 1}),
 }
@@ -115,6 +115,13 @@ def lookup(query: str) -> str:
     return query
 
 
+async def plays(row: Any, engine: Any) -> Any:
+    """Play a rollout of one turn."""
+    episode = engine.begin()
+    await episode.sample()
+    return episode.done(role="first")
+
+
 # Settings with which a field changes the outcome of a run, for fields that no part of a trainer holds
 RUN: dict[str, dict[str, Any]] = {
     **each(("generation_kwargs", "loss_type", "max_grad_norm", "max_steps", "top_entropy_quantile"), {}),
@@ -165,6 +172,8 @@ WITH: dict[str, dict[str, Any]] = {
     "kl_cov_coef": {**STEP_BY_STEP, "loss_type": "kl_cov"},
     **each(("kl_estimator", "use_bias_correction_kl", "kl_in_reward", "sync_ref_model"), {"beta": 0.1}),
     "max_resample_times": {"dynamic_sample": True},
+    "compare": {"given": {"rollout_func": plays}},
+    "role_decay": {"compare": "role_average", "given": {"rollout_func": plays}},
     "difficulty_floor": {"prompt_sampler": "difficulty"},
     **each(("speculative_lenience", "speculative_max_tokens"), {"speculative_reuse": "lenient"}),
     "keep_sampling_mask": {"top_p": 0.9},

@@ -314,7 +314,7 @@ def test_the_optimal_token_baseline_is_the_weighted_mean(seed):
             baseline = sum(r * w for r, w in reach) / total if energy and len(reach) > 1 else 0.0
             expected.append(rewards[i] - baseline if energy and i in group else 0.0)
     flat = torch.tensor([e for own in energies for e in own], dtype=torch.float64)
-    found = optimal_token_baseline(torch.tensor(rewards).double(), flat, torch.tensor(lengths), 3)
+    found = optimal_token_baseline(torch.tensor(rewards).double(), flat, torch.tensor(lengths), torch.arange(6) // 3)
     assert torch.allclose(found.to_go, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
     assert torch.allclose(spread(found, torch.tensor(lengths)), torch.tensor(expected), atol=1e-6)
 

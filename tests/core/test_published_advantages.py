@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from covey.algorithms import ADVANTAGES, grpo, register_advantages, rloo
+from covey.algorithms.algorithm import Members
 from covey.core.advantages import EPSILON
 from tests.algorithms.test_algorithms import config, rloo_config
 
@@ -19,7 +20,9 @@ BATCH = [reward for group in REWARDS for reward in group]
 def advantages_of(name, rewards=REWARDS, kl=None, method=grpo, **changes):
     settings = (config if method is grpo else rloo_config)(advantages=name, **changes)
     rewards_PGF = torch.tensor(rewards)[..., None]
-    return method.algorithm(settings).advantages(rewards_PGF, torch.ones(1), kl, torch.tensor(LENGTHS)[: len(rewards)])
+    lengths = torch.tensor(LENGTHS)[: len(rewards)]
+    members = Members(lengths, torch.zeros_like(lengths), torch.zeros_like(lengths))
+    return method.algorithm(settings).advantages(rewards_PGF, torch.ones(1), kl, members)
 
 
 def close(got, expected):
@@ -85,9 +88,9 @@ def test_pass_at_k_averages_over_all_subsets(k):
 def test_completions_without_a_reward_play_no_part(name):
     """The group's third completion abstains: the others get what they get in a group of three, and it gets 0."""
     with_gap = advantages_of(name, [[1.0, 0.0, math.nan, 1.0]])
-    lengths = torch.tensor([[3, 5, 9]])
+    members = Members(torch.tensor([[3, 5, 9]]), torch.zeros(1, 3), torch.zeros(1, 3))
     settings = config(advantages=name)
-    without = grpo.algorithm(settings).advantages(torch.tensor([[[1.0], [0.0], [1.0]]]), torch.ones(1), None, lengths)
+    without = grpo.algorithm(settings).advantages(torch.tensor([[[1.0], [0.0], [1.0]]]), torch.ones(1), None, members)
     assert with_gap[0, 2] == 0
     assert torch.allclose(with_gap[0, [0, 1, 3]], without[0])
 

@@ -9,6 +9,7 @@ from covey.cli.main import main as covey
 from covey.core.findings import Effect, Finding, ranked
 from covey.observability.findings import write_findings
 from covey.observability.record_files import FOLDER, WARNINGS, read_run
+from covey_tools.doctor import course
 from covey_tools.doctor.command import main
 from covey_tools.doctor.course import findings as course_of
 from covey_tools.doctor.recorded import PastRun, warned
@@ -169,3 +170,12 @@ def test_no_fix_is_proposed_that_its_experiment_refutes():
     (kept,) = ranked([Finding("signal-sparse", "error", "", "more", effect=worse, otherwise="other prompts")])
     assert kept.fix == "other prompts"
     assert not Effect(1.0, float("nan")).improves and Effect(2.0, 1.0, higher_is_better=False).improves
+
+
+def test_a_role_in_which_nothing_is_learnt_is_found():
+    """Of four logs: the judge's rollouts never have an advantage, the solver's mostly do."""
+    lines = [{"roles/judge/advantage_zero": 1.0, "roles/solver/advantage_zero": 0.25, "reward": 0.5}] * 4
+    (found,) = course.silent_roles(lines)
+    assert found.code == "role-silent" and "'judge' (100%)" in found.evidence and "solver" not in found.evidence
+    assert [*course.silent_roles(lines[:2])] == []
+    assert [*course.silent_roles([{"reward": 0.5}] * 4)] == []

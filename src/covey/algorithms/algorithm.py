@@ -5,15 +5,25 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from covey.algorithms.comparison import Comparison
 from covey.core.credit import CreditMix, Steps
 from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, Weighting, mean_over_update
 from covey.core.objective import Objective
 from covey.runtime.registry import Registry
+
+
+class Members(NamedTuple):
+    """Completions that are compared with each other; a subgroup with fewer than G ends with 0 tokens and -1."""
+
+    lengths: Tensor  # [P, G] tokens of each
+    roles: Tensor  # [P, G] int64, index into `role_names`
+    games: Tensor  # [P, G] int64, number of the game in its prompt
+    role_names: tuple[str, ...] = ("",)  # "": no role
 
 
 @dataclass(frozen=True)
@@ -22,10 +32,11 @@ class Algorithm:
 
     Attributes:
         name: shown in messages and model cards.
-        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, with `reads_lengths` the lengths
-            of completions [P, G]) -> advantages [P, G].
+        totals: (rewards [..., F], reward weights [F], KL penalty [...] or None) -> total rewards [...], NaN for none.
+        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, with `reads_members` the
+            `Members` [P, G]) -> advantages [P, G].
         step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
-            weights [F'], the prompt of each completion [B]) -> the advantages of all steps [S], concatenated over the
+            weights [F'], the subgroup of each completion [B]) -> the advantages of all steps [S], concatenated over the
             functions.
         mix: weights of the credit of steps and of outcomes in a token's advantage.
         objective: the loss.
@@ -33,9 +44,11 @@ class Algorithm:
         kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
         beta: weight of the KL penalty.
         token_baseline: outcomes are compared again at each token, weighted by energies (`optimal_token_baseline`).
+        comparison: which completions of a prompt are compared with each other.
     """
 
     name: str
+    totals: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     advantages: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     step_advantages: Callable[[Sequence[Steps], Tensor, Tensor], Tensor]
     mix: CreditMix
@@ -43,8 +56,9 @@ class Algorithm:
     weighting: Weighting
     kl_in_reward: bool
     beta: float
-    reads_lengths: bool = False
+    reads_members: bool = False
     token_baseline: bool = False
+    comparison: Comparison = field(default_factory=Comparison)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A reward function that rewards the steps of any completion of a rollout batch, o
 number that it returns for another completion is one step that ends with that completion's last token. The formulas are
 in `covey.core.credit` and `covey.core.advantages`.
 
-Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, S steps.
+Letters: N completions in whole groups, P subgroups (prompts, unless `compare` divides them) of G completions at most,
+F reward functions, S steps.
 """
 
 import statistics
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.algorithm import Algorithm, Members
+from covey.algorithms.comparison import gathered, less_average, numbers_of, scattered
 from covey.core.advantages import Credited, nanstd, spread, weighted_total
 from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
+from covey.core.records import NO_SEAT
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
 from covey.runtime.user_code import warn
@@ -60,11 +63,12 @@ def assign_credit(
     group_size: int,
     kl: Tensor | None = None,
     energies: Tensor | None = None,
+    baselines: Tensor | None = None,
 ) -> Credit:
-    """Compare the completions of each group: outcomes with outcomes and steps with steps.
+    """Compare completions by the algorithm's `comparison`: outcomes with outcomes and steps with steps.
 
     Completions of a group lie next to each other; `kl` [N] is a penalty in the reward, or None; `energies` of all
-    tokens are for `optimal_token_baseline`.
+    tokens are for `optimal_token_baseline`, and `baselines` [N] are the running means that are compared with.
     """
     process = scores.process_functions
     if process and not algorithm.objective.credits_tokens:
@@ -74,30 +78,46 @@ def assign_credit(
             " importance_sampling_level='sequence_token' or 'token', or choose another loss_type."
         )
     lengths = torch.tensor(scores.lengths, dtype=torch.long)
-    rewards_PGF = _with_penalty(scores, process, group_size, kl).view(-1, group_size, len(weights_F))
-    kl_PG = None if kl is None else kl.view(-1, group_size)
-    more = (lengths.view(-1, group_size),) if algorithm.reads_lengths else ()
-    outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG, *more).flatten()
+    members = algorithm.comparison.subgroups(scores, group_size)
+    groups = numbers_of(members, len(lengths))
+    rewards = _with_penalty(scores, process, groups, kl)
+    if baselines is not None:
+        if process:
+            raise ValueError(
+                "compare='role_average' has running means of whole rollouts, but a reward function rewards steps."
+                " Compare them with each other (compare='role'), or return one reward for each rollout."
+            )
+        totals_N = algorithm.totals(rewards, weights_F, kl)
+        outcome_N = less_average(totals_N, baselines, scores, algorithm.comparison.scaled)
+    else:
+        kl_PG = None if kl is None else gathered(kl, members, 0.0)
+        more = (_members(scores, lengths, members),) if algorithm.reads_members else ()
+        rewards_PGF = gathered(rewards, members, torch.nan)
+        outcome_N = scattered(algorithm.advantages(rewards_PGF, weights_F, kl_PG, *more), members, len(lengths))
     if energies is not None:
         if process:
             raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")
         known = torch.where(scores.rewards.isnan().all(1), torch.nan, outcome_N * algorithm.mix.outcome_weight)
-        return Credit(lengths, optimal_token_baseline(known, energies, lengths, group_size))
+        return Credit(lengths, optimal_token_baseline(known, energies, lengths, groups))
     if not process:  # the outcome alone, at the last token of each completion that has tokens
         nonempty = lengths.nonzero()[:, 0]
         to_go = outcome_N[nonempty].double() * algorithm.mix.outcome_weight
         return Credit(lengths, Credited(nonempty, lengths[nonempty] - 1, to_go))
-    groups = torch.arange(len(lengths)) // group_size
     parts = [gather_steps(scores.steps_of(function), scores.lengths) for function in process]
     advantages_S = algorithm.step_advantages(parts, weights_F[process], groups)
     return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
 
 
 def signal_stats(
-    algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, credit: Credit | None
+    algorithm: Algorithm,
+    weights_F: Tensor,
+    scores: Scores,
+    group_size: int,
+    credit: Credit | None,
+    baselines: Tensor | None = None,
 ) -> dict[str, Stat]:
     """`frac_advantage_zero`: the share of groups without a signal; `credit` is given if no KL penalty is part of it."""
-    signal_N = (credit or assign_credit(algorithm, weights_F, scores, group_size)).has_signal()
+    signal_N = (credit or assign_credit(algorithm, weights_F, scores, group_size, baselines=baselines)).has_signal()
     return {"frac_advantage_zero": Mean.of((~signal_N.view(-1, group_size).any(1)).double().tolist())}
 
 
@@ -121,7 +141,15 @@ class UnreadSettings:
             )
 
 
-def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tensor | None) -> Tensor:
+def _members(scores: Scores, lengths: Tensor, members: Tensor) -> Members:
+    """The completions of each subgroup, as registered advantages get them."""
+    seats = scores.seats or [NO_SEAT] * len(lengths)
+    names = tuple(sorted({one.role for one in seats}))
+    roles, games = torch.tensor([(names.index(one.role), one.game) for one in seats]).view(-1, 2).unbind(1)
+    return Members(gathered(lengths, members, 0), gathered(roles, members, -1), gathered(games, members, -1), names)
+
+
+def _with_penalty(scores: Scores, process: list[int], groups: Tensor, kl: Tensor | None) -> Tensor:
     """[N, F] rewards of outcomes; 0 in groups in which only steps are rewarded, if a KL penalty is part of the reward.
 
     A completion without an outcome has advantage 0, but there the outcome is the penalty alone, which must act.
@@ -133,13 +161,14 @@ def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tenso
             " weights of the policy or of the reference are, or one of them overflows."
         )
     if kl is not None and process:
-        without_outcome = outcomes.isnan().all(1).view(-1, group_size).all(1).repeat_interleave(group_size)
+        with_outcome = groups[~outcomes.isnan().all(1)]
+        without_outcome = torch.isin(groups, with_outcome, invert=True)
         outcomes[without_outcome & ~scores.rewards.isnan().all(1), process[0]] = 0.0
     return outcomes
 
 
-def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_size: int) -> dict[str, Stat]:
-    """Metrics of rewards of steps; empty where there are none."""
+def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], members_PG: Tensor) -> dict[str, Stat]:
+    """Metrics of rewards of steps, which are compared within subgroups; empty where there are none."""
     stats: dict[str, Stat] = {}
     count = 0
     for function in scores.process_functions:
@@ -148,23 +177,23 @@ def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_si
         stats[f"steps/{names[function]}/mean"] = Mean.of(rewards)
     if not stats:
         return {}
-    totals_PG, variances_P = spread_of_rewards(scores, weights_F, group_size)
+    totals_PG, variances_P = spread_of_rewards(scores, weights_F, members_PG)
     alike = (nanstd(totals_PG, dim=1).flatten() == 0) & (variances_P.nan_to_num(0.0) == 0)
     stats["frac_reward_zero_std"] = Mean.of(alike.double().tolist())
     return {**stats, "steps/per_completion": Mean(count, len(scores.lengths))}
 
 
-def spread_of_rewards(scores: Scores, weights_F: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def spread_of_rewards(scores: Scores, weights_F: Tensor, members_PG: Tensor) -> tuple[Tensor, Tensor]:
     """Total rewards of outcomes [P, G], and each group's variance [P] of the rewards of steps; NaN for none.
 
     The latter is the sum over process functions of their variance times the square of their weight.
     """
-    totals_PG = weighted_total(scores.outcomes(), weights_F).view(-1, group_size)
+    totals_PG = gathered(weighted_total(scores.outcomes(), weights_F), members_PG, torch.nan)
     variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)
     for function in scores.process_functions:
         steps = scores.steps_of(function)
         for group in range(len(totals_PG)):
-            completions = steps[group * group_size : (group + 1) * group_size]
+            completions = [steps[number] for number in members_PG[group].tolist() if number >= 0]
             rewards = [reward for pairs in completions for _, reward in pairs if reward == reward]
             if rewards:
                 variance = weights_F[function].item() ** 2 * statistics.pvariance(rewards)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
+from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType, Members
+from covey.algorithms.comparison import Comparison
 from covey.algorithms.registered import registered_advantages
 from covey.algorithms.terms import terms
 from covey.core import losses
@@ -101,10 +102,16 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
     )
 
 
-def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool) -> Algorithm:
-    """A method by its advantages, which take the config first; all else is the config's."""
+def method(
+    name: str, config: Any, totals: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool, scaled: bool
+) -> Algorithm:
+    """A method by its total rewards and advantages, which take the config first; all else is the config's.
+
+    `scaled`: the method divides advantages by the deviation of the batch.
+    """
     return Algorithm(
         name=name,
+        totals=partial(totals, config),
         advantages=partial(advantages, config),
         step_advantages=partial(step_advantages, config),
         mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
@@ -112,30 +119,34 @@ def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,
         beta=config.beta,
-        reads_lengths=bool(config.advantages),
+        reads_members=bool(config.advantages),
         token_baseline=config.advantages == "otb",
+        comparison=Comparison.of(config, scaled),
     )
 
 
 def algorithm(config: Any) -> Algorithm:
     """GRPO as `config` (a `GRPOConfig`) sets it."""
-    return method("GRPO", config, _advantages, _step_advantages, kl_in_reward=config.kl_in_reward)
+    scaled = config.scale_rewards == "batch"
+    parts = (_totals, _advantages, _step_advantages)
+    return method("GRPO", config, *parts, kl_in_reward=config.kl_in_reward, scaled=scaled)
 
 
-def compared(
-    config: Any, total_PG: Tensor, rewards_PGF: Tensor, kl_PG: Tensor | None, lengths: tuple[Tensor, ...], usual: Any
-) -> Tensor:
-    """Advantages of total rewards less the KL penalty: those that the config names, or the method's `usual` ones."""
-    if kl_PG is not None:
-        total_PG = total_PG - config.beta * kl_PG
-    return registered_advantages(config, total_PG, rewards_PGF, *lengths) if config.advantages else usual(total_PG)
+def _totals(config: Any, rewards: Tensor, weights_F: Tensor, kl: Tensor | None) -> Tensor:
+    total = weighted_total(rewards, weights_F)
+    return total if kl is None else total - config.beta * kl
 
 
-def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *lengths: Tensor) -> Tensor:
+def compared(config: Any, total_PG: Tensor, rewards_PGF: Tensor, members: tuple[Members, ...], usual: Any) -> Tensor:
+    """Advantages of total rewards: those that the config names, or the method's `usual` ones."""
+    return registered_advantages(config, total_PG, rewards_PGF, *members) if config.advantages else usual(total_PG)
+
+
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *members: Members) -> Tensor:
     if config.multi_objective_aggregation == "normalize_then_sum":
         return normalize_then_sum(rewards_PGF, weights_F)
     usual = partial(group_relative, scale=config.scale_rewards)
-    return compared(config, weighted_total(rewards_PGF, weights_F), rewards_PGF, kl_PG, lengths, usual)
+    return compared(config, _totals(config, rewards_PGF, weights_F, kl_PG), rewards_PGF, members, usual)
 
 
 def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:

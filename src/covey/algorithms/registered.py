@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from covey.algorithms.algorithm import LOSS_TYPES, LossType
+from covey.algorithms.algorithm import LOSS_TYPES, LossType, Members
 from covey.core.losses import Surrogate, SurrogateInputs, Weighting, mean_over_update
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.registry import Registry
@@ -124,12 +124,19 @@ def _absent(x: SurrogateInputs, error: Exception) -> str:
 
 
 class AdvantageInputs(NamedTuple):
-    """Inputs of an advantage, in float64 with NaN for no reward: P prompts, G completions of each, F functions."""
+    """Inputs of an advantage, in float64 with NaN for no reward: P prompts, G completions of each, F functions.
+
+    Where `compare` divides prompts, P counts subgroups and G is the size of the largest; others end with rewards of
+    NaN, 0 tokens, and -1 for roles and games.
+    """
 
     totals: Tensor  # [P, G] weighted rewards, less the KL penalty where it is part of the reward
     rewards: Tensor  # [P, G, F] rewards of each function
     lengths: Tensor  # [P, G] tokens of each completion
     k: int = 1  # `pass_at_k` of the config
+    roles: Tensor = torch.zeros(0, dtype=torch.long)  # [P, G] int64, index of each completion's role in `role_names`
+    games: Tensor = torch.zeros(0, dtype=torch.long)  # [P, G] int64, number of its game in its prompt
+    role_names: tuple[str, ...] = ("",)  # "": no role
 
 
 Advantages = Callable[[AdvantageInputs], Tensor]
@@ -149,9 +156,10 @@ def register_advantages(name: str, function: Advantages) -> Advantages:
     return ADVANTAGES.register(name, function)
 
 
-def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, lengths: Tensor) -> Tensor:
+def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, members: Members) -> Tensor:
     """Advantages [P, G] float32 by the function that the config names; 0 for a completion without a reward."""
-    x = AdvantageInputs(totals.double(), rewards.double(), lengths.double(), config.pass_at_k)
+    numbers = totals.double(), rewards.double(), members.lengths.double()
+    x = AdvantageInputs(*numbers, config.pass_at_k, members.roles, members.games, members.role_names)
     try:
         found = ADVANTAGES[config.advantages](x)
     except Exception as error:

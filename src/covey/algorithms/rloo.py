@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
+from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType, Members
 from covey.algorithms.grpo import EPSILONS, clip_fractions, compared, method, with_epsilons
 from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
@@ -24,16 +24,21 @@ LOSS_TYPES.register(
 
 def algorithm(config: Any) -> Algorithm:
     """RLOO as `config` (an `RLOOConfig`) sets it."""
-    return method("RLOO", config, _advantages, _step_advantages, kl_in_reward=True)
+    parts = (_totals, _advantages, _step_advantages)
+    return method("RLOO", config, *parts, kl_in_reward=True, scaled=config.normalize_advantages)
 
 
-def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *lengths: Tensor) -> Tensor:
-    """R = clip(Σ w r) - β KL(π_old || π_ref) of the whole completion, then leave one out."""
-    total_PG = weighted_total(rewards_PGF, weights_F)
+def _totals(config: Any, rewards: Tensor, weights_F: Tensor, kl: Tensor | None) -> Tensor:
+    """R = clip(Σ w r) - β KL(π_old || π_ref) of the whole completion."""
+    total = weighted_total(rewards, weights_F)
     if config.reward_clip_range is not None:
-        total_PG = total_PG.clamp(*config.reward_clip_range)
+        total = total.clamp(*config.reward_clip_range)
+    return total if kl is None else total - config.beta * kl
+
+
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *members: Members) -> Tensor:
     usual = partial(leave_one_out, normalize=config.normalize_advantages)
-    return compared(config, total_PG, rewards_PGF, kl_PG, lengths, usual)
+    return compared(config, _totals(config, rewards_PGF, weights_F, kl_PG), rewards_PGF, members, usual)
 
 
 def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from covey.algorithms import LOSS_TYPES
+from covey.algorithms.comparison import ROLE_AVERAGE
 from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored
 from covey.core.credit import COMPARED_WITH
@@ -39,6 +40,13 @@ class RewardFields:
     """Advantages in the place of the method's own: reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo,
     pass_at_k, otb, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name. Rewards of
     steps are compared as without it."""
+    compare: dict | str | None = "group"
+    """Rollouts that a rollout is compared with: `group`, all of its prompt; `role`, those of its prompt that were
+    played in the same role; `episode`, those of the same role and game; `role_average`, none, but a running mean of
+    the rewards of its environment and role (SPIRAL). Or a dict (or JSON) with one of the first three for each role, as
+    in `{"proposer": "role", "solver": "episode"}`; others are compared by `role`."""
+    role_decay: float = limited(0.95, ge=0, le=1 - 1e-9, advice="0.95 is usual; 0 compares with the last reward alone.")
+    """compare=role_average: weight of the running mean at each new reward, whose own weight is the rest."""
     pass_at_k: int = limited(4, ge=1)
     """advantages=pass_at_k: completions of which the best counts."""
     process_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
@@ -185,6 +193,26 @@ def advantages_scale_themselves(args: Args) -> Iterator[Finding]:
     if args.advantages == "pass_at_k" and args.pass_at_k > (args.num_generations or 0):
         evidence = f"pass_at_k={args.pass_at_k} must be at most num_generations={args.num_generations}."
         yield Finding.error("setting-range", evidence)
+
+
+def comparison_has_what_it_reads(args: Args) -> Iterator[Finding]:
+    if args.compare != ROLE_AVERAGE:
+        yield from ignored(args, ["role_decay"], f"compare is {args.compare!r}")
+        return
+    others = {"advantages": None, "multi_objective_aggregation": "sum_then_normalize"}
+    for name in (name for name, default in others.items() if getattr(args, name) != default):
+        yield Finding.error(
+            "advantages-twice",
+            f"compare='role_average' and {name}={getattr(args, name)!r} are two ways from rewards to advantages:",
+            "leave one of them out.",
+        )
+    if args.dynamic_sample:
+        yield Finding.error(
+            "roles-unfiltered",
+            "dynamic_sample=True replaces groups whose advantages are all 0, and with compare='role_average' hardly any"
+            " advantage is: a reward is compared with a running mean.",
+            "Leave one of the two out.",
+        )
 
 
 def clipping_leaves_a_range(args: Args) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
+from covey.algorithms.comparison import COMPARISONS, ROLE_AVERAGE, WITHIN
 from covey.config import engines, objective, sampling, training
 from covey.config.aliases import OldNames
 from covey.config.fields import LIMITS, Args, Limits
@@ -107,7 +108,19 @@ def _check_advantages(given: Any) -> Iterator[Finding]:
         yield from Limits(choices=tuple(sorted(ADVANTAGES)), advice=advice).check("advantages", given)
 
 
+def _check_compare(given: Any) -> Iterator[Finding]:
+    if not isinstance(given, dict):
+        yield from Limits(choices=COMPARISONS).check("compare", given)
+    elif not given or not all(isinstance(role, str) for role in given):
+        evidence = f"compare={given!r} must give each role a comparison:"
+        yield Finding.error("setting-format", evidence, 'as {"proposer": "role", "solver": "episode"}.')
+    else:
+        for role, by in given.items():
+            yield from Limits(choices=WITHIN).check(f"compare[{role!r}]", by)
+
+
 CHECKS: dict[str, Callable[[Any], Iterator[Finding]]] = {
+    "compare": _check_compare,
     "loss_type": _check_loss_type,
     "advantages": _check_advantages,
     "optim_args": _check_optim_args,
@@ -180,7 +193,8 @@ def check_batch_settings(args: Args) -> Iterator[Finding]:
             f"Start one process per GPU (accelerate launch --num_processes {args.n_gpu} script.py) or show one only"
             " (CUDA_VISIBLE_DEVICES=0).",
         )
-    if args.num_generations is None or args.num_generations < 2:
+    fewest = 1 if args.compare == ROLE_AVERAGE else 2
+    if args.num_generations is None or args.num_generations < fewest:
         yield Finding.error(
             "group-of-one",
             f"num_generations={args.num_generations!r}: a completion is compared with the others of its prompt, so "

@@ -173,7 +173,7 @@ def credit_to_go(
     return Credited(rows, at - starts[rows], to_go)
 
 
-def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, group_size: int) -> Credited:
+def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, groups_B: Tensor) -> Credited:
     """A_it = R_i - Σ_j W_jt R_j / Σ_j W_jt over the group's completions that reach t (OTB, arXiv 2602.07078).
 
     W_jt = Σ_{s<=t} ‖e_s - π_s‖², the squared norm of the score's gradient in the logits, is the sum of `energies` [N]
@@ -186,7 +186,7 @@ def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Te
     counts, sums = trained.long().cumsum(0), energies.double().cumsum(0)
     t = counts - (counts - trained.long())[before] - 1
     weights = torch.where(trained & ~advantages_B[rows].isnan(), sums - (sums - energies)[before], 0.0)
-    cells, number = _numbered(torch.stack([rows // group_size, t.clamp(min=0)]))
+    cells, number = _numbered(torch.stack([groups_B[rows], t.clamp(min=0)]))
     own = advantages_B.double()[rows].nan_to_num(0.0)
     total = _sums(weights, cells, number)
     alone = _sums(weights > 0, cells, number) < 2

@@ -63,6 +63,7 @@ CHECKED = {
     "clip-cap": Code(CONFIG, "the largest ratio of cispo is not set, or too small"),
     "ratio-length": Code(CONFIG, "completions count by their length"),
     "advantages-twice": Code(CONFIG, "two ways lead from rewards to advantages"),
+    "roles-unfiltered": Code(CONFIG, "groups would be filtered for what none of them lacks"),
     "advantages-tokens": Code(CONFIG, "a loss ignores the advantages of tokens"),
     "reference-missing": Code(CONFIG, "a reference model is needed and none is loaded"),
     "kl-form": Code(CONFIG, "the KL penalty has another form here"),
@@ -125,6 +126,12 @@ CHECKED = {
     "optimizer-weights": Code(MODEL, "an optimizer holds other weights than those that are trained"),
     "attention-cpu": Code(MODEL, "an attention cannot be trained on a CPU"),
     "callback-event": Code(MODEL, "a method of a callback is never called"),
+    # games
+    "roles-missing": Code(RUNNING, "rollouts are compared by roles that they do not have"),
+    "roles-alone": Code(RUNNING, "no rollout has another one to be compared with"),
+    "roles-few": Code(RUNNING, "too few rollouts are compared with each other"),
+    "roles-unknown": Code(RUNNING, "a comparison names a role that no rollout has"),
+    "roles-zero-sum": Code(RUNNING, "prompts are selected by rewards that cancel"),
 }
 """Mistakes that a check recognises with certainty."""
 
@@ -153,6 +160,7 @@ DIAGNOSED = {
     "reward-scale": Code(RUNNING, "one reward function drowns the others"),
     "groups-small": Code(RUNNING, "groups are too small"),
     "signal-sparse": Code(RUNNING, "few groups have a signal"),
+    "role-silent": Code(RUNNING, "nothing is learnt in a role"),
     "kl-scale": Code(RUNNING, "the KL penalty outweighs the reward"),
     "learning-rate-high": Code(RUNNING, "updates destroy the policy"),
     "learning-rate-low": Code(RUNNING, "updates hardly change the policy"),

@@ -149,6 +149,8 @@ class Rollout:
     strands: list[tuple[int, int]] = field(default_factory=list)
     # lists that tools returned, by the index of their message in `completion`, which holds the text that was read
     returned: dict[int, list[Any]] = field(default_factory=dict)
+    role: str = ""  # seat of a game that it was played in, by which credit is assigned; "": none
+    game: int = 0  # number of its game among those of its group
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
@@ -194,6 +196,17 @@ class Rollout:
         return max(len(self.turn_ends), int(any(self.sampled)))
 
 
+class GameSeat(NamedTuple):
+    """Seat of a game that a completion was played in."""
+
+    role: str  # its name; "": none
+    game: int = 0  # number of the game in the completion's group
+    environment: str = ""  # name of the environment of the row, where it has one
+
+
+NO_SEAT = GameSeat("")
+
+
 @dataclass(frozen=True)
 class Scores:
     """Rewards of N completions."""
@@ -203,13 +216,16 @@ class Scores:
     # and its reward
     steps: list[dict[int, StepRewards]]
     lengths: list[int]  # [N] completion tokens, including those of tool results
+    seats: list["GameSeat"] = field(default_factory=list)  # [N] of each completion; empty where none was played in one
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        with_seats = any(part.seats for part in parts)
         return cls(
             torch.cat([part.rewards for part in parts]),
             [steps for part in parts for steps in part.steps],
             [length for part in parts for length in part.lengths],
+            [seat for part in parts for seat in part.seats or [NO_SEAT] * len(part.lengths)] if with_seats else [],
         )
 
     @property
@@ -252,11 +268,20 @@ class RolloutBatch:
     @property
     def scores(self) -> Scores:
         """Rewards and lengths, as other processes get them."""
-        return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
+        lengths = [len(rollout.completion_ids) for rollout in self.rollouts]
+        return Scores(self.rewards, self.steps, lengths, seats_of(self.samples, self.rollouts))
 
     def __getitem__(self, part: slice) -> "RolloutBatch":
         columns = {name: values[part] for name, values in self.columns.items()}
         return RolloutBatch(self.samples[part], self.rollouts[part], self.rewards[part], columns, self.steps[part])
+
+
+def seats_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> list[GameSeat]:
+    """The seat of each rollout; empty where none was played in one."""
+    if not any(rollout.role or rollout.game for rollout in rollouts):
+        return []
+    pairs = zip(samples, rollouts, strict=True)
+    return [GameSeat(one.role, one.game, str(sample.row.get("environment") or "")) for sample, one in pairs]
 
 
 class Behaviour(NamedTuple):

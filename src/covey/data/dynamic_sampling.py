@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.comparison import whole_groups
 from covey.algorithms.credit import assign_credit, spread_of_rewards
 from covey.config.algebra import BatchAlgebra
 from covey.core.likeness import Keys, keys_of
@@ -263,7 +264,8 @@ class PromptChooser:
         scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
         if self.history is not None:
-            self.history.update(prompts[::group], *spread_of_rewards(scores, self.weights, group))
+            groups = whole_groups(len(scores.lengths), group)
+            self.history.update(prompts[::group], *spread_of_rewards(scores, self.weights, groups))
         cut = truncated if self.mask_truncated else [False] * len(lengths)
         learned = [length > 0 and not left_out for length, left_out in zip(lengths, cut, strict=True)]
         return SamplingRound(

@@ -80,7 +80,9 @@ class Board:
         speed = [] if self.tokens_per_second is None else [("tok/s", f"{self.tokens_per_second:,.0f}")]
         own = [(name[8:-5], decimal(self.logs[name], 3)) for name in self.logs if re.fullmatch("rewards/.*/mean", name)]
         figures = readable(self.logs)
-        figures[1:1] = own if len(own) > 1 else []  # behind the total
+        labelled = [(name, re.fullmatch("(?:roles|sources)/(.*)/reward", name)) for name in self.logs]
+        by_label = [(match[1], decimal(self.logs[name], 3)) for name, match in labelled if match]
+        figures[1:1] = (own if len(own) > 1 else []) + by_label  # behind the total
         return figures + speed
 
     def _named(self, start: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from itertools import groupby
@@ -121,9 +121,11 @@ def rollout_batch_stats(
     names: Sequence[str],
     num_generations: int,
     likeness: Sequence[Keys] = (),
+    members_PG: Tensor | None = None,
 ) -> dict[str, Stat]:
     """Metrics of a rollout batch; arguments describe the rollouts of all processes, those of a group consecutive.
 
+    `members_PG` are the rollouts that are compared with each other (-1 for none); by default those of each group.
     Rewards are [N, F] and unweighted, NaN where a function abstained. Every process may add the result to its own log:
     merging them gives the same values as one process.
     """
@@ -142,7 +144,8 @@ def rollout_batch_stats(
             stats[f"{spelling}/{name}/std"] = Mean.of([_deviation(column)])
     stats["reward"] = Mean.of(total_N.tolist())
     stats["reward_std"] = Mean.of([_deviation(total_N)])
-    spread_P = nanstd(total_N.view(-1, num_generations), dim=1).flatten()
+    compared_PG = total_N.view(-1, num_generations) if members_PG is None else _gathered(total_N, members_PG)
+    spread_P = nanstd(compared_PG, dim=1).flatten()
     stats["frac_reward_zero_std"] = Mean.of((spread_P == 0).double().tolist())
     correlation = correlation_within(total_N.view(-1, num_generations), lengths)
     stats["reward_length_correlation"] = Mean.of([] if correlation is None else [correlation])
@@ -156,6 +159,32 @@ def rollout_batch_stats(
         "completions/most_common_reference": common_reference(references) if several else None,
     }
     return stats | {name: Mean.of([value]) for name, value in across.items() if value is not None}
+
+
+def _gathered(values_N: Tensor, members_PG: Tensor) -> Tensor:
+    return torch.cat([values_N, values_N.new_full((1,), math.nan)])[members_PG]
+
+
+def stats_by_label(
+    kind: str, labels: Sequence[str], means: Mapping[str, Sequence[float]], deviations: Mapping[str, Sequence[float]]
+) -> dict[str, Stat]:
+    """Metrics `{kind}/{label}/{name}` over the rollouts of each label, such as their role; "" is no label.
+
+    Args:
+        kind: of the labels, `roles` or `sources`.
+        labels: [N] of each rollout.
+        means: by name, [N] values whose mean is the metric; NaN is none.
+        deviations: likewise, of metrics that are the standard deviation over a rollout batch.
+    """
+    stats: dict[str, Stat] = {}
+    for label in dict.fromkeys(one for one in labels if one):
+        own = [index for index, one in enumerate(labels) if one == label]
+        for name, values in means.items():
+            stats[f"{kind}/{label}/{name}"] = Mean.of([float(values[index]) for index in own])
+        for name, values in deviations.items():
+            column = torch.tensor([float(values[index]) for index in own], dtype=torch.float64)
+            stats[f"{kind}/{label}/{name}"] = Mean.of([_deviation(column)])
+    return stats
 
 
 def correlation_within(totals_PG: Tensor, lengths_N: Sequence[float]) -> float | None:

@@ -1,6 +1,7 @@
 """Curves of a run as one picture: small multiples over optimizer steps. Needs no screen."""
 
 import math
+import re
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -153,6 +154,9 @@ def _panels(log_history: list[dict[str, Any]]) -> list[Panel]:
     names = dict.fromkeys(key for entry in log_history for key in entry)
     own = {name: name.split("/")[1] for name in names if name.startswith("rewards/") and name.endswith("/mean")}
     several = [Panel("Rewards by function", own)] if len(own) > 1 else []
+    for kind in ("role", "source"):
+        labelled = {name: match[1] for name in names if (match := re.fullmatch(f"{kind}s/(.*)/reward", name))}
+        several += [Panel(f"Reward by {kind}", labelled)] if labelled else []
     return [replace(reward, curves={**reward.curves, **sets}), *others, *several]
 
 

@@ -53,7 +53,7 @@ from covey.runtime.packages import versions
 from covey.runtime.user_code import format_error, warn
 
 LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sglang")
-AS_THEY_ARE = ("group", "prompt", "completion", "reused", "calls", "seconds", "tool_seconds")
+AS_THEY_ARE = ("group", "role", "game", "prompt", "completion", "reused", "calls", "seconds", "tool_seconds")
 """Fields of a rollout that are columns of its name."""
 LISTS = dict.fromkeys(("turn_ends", "prompt_ids", "versions"), "int32") | {"sampled": "bool"}
 LISTS |= dict.fromkeys(("logprobs", "entropies"), "float32")
@@ -397,7 +397,7 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
     """The rollout of a row with tokens."""
     strands = row["strands"]
     return Rollout(
-        **{name: row[name] for name in (*AS_THEY_ARE, *LISTS, "error", "sampling_mask")},
+        **{name: row[name] for name in (*AS_THEY_ARE, *LISTS, "error", "sampling_mask") if name in row},
         completion_ids=row["token_ids"],
         finish=FinishReason(row["finish"]),
         strands=list(zip(strands[::2], strands[1::2], strict=True)),

@@ -195,6 +195,11 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
     return groups
 
 
+def group_numbers(samples: Sequence[PromptSample]) -> list[int]:
+    """The number of each sample's group, whose rollouts may have prompts of their own."""
+    return [number for number, group in enumerate(sample_groups(samples)) for _ in group.samples]
+
+
 def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) -> list[Rollout]:
     """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}

@@ -413,12 +413,21 @@ class Episode:
         self._turn_start = self.turn_ends[-2] + 1 if turns > 1 else 0
         self.finish, self._open, self._sampling = None, False, False
 
-    def done(self, finish: FinishReason | None = None, error: str | None = None, **extras: Any) -> Rollout:
+    def done(
+        self,
+        finish: FinishReason | None = None,
+        error: str | None = None,
+        role: str = "",
+        game: int = 0,
+        **extras: Any,
+    ) -> Rollout:
         """The finished rollout.
 
         Args:
             finish: why it ended; by default the episode's `finish`, or STOP, or LENGTH where the last turn is open.
             error: the message of a failure, where that is why.
+            role: seat of a game that the policy played in, by which the rollout is compared with others (`compare`).
+            game: number of that game among those of the prompt, from 0.
             extras: further fields, which reward functions get as keyword arguments.
         """
         text = self.engine.templates.codec.text_of(self.completion_ids)
@@ -436,6 +445,8 @@ class Episode:
             prompt=self.prompt,
             media=self.media,
             returned=dict(self.returned),
+            role=role,
+            game=game,
             **{name: getattr(self, name) for name in PER_TOKEN},
         )
 

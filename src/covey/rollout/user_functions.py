@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -177,6 +178,13 @@ class RolloutValidator:
             raise RolloutError(f"token {wrong!r} of a rollout is no token of the model, which has {self.vocabulary}.")
         if not rollout.prompt_ids:
             raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
+        if rollout.role and not re.fullmatch(r"[\w.-]+", rollout.role):
+            raise RolloutError(
+                f"a rollout has the role {rollout.role!r}: a role is a name of letters, digits, '_', '-' and '.', which"
+                " metrics are named after."
+            )
+        if rollout.game < 0:
+            raise RolloutError(f"a rollout is of game {rollout.game}: games of a prompt are counted from 0.")
         size, prompt = len(ids), len(rollout.prompt_ids)
         if rollout.strands:
             before = 0
@@ -220,6 +228,8 @@ def _plain_rollout(rollout: Rollout) -> Rollout:
         error=error or ("the rollout function returned it as failed" if finish is FinishReason.ERROR else None),
         tool_seconds=float(rollout.tool_seconds),
         prompt=None if rollout.prompt is None else _text_or_messages(rollout.prompt, "prompt"),
+        role=_text(rollout.role),
+        game=int(rollout.game),
     )
 
 

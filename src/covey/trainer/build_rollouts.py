@@ -106,6 +106,12 @@ def _check_combinations(
             if (value := getattr(args, name)) != default:
                 evidence = f"`{name}={value!r}` has no effect on rollouts that are one completion."
                 yield Finding.warning("setting-unread", evidence)
+    if not plays and args.compare != "group":
+        yield Finding.error(
+            "roles-missing",
+            f"compare={args.compare!r}, but rollouts that are one completion of a prompt have no roles.",
+            "Play games with `rollout_func` or `environment_factory`, or leave compare at 'group'.",
+        )
     if not plays:
         names = ["tool_timeout", "rollout_timeout", "tool_parser", "unstable_chat_template"]
         yield from ignored(args, names, "there are no tools, no environments and no rollout function")

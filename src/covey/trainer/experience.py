@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.algorithms.comparison import RoleAverages, check_comparison, check_zero_sum
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
@@ -21,6 +22,8 @@ from covey.observability.metrics import rollout_batch_stats
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
 from covey.rewards import RewardSuite
+from covey.runtime.user_code import report
+from covey.trainer import rollout_reports as reports
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import micro_batch_tokens
@@ -137,6 +140,11 @@ class CreditAssigner:
     energies: Callable[[TrainBatch], Tensor] | None  # of all processes' tokens, where `Algorithm.token_baseline`
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
+    _looked_at_seats: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        comparison = self.run.algorithm.comparison
+        self.averages = RoleAverages(comparison.decay) if comparison.averages else None  # running means of roles
 
     def assign(
         self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode
@@ -155,8 +163,12 @@ class CreditAssigner:
         self.unread.look(everyone.scores)
         self._newest = everyone.scores
         energies = None if self.energies is None else self.energies(batch)
-        group = algebra.group_size(mode)
-        credit = assign_credit(run.algorithm, self.rewards.weights, everyone.scores, group, everyone.kl, energies)
+        group, weights = algebra.group_size(mode), self.rewards.weights
+        if mode == "train" and not self._looked_at_seats:
+            self._looked_at_seats = True
+            self._check_seats(everyone.scores, group)
+        baselines = self._baselines(everyone.scores)
+        credit = assign_credit(run.algorithm, weights, everyone.scores, group, everyone.kl, energies, baselines)
         tokens = batch.sampled_lengths.float()
         updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if mode == "train" else 1.0
         counts = BatchCounts(
@@ -205,7 +217,22 @@ class CreditAssigner:
         if log is not None and logs_completions(self.run.args):
             self._write(log, everyone, credit, rollouts, mode)
         stats = [*rollouts.stats, *behaviour.stats, self._stats(everyone, credit, rollouts, mode)]
+        if mode == "train" and self.averages is not None:  # after everything that was compared with the earlier means
+            totals = self.run.algorithm.totals(everyone.scores.rewards, self.rewards.weights, everyone.kl)
+            self.averages.update(everyone.scores, totals)
         return Experience(batch, behaviour.entropy, stats)
+
+    def _baselines(self, scores: Scores) -> Tensor | None:
+        return None if self.averages is None else self.averages.baselines(scores)
+
+    def _check_seats(self, scores: Scores, group: int) -> None:
+        """Report what is wrong with the seats of the first rollout batch, on every process alike."""
+        args, comparison = self.run.args, self.run.algorithm.comparison
+        k = args.pass_at_k if args.advantages == "pass_at_k" else None
+        report(check_comparison(comparison, args.compare, scores, group, k))
+        by_difficulty = args.prompt_sampler == "difficulty"
+        selects = {"dynamic": args.dynamic_sample, "difficulty": by_difficulty}
+        report(check_zero_sum(comparison, scores, self.rewards.weights, group, **selects))
 
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
@@ -241,10 +268,15 @@ class CreditAssigner:
             names=names,
             num_generations=group,
             likeness=sampled.likeness,
+            members_PG=(members := run.algorithm.comparison.subgroups(sampled.scores, group)),
         )
-        stats |= step_stats(sampled.scores, weights, names, group)
+        stats |= step_stats(sampled.scores, weights, names, members)
         alone = credit if everyone.kl is None else None  # the rewards' own
-        stats |= signal_stats(run.algorithm, weights, everyone.scores, group, alone)
+        baselines = self._baselines(everyone.scores)
+        stats |= signal_stats(run.algorithm, weights, everyone.scores, group, alone, baselines)
+        if everyone.scores.seats:
+            stats |= reports.role_stats(sampled, weights, members)
+            stats |= reports.credit_stats(everyone.scores, credit, baselines)
         stats |= {f"{name}/tokens": Mean(counts.tokens, 1.0) for name, counts in everyone.terms.items()}
         return stats | (entropy_stats(everyone.entropies) if run.args.log_entropy else {})
 
@@ -259,7 +291,10 @@ class CreditAssigner:
             log.add(run.step + (mode == "train"), **table)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_tokens": self.num_tokens}
+        averages = {} if self.averages is None else {"averages": self.averages.state_dict()}
+        return {"num_tokens": self.num_tokens, **averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_tokens = state["num_tokens"]
+        if self.averages is not None and "averages" in state:
+            self.averages.load_state_dict(state["averages"])

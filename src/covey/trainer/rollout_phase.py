@@ -107,6 +107,7 @@ class RolloutPhase:
             self.failures.count(rollouts)
             if spec is not None:
                 stats.append(reports.agent_stats(rollouts, spec))
+                stats.append(reports.game_stats(samples, rollouts))
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
                 stats.append(reports.failure_stats(rollouts))
             try:
@@ -121,7 +122,8 @@ class RolloutPhase:
             reports.add_spans(run.timeline, stream, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         stats.append({**result.stats, **log.metrics, **reused})
-        return RolloutBatch(samples, rollouts, result.rewards, log.columns, result.steps, key, stats=stats)
+        rewards = reports.without_failed_games(samples, rollouts, result.rewards)
+        return RolloutBatch(samples, rollouts, rewards, log.columns, result.steps, key, stats=stats)
 
     def next_key(self, mode: Mode) -> tuple[str, int]:
         number = self.rollout_batches[mode]

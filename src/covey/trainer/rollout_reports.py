@@ -10,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.algorithms.credit import Credit
 from covey.config.base import OnlineConfig
+from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
 from covey.core.likeness import Keys
-from covey.core.records import FinishReason, RankShard, Rollout, RolloutBatch, Scores
+from covey.core.records import FinishReason, PromptSample, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Max, Mean, Min, Stat, merge_all
 from covey.core.terms import TermCounts
 from covey.core.transcript import Counts, RolloutSummary, count
 from covey.observability.excerpts import thumbnails
 from covey.observability.metric_docs import is_taken
-from covey.observability.metrics import ROLLOUTS, Timeline, covered
+from covey.observability.metrics import ROLLOUTS, Timeline, covered, stats_by_label
 from covey.rewards.call import RewardStream
 from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext, check_logged_name
+from covey.rollout.collector import group_numbers
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
@@ -122,6 +125,57 @@ def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Sta
         "rollouts/tool_budget": Mean.of([float(rollout.finish is FinishReason.TOOL_BUDGET) for rollout in rollouts]),
         **(call_stats(rollouts) | seconds if tools else {}),
     }
+
+
+def role_stats(sampled: Any, weights_F: Tensor, members_PG: Tensor) -> dict[str, Stat]:
+    """Metrics by role of a `GlobalBatch` or a `SamplingRound`, and the share of rollouts that are alone in theirs."""
+    totals = weighted_total(sampled.scores.rewards.double(), weights_F.double()).tolist()
+    roles = [seat.role for seat in sampled.scores.seats]
+    means = {"reward": totals, "mean_length": sampled.lengths, "truncated": sampled.truncated}
+    sizes = (members_PG >= 0).sum(1)
+    alone = {"roles/alone": Mean(float((sizes == 1).sum()), len(roles))}
+    return {**stats_by_label("roles", roles, means, {"reward_std": totals}), **alone}
+
+
+def credit_stats(scores: Scores, credit: Credit, baselines_N: Tensor | None) -> dict[str, Stat]:
+    """Share of each role's rollouts without a signal, and its running mean where it is compared with one."""
+    means: dict[str, Sequence[float]] = {"advantage_zero": (~credit.has_signal()).tolist()}
+    if baselines_N is not None:
+        means["baseline"] = baselines_N.tolist()
+    return stats_by_label("roles", [seat.role for seat in scores.seats], means, {})
+
+
+def games_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """The rollouts of each game, by their numbers; those without a role are of none."""
+    games: dict[tuple[int, int], list[int]] = {}
+    for number, (group, rollout) in enumerate(zip(group_numbers(samples), rollouts, strict=True)):
+        if rollout.role:
+            games.setdefault((group, rollout.game), []).append(number)
+    return [*games.values()]
+
+
+def without_failed_games(samples: Sequence[PromptSample], rollouts: Sequence[Rollout], rewards_NF: Tensor) -> Tensor:
+    """The rewards, and none for the seats of a game in which a seat has failed: what they got is not their own."""
+    failed = [rollout.finish is FinishReason.ERROR for rollout in rollouts]
+    lost = [number for seats in games_of(samples, rollouts) if any(failed[one] for one in seats) for number in seats]
+    if not lost:
+        return rewards_NF
+    rewards = rewards_NF.clone()
+    rewards[lost] = torch.nan
+    return rewards
+
+
+def game_stats(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    """Failures by role, turns of a game over all of its seats, and draws, of this process's rollouts."""
+    games = [[rollouts[number] for number in seats] for seats in games_of(samples, rollouts)]
+    if not games:
+        return {}
+    failed = [rollout.finish is FinishReason.ERROR for rollout in rollouts]
+    turns = [float(sum(one.num_turns for one in seats)) for seats in games]
+    outcomes = [[one.extras["outcome"] for one in seats if "outcome" in one.extras] for seats in games]
+    draws = [float(known[0] == "draw") for known in outcomes if known]
+    stats = stats_by_label("roles", [rollout.role for rollout in rollouts], {"failures": failed}, {})
+    return {**stats, "games/length": Mean.of(turns), "games/draws": Mean.of(draws)}
 
 
 def staleness(rollout: Rollout, version: int) -> list[int]:

@@ -18,6 +18,7 @@ from covey_tools.doctor.learning import MUCH, rate_within
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
 SMALL = 0.02  # nats a token in the first update, by which no policy is destroyed
+SILENT = 0.95  # share of a role's rollouts without an advantage, from which on nothing is learnt in it
 MOST_ASKED = 24  # prompts to which a constant answer is given
 
 
@@ -62,12 +63,35 @@ class Point:
 def findings(read: Any, run: ExaminedRun | None) -> Iterator[Finding]:
     """Findings of the record of a run; `run` makes experiments, where its parts can be made again."""
     points: Sequence[Point] = [one for one in read.points if one.mean == one.mean]
+    yield from silent_roles(read.metrics)
     if len(points) < LEAST:
         return
     rate = read.settings.get("learning_rate", 1e-6)
     found = _destroyed(points, rate, run) or _one_answer(points, run) or _lost(points, read.args)
     if found is not None:
         yield found
+
+
+def silent_roles(metrics: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Roles of which hardly any rollout has an advantage, in the metrics of a run."""
+    names = dict.fromkeys(name for line in metrics for name in line if name.startswith("roles/"))
+    shares = {
+        name.split("/")[1]: [line[name] for line in metrics if name in line]
+        for name in names
+        if name.endswith("/advantage_zero")
+    }
+    silent = {
+        role: fmean(values) for role, values in shares.items() if len(values) >= LEAST and fmean(values) >= SILENT
+    }
+    if silent:
+        listed = ", ".join(f"{role!r} ({share:.0%})" for role, share in silent.items())
+        yield Finding(
+            "role-silent",
+            "warning",
+            f"rollouts without an advantage, by role: {listed}. Nothing is learnt from them.",
+            "Look at roles/{role}/reward_std: where it is not 0, compare with more rollouts (compare='role' or"
+            " 'role_average'); where it is, the role's reward is always the same.",
+        )
 
 
 def thirds(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]]:

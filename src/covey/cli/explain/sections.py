@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
 from covey.config.objective import BUILT_IN, CLIPPED
@@ -187,7 +188,11 @@ def loss(run: ExplainedRun) -> Iterator[str]:
     if args.method == "grpo" and args.scale_rewards == "group" and a.num_generations == 2:
         yield """With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on
         a tie), however far apart the rewards are. scale_rewards=none keeps the distance."""
-    if args.advantages == "reinforce_plus_plus":
+    if args.compare != "group":
+        yield from _comparison(args.compare, args.role_decay)
+    if args.compare == "role_average":
+        pass  # there are no groups
+    elif args.advantages == "reinforce_plus_plus":
         yield "The baseline is the whole batch, so a group whose rewards are all equal teaches too."
     else:
         yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is
@@ -211,6 +216,25 @@ def loss(run: ExplainedRun) -> Iterator[str]:
         completions/clipped_ratio is their fraction. mask_truncated_completions leaves them out."""
     if args.entropy_coef or args.use_adaptive_entropy:
         yield "The entropy bonus is subtracted from the loss; policy_loss is without it."
+
+
+def _comparison(compare: Any, decay: float) -> Iterator[str]:
+    """Rollouts that a rollout is compared with; `compare` is not `group`."""
+    with_whom = {
+        "group": "all of its prompt",
+        "role": "those of its prompt that were played in the same role",
+        "episode": "those that were played in the same role of the same game",
+    }
+    if compare == "role_average":
+        yield f"""A rollout is compared with the running mean of the rewards of its environment and role, which a new
+        reward moves by {1 - decay:.3g} of its distance (role_decay={decay:g}). The first rollout batch has no mean yet:
+        its advantages are its rewards."""
+    elif isinstance(compare, str):
+        yield f"A rollout is compared with {with_whom[compare]} (compare={compare!r})."
+    else:
+        for role, by in compare.items():
+            yield f"A rollout of the role {role!r} is compared with {with_whom[by]} (compare)."
+        yield f"One of any other role is compared with {with_whom['role']}."
 
 
 def _values_of_loss(run: ExplainedRun) -> str:

@@ -160,6 +160,8 @@ class RecordedBatch:
         texts = [as_text(completion) for completion in completions]
         counts = [count(completion) for completion in completions]
         columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in LISTED}
+        if "role" in table.column_names and any(roles := table["role"].to_pylist()):
+            columns |= {"role": roles, "game": table["game"].to_pylist(), "group": self._games_together(columns)}
         columns["advantage"] = _numbers(columns["advantage"])
         columns["length"] = self.lengths.tolist()
         columns["reward"] = _totals([*rewards.values()], reward_weights)
@@ -178,6 +180,16 @@ class RecordedBatch:
                 columns["entropy"] = _numbers(table["entropy"].to_pylist())
             columns["taught"] = [length if fate == "trained" else 0 for fate, length in taught]
         return {"columns": columns, "rewards": rewards}
+
+    @staticmethod
+    def _games_together(columns: dict[str, list[Any]]) -> list[int]:
+        """Group of each rollout, whose seats may have prompts of their own: one group for all samples of a row."""
+        pairs = [*zip(columns["row"], columns["sample"], strict=True)]
+        begins = [
+            index == 0 or row != pairs[index - 1][0] or sample <= pairs[index - 1][1]
+            for index, (row, sample) in enumerate(pairs)
+        ]
+        return (np.cumsum(begins) - 1).tolist()
 
     def _summary(self, part: slice) -> dict[str, Any]:
         """Means of a rollout's tokens, and the tokens that stand out."""
@@ -259,7 +271,19 @@ class RecordedBatch:
 LISTED = ("step", "generation", "row", "sample", "group", "finish", "fate", "error", "advantage", "images", "seconds")
 WHOLE = (
     *("step", "generation", "row", "sample", "group", "data", "completion", "steps", "columns", "finish", "error"),
-    *("fate", "advantage", "seconds", "tool_seconds", "calls", "image_files", "reused", "turn_ends", "strands"),
+    *(
+        "role",
+        "game",
+        "fate",
+        "advantage",
+        "seconds",
+        "tool_seconds",
+        "calls",
+        "image_files",
+        "reused",
+        "turn_ends",
+        "strands",
+    ),
 )
 
 

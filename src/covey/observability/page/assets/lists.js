@@ -46,6 +46,8 @@ const COLUMNS = [
   ["step", (one) => one.step, "num"],
   ["completion", (one) => [textOf(one), el("small", { class: "faint wide-only" }, said(oneLine(promptOf(one), 110)))],
       "text"],
+  ["role", (one) => said(one.role), "", (one) => Boolean(one.role)],
+  ["game", (one) => number(one.game), "num less", (one) => Boolean(one.role)],
   ["reward", (one) => number(one.reward), "num"],
   ["advantage", (one) => advantage(one.advantage), "num less"],
   ["tokens", (one) => number(one.length), "num less"],
@@ -89,7 +91,7 @@ export function rolloutTable(rollouts, sort = "", caption = "Rollouts", oneGroup
 
 export function listView(run, query) {
   const state = { sort: query.get("sort") ?? "newest", fate: query.get("fate") ?? "", finish: query.get("finish") ?? "",
-      step: query.get("step") ?? "", low: query.get("low") ?? "", high: query.get("high") ?? "", q: query.get("q") ?? "" };
+      role: query.get("role") ?? "", step: query.get("step") ?? "", low: query.get("low") ?? "", high: query.get("high") ?? "", q: query.get("q") ?? "" };
   const result = el("div", { "aria-live": "polite" });
   const kinds = (name) => [...new Set(run.rollouts.map((one) => one[name]))].sort();
   const choose = (name, title, options) =>
@@ -111,6 +113,7 @@ export function listView(run, query) {
     const reward = (one) => one.reward ?? NaN;
     const chosen = run.rollouts.filter((one) =>
       (!found || found.has(one.id)) && (!state.fate || one.fate === state.fate) && (!state.finish || one.finish === state.finish) &&
+      (!state.role || one.role === state.role) &&
       (!state.step || one.step === Number(state.step)) && (state.low === "" || reward(one) >= Number(state.low)) &&
       (state.high === "" || reward(one) <= Number(state.high)));
     const list = sorted(chosen, state.sort);
@@ -126,6 +129,7 @@ export function listView(run, query) {
       choose("sort", "Order", available.map(([name, [title]]) => [name, title])),
       choose("fate", "Fate", [["", "any"], ...kinds("fate").map((one) => [one, one])]),
       choose("finish", "Ended by", [["", "any"], ...kinds("finish").map((one) => [one, one.replace("_", " ")])]),
+      run.rollouts.some((one) => one.role) ? choose("role", "Role", [["", "any"], ...kinds("role").filter(Boolean).map((one) => [one, one])]) : null,
       type("step", "Step", "number", "4.5rem"), type("low", "Reward from", "number", "5rem"), type("high", "to", "number", "5rem")),
     result,
   ];
@@ -287,6 +291,17 @@ const groupFacts = (members) => facts(
   ["fates", [...groupBy(members, (one) => one.fate)].map(([fate, own]) => `${own.length} ${fate}`).join(", ")],
 );
 
+/** The seats of each game side by side: whom a rollout played with. */
+function games(members, whole) {
+  if (!members.some((one) => one.role)) return null;
+  const seats = members.map((one, i) => ({ one, completion: whole[i].completion }));
+  const seat = ({ one, completion }) => el("div", {}, el("p", {}, el("b", {}, said(one.role || "no role")), faint(` reward ${number(one.reward)} `),
+    fateChip(one), " ", el("a", { href: link(one.run, "rollout", one.id) }, "tokens")), transcript(completion, "assistant"));
+  return el("section", { class: "pairs" }, el("h2", {}, "Games"), [...groupBy(seats, ({ one }) => one.game)].sort(([a], [b]) => a - b)
+    .map(([game, own], i) => el("details", { open: i < 2 }, el("summary", {}, `Game ${game}`,
+      faint(` ${own.map(({ one }) => `${one.role} ${number(one.reward)}`).join(", ")}`)), el("div", { class: "pair" }, own.map(seat)))));
+}
+
 export async function groupView(run, cluster) {
   const members = run.groups.get(cluster);
   if (!members) return [el("h1", {}, "Group"), el("p", {}, "This group is not in the record.")];
@@ -301,6 +316,7 @@ export async function groupView(run, cluster) {
     el("section", {}, el("h2", {}, "Prompt"), transcript(first.prompt, "prompt")),
     Object.keys(first.data).length ? el("details", {}, el("summary", {}, "Other columns of the row"),
         settingsTable(Object.entries(first.data))) : null,
+    games(members, whole),
     el("section", {}, el("h2", {}, "Completions, up to where they part"), list),
     el("section", {}, el("h2", {}, "One by one"), rolloutTable(members, "", "Rollouts of the group", true)),
   ];

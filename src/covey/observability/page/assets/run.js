@@ -57,6 +57,8 @@ function charts(run, others, open) {
     ...(names.length > 1 ? names.map((name) => [name.replace(/_reward$/, "").replaceAll("_", " "), "",
         (one) => ofSteps(one, (rollout) => rollout.rewards[name])]) : []),
     ["Groups with signal", "share", (one) => shareOfGroups(one, trained), { zero: true }],
+    ...labelled(run).map(([kind, label]) => [`Reward of ${label}`, `${kind === "roles" ? "role" : "source"}, mean`, (one) =>
+        ofLogs(one, `${kind}/${label}/reward`)]),
     ["Completion length", "tokens", (one) => ofSteps(one, (rollout) => rollout.length), { zero: true }],
     ["Cut off", "share", (one) => ofSteps(one, (rollout) => Number(rollout.finish === "length")), { zero: true }],
     ["Entropy", "nats per token", (one) => either(ofSteps(one, (rollout) => rollout.entropy), ofLogs(one, "entropy"))],
@@ -88,6 +90,10 @@ function charts(run, others, open) {
     return drawn.length ? curves({ title, note, series: drawn, onStep: open, ...more }) : null;
   }));
 }
+
+/** Kinds and names of labels, such as roles, that rewards are logged by. */
+const labelled = (run) => [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].map((name) =>
+    name.match(/^(roles|sources)\/(.+)\/reward$/)?.slice(1)).filter(Boolean);
 
 /** Seconds of phases by step, and the latest rollout batch; what worked while another phase ran is told beside its phase. */
 function phases(run) {
