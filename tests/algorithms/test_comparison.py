@@ -9,8 +9,8 @@ import torch
 
 from covey.algorithms import ADVANTAGES, grpo, register_advantages, rloo
 from covey.algorithms.comparison import (
-    Comparison,
     RoleAverages,
+    RolloutComparison,
     check_comparison,
     check_zero_sum,
     gathered,
@@ -56,14 +56,14 @@ PROPOSED = [("proposer", 0), *[("solver", 0)] * 3, ("proposer", 1), *[("solver",
     ],
 )
 def test_subgroups_of_two_episodes(compare, expected):
-    comparison = Comparison.of(config(compare=compare), scaled=False)
+    comparison = RolloutComparison.of(config(compare=compare), scaled=False)
     given = scores([0.0] * 8, PROPOSED)
     members = comparison.subgroups(given, 8) if not comparison.averages else whole_groups(8, 8)
     assert members.tolist() == expected
 
 
 def test_prompts_are_never_mixed_and_rollouts_without_seats_are_groups():
-    comparison = Comparison.of(config(compare="role"), scaled=False)
+    comparison = RolloutComparison.of(config(compare="role"), scaled=False)
     seats = [("first", 0), ("second", 0), ("first", 1), ("second", 1)] * 2
     assert comparison.subgroups(scores([0.0] * 8, seats), 4).tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert comparison.subgroups(scores([0.0] * 8), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -348,7 +348,7 @@ def test_both_seats_in_one_rollout_would_train_the_second_for_the_first():
 
 
 def codes(compare, seats, rewards=None, group_size=None, k=None):
-    comparison = Comparison.of(config(compare=compare), scaled=False)
+    comparison = RolloutComparison.of(config(compare=compare), scaled=False)
     given = scores(rewards or [0.0] * 8, seats)
     return [(one.code, one.level) for one in check_comparison(comparison, compare, given, group_size or 8, k)]
 
@@ -376,12 +376,12 @@ def test_seats_and_their_comparison(compare, seats, expected):
 
 
 def test_errors_of_seats_name_what_they_saw():
-    comparison = Comparison.of(config(compare="episode"), scaled=False)
+    comparison = RolloutComparison.of(config(compare="episode"), scaled=False)
     (found,) = check_comparison(comparison, "episode", scores([0.0] * 8, TWO_SEATS), 8)
     for value in ("'episode'", "8 rollouts", "first, second", "0 to 3"):
         assert value in found.evidence
     (found,) = check_comparison(
-        Comparison("role", {"frist": "role"}), {"frist": "role"}, scores([0.0] * 8, TWO_SEATS), 8
+        RolloutComparison("role", {"frist": "role"}), {"frist": "role"}, scores([0.0] * 8, TWO_SEATS), 8
     )
     assert "'first'" in found.fix
 
@@ -401,7 +401,7 @@ def test_pass_at_k_needs_subgroups_of_k():
     ],
 )
 def test_prompts_are_not_selected_by_rewards_that_cancel(compare, selects, expected):
-    comparison = Comparison.of(config(compare=compare), scaled=False)
+    comparison = RolloutComparison.of(config(compare=compare), scaled=False)
     cancel = scores([1.0, -1, 0, 0, -1, 1, 1, -1], TWO_SEATS)
     found = [*check_zero_sum(comparison, cancel, ONE, 8, **selects)]
     assert [one.level for one in found] == expected

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from covey.algorithms.comparison import Comparison
+from covey.algorithms.comparison import RolloutComparison
 from covey.core.credit import CreditMix, Steps
 from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, Weighting, mean_over_update
 from covey.core.objective import Objective
@@ -58,7 +58,7 @@ class Algorithm:
     beta: float
     reads_members: bool = False
     token_baseline: bool = False
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: RolloutComparison = field(default_factory=RolloutComparison)
 
 
 @dataclass(frozen=True)

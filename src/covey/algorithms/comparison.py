@@ -1,4 +1,4 @@
-"""Comparison of completions: which completions of a prompt are compared with each other, by the seats they played in.
+"""Comparison of completions: which ones of a prompt are compared with each other, by the seats they played in.
 
 A comparison gives every completion a key. Completions of one prompt with equal keys form a *subgroup*, and a method
 computes its advantages on subgroups in the place of groups. `role_average` compares with a running mean instead.
@@ -25,7 +25,7 @@ COMPARISONS = (*WITHIN, ROLE_AVERAGE)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RolloutComparison:
     """Setting `compare` of a config, as a value."""
 
     by: str = "group"  # one of `COMPARISONS`
@@ -34,7 +34,7 @@ class Comparison:
     scaled: bool = False  # running means: divide by the batch's deviation of each role
 
     @classmethod
-    def of(cls, config: Any, scaled: bool) -> "Comparison":
+    def of(cls, config: Any, scaled: bool) -> "RolloutComparison":
         """The comparison of a config; roles that a mapping does not name are compared with their role."""
         if isinstance(config.compare, Mapping):
             return cls("role", dict(config.compare), config.role_decay)
@@ -136,7 +136,7 @@ def less_average(totals_N: Tensor, baselines_N: Tensor, scores: Scores, scaled: 
 
 
 def check_comparison(
-    comparison: Comparison, given: Any, scores: Scores, group_size: int, pass_at_k: int | None = None
+    comparison: RolloutComparison, given: Any, scores: Scores, group_size: int, pass_at_k: int | None = None
 ) -> Iterator[Finding]:
     """Findings about the seats of a rollout batch, of all processes, and how they are to be compared.
 
@@ -174,7 +174,7 @@ def check_comparison(
         )
 
 
-def _check_names(comparison: Comparison, named: str, roles: Sequence[str]) -> Iterator[Finding]:
+def _check_names(comparison: RolloutComparison, named: str, roles: Sequence[str]) -> Iterator[Finding]:
     unknown = [role for role in comparison.of_roles if role not in roles]
     others = [role for role in roles if role not in comparison.of_roles]
     if not unknown:
@@ -189,13 +189,20 @@ def _check_names(comparison: Comparison, named: str, roles: Sequence[str]) -> It
 
 
 def check_zero_sum(
-    comparison: Comparison, scores: Scores, weights_F: Tensor, group_size: int, *, dynamic: bool, difficulty: bool
+    comparison: RolloutComparison,
+    scores: Scores,
+    weights_F: Tensor,
+    group_size: int,
+    *,
+    dynamic: bool,
+    difficulty: bool,
 ) -> Iterator[Finding]:
     """Findings about prompts that are selected by their rewards, where those of a game's seats cancel.
 
     `dynamic` and `difficulty`: selection by dynamic_sample and by prompt_sampler='difficulty'.
     """
-    if not difficulty and not (dynamic and comparison.by == "group"):
+    selects = difficulty or (dynamic and comparison.by == "group")
+    if not selects or not scores.seats:
         return
     sums: dict[tuple[int, int], float] = {}
     for number, (seat, rewards) in enumerate(zip(scores.seats, scores.rewards.double(), strict=True)):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType, Members
-from covey.algorithms.comparison import Comparison
+from covey.algorithms.comparison import RolloutComparison
 from covey.algorithms.registered import registered_advantages
 from covey.algorithms.terms import terms
 from covey.core import losses
@@ -121,7 +121,7 @@ def method(
         beta=config.beta,
         reads_members=bool(config.advantages),
         token_baseline=config.advantages == "otb",
-        comparison=Comparison.of(config, scaled),
+        comparison=RolloutComparison.of(config, scaled),
     )
 
 

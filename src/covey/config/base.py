@@ -245,7 +245,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             if isinstance(value, str) and value not in known and is_reference(value):
                 register(value, resolve(value, name))
         if self.compare is None or str(self.compare).lstrip().startswith("{"):  # unset, or JSON
-            self.compare = as_dict("compare", self.compare) or "group"
+            given = as_dict("compare", self.compare)
+            self.compare = "group" if given is None else given
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
         for name in self._VALID_DICT_FIELDS:  # of transformers, whose error would not name the field
