@@ -62,7 +62,7 @@ class BatchScorer:
     def scores(
         self, model: Any, batch: TrainBatch, *, entropy: bool = False, top: int = 0, rows: int | None = None
     ) -> TokenScores:
-        """Scores of a batch by `TokenScorer`, without gradient, in micro-batches; also of `batch.named_ids` where it has them.
+        """Scores of a batch, without gradient, in micro-batches; also of `batch.named_ids` where it has them.
 
         Args:
             model: the policy or another model.

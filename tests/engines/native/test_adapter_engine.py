@@ -7,10 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from covey.core.batch import collate
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.engines.native.adapter_engine import AdapterEngine
+from covey.engines.native.adapter_engine import AdapterEngine, AdapterRows
 from covey.engines.native.engine import NativeEngine
-from covey.policy.adapters import low_rank_matrices
+from covey.policy.adapters import base_model, low_rank_matrices
+from covey.policy.scoring import TokenScorer
+from tests.policy.test_scoring import rollouts
 from tests.support import tiny
 
 SETTINGS = {"eos_token_ids": {1}, "pad_token_id": 0, "max_context": 256}
@@ -108,3 +111,24 @@ def test_an_unknown_adapter_is_named(base, variants):
 def test_layers_are_themselves_again_after_sampling(base, variants):
     sampled(mixing(base, variants), [request("b", [7, 8])])
     assert not any("forward" in vars(module) for module in base.modules())
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_one_adapter_of_all_rows_may_be_on_the_head(layout):
+    base = tiny.model(tie_word_embeddings=False)
+    model = get_peft_model(
+        copy.deepcopy(base), LoraConfig(r=3, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    )
+    batch = collate(rollouts())
+    with torch.no_grad():
+        expected = TokenScorer(base_model, temperature=1.0, layout=layout)(model, batch, top=2)
+        rows = AdapterRows()
+        with rows.added(base, {"a": low_rank_matrices(model), "b": low_rank_matrices(adapted("b", base))}):
+            rows.select(["a"] * (len(batch) if layout == "padded" else 1))
+            scorer = TokenScorer(lambda m: m, temperature=1.0, layout=layout, chunk_size=3)
+            scores = scorer(base, batch, top=2)
+            rows.select(["a", "b"])
+            with pytest.raises(RuntimeError, match="rows for 2 sequences"):
+                scorer(base, batch)
+    assert torch.equal(scores.top_ids, expected.top_ids)
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)

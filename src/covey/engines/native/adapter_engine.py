@@ -91,8 +91,12 @@ class AdapterRows:
         return self._numbers[name]
 
     def select(self, names: Sequence[str | None]) -> None:
-        """Give each row of the forward passes to come the adapter of this name."""
-        self._selected = [self.number(name) for name in names]
+        """Give each row of the forward passes to come the adapter of this name.
+
+        With one name for all, a layer may get any number of rows: experts, and a head that is called for some tokens.
+        """
+        numbers = [self.number(name) for name in names]
+        self._selected = numbers[:1] if len(set(numbers)) == 1 else numbers
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
 
     @contextmanager
@@ -119,13 +123,14 @@ class AdapterRows:
         return y + nn.functional.linear(low, b).view(y.shape).to(y.dtype)
 
     def _mask(self, ranks: tuple[int, ...], x: Tensor) -> Tensor | None:
-        """[rows, 1, sum of ranks], False in the columns of the row's adapter; None if no row has one."""
+        """[rows, 1, sum of ranks], False in the columns of the row's adapter; [1, 1, sum of ranks] if all rows have the
+        same one, None if no row has one."""
         if ranks not in self._masks:
             owners = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
             others = owners != torch.tensor(self._selected, dtype=torch.long)[:, None]
             self._masks[ranks] = None if others.all() else others[:, None].to(x.device)
         mask = self._masks[ranks]
-        if mask is not None and len(mask) != len(x):
+        if mask is not None and len(mask) not in (1, len(x)):
             raise RuntimeError(
                 f"a layer got {len(x)} rows for {len(mask)} sequences: it is a layer of experts, whose adapters cannot"
                 " be mixed in one batch. Adapt the attention layers alone (`target_modules`)."
