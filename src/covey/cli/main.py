@@ -28,6 +28,7 @@ COMMANDS = {
     "rewards": ("covey.cli.rewards", "main", "test a reward function on completions"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),
     "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),
+    "tinker-serve": ("covey.cli.tinker_serve", "main", "serve programs written for the tinker client"),
     "demo": ("covey.cli.demo", "main", "teach a small model a task, on this machine, in minutes"),
     "env": ("covey.cli.env", "main", "print versions and hardware, as a bug report needs them"),
 }

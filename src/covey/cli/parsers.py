@@ -86,7 +86,47 @@ def demo() -> argparse.ArgumentParser:
     return parser
 
 
-PARSERS = {"diff": diff, "replay": replay, "doctor": doctor, "rewards": rewards, "demo": demo}
+def tinker_serve() -> argparse.ArgumentParser:
+    parser = _parser(
+        "tinker-serve",
+        """\
+        Train and sample on this machine with programs written for the `tinker` client: `covey tinker-serve --model M`.
+
+        With `-- COMMAND` the server runs for that command alone, and ends with its exit status. Every client trains a
+        LoRA adapter over one model. Covey is not affiliated with Thinking Machines Lab.""",
+    )
+    parser.usage = "covey tinker-serve --model M [options] [-- COMMAND ...]"
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="hub id or folder of the model")
+    add("--as", dest="names", action="append", default=[], metavar="NAME", help="a further name that it answers to")
+    add("--host", default="127.0.0.1", metavar="H", help="address to listen on (127.0.0.1); another one needs a key")
+    add("--port", type=int, metavar="N", help="(8010; with a command any that is free)")
+    add(
+        "--api-key", metavar="KEY", help="what clients must send, tml-...; better in TINKER_API_KEY (on 127.0.0.1: any)"
+    )
+    add("--checkpoints", type=Path, default=Path("tinker-checkpoints"), metavar="DIR", help="(tinker-checkpoints)")
+    add("--max-clients", type=int, default=8, metavar="N", help="training clients at once (8)")
+    add("--max-rank", type=int, default=128, metavar="R", help="largest rank of an adapter (128)")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of a sequence (those of the model's context)")
+    add("--max-waiting", type=int, default=4096, metavar="N", help="requests of samples that may wait (4096)")
+    add("--token-budget", type=int, default=2048, metavar="N", help="tokens of a micro-batch (2048): memory of a step")
+    add("--seed", type=int, default=0, metavar="S", help="of adapters and samples for which clients name none (0)")
+    add("--device", metavar="D", help="cpu, cuda, ... (the model's)")
+    add(
+        "--substitute",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="another loss in the place of one, such as stable_reinforce=importance_sampling",
+    )
+    add("--log", type=Path, metavar="FILE", help="a line for each operation (the error stream)")
+    return parser
+
+
+PARSERS = {
+    **{"diff": diff, "replay": replay, "doctor": doctor, "rewards": rewards, "demo": demo},
+    "tinker-serve": tinker_serve,
+}
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

@@ -88,6 +88,11 @@ def base_model(model: Any) -> Any:
     return unwrapped(without_adapter(unwrapped(model)))
 
 
+def with_shared_weights(base: Any) -> Any:
+    """A copy of a model whose parameters are the very same tensors."""
+    return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+
+
 def has_adapter(model: Any) -> bool:
     return hasattr(unwrapped(model), "get_base_model")
 

@@ -28,7 +28,7 @@ from covey.engines.native.recurrent_engine import needs_recurrent_engine
 from covey.engines.servers.errors import RETRIED, NoServerLeft
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.page.export import PageWriter
-from covey.policy.adapters import has_adapter, low_rank_matrices
+from covey.policy.adapters import has_adapter, low_rank_matrices, with_shared_weights
 from covey.policy.loading import end_token_ids, load_policy, load_processing_class, max_context
 from covey.rewards import resolve_reward
 from covey.rollout.collector import run_async
@@ -59,7 +59,6 @@ from covey_tools.study.variants import (
     check_adapter,
     field_of,
     settings_of,
-    with_shared_weights,
 )
 
 SERVER_LOST = (NoServerLeft, *RETRIED)  # errors that end the study, which has one server

@@ -1,7 +1,6 @@
 """Variants of a study: settings, descent and state, as `study.json` holds them; the engine and evaluation of each."""
 
 import asyncio
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -170,11 +169,6 @@ def field_of(setting: str) -> str:
 
 def _names_server(setting: str) -> bool:
     return setting.startswith(("use_vllm", "vllm_")) and setting not in CORRECTION
-
-
-def with_shared_weights(base: Any) -> Any:
-    """A copy of a model whose parameters are the very same tensors."""
-    return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
 
 
 def check_adapter(model: Any) -> None:

@@ -1,0 +1,123 @@
+"""`covey tinker-serve`: a server for programs written for the `tinker` client, on this machine."""
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from covey.cli.parsers import tinker_serve
+from covey.cli.serving import check_port, is_local
+
+KEY = "TINKER_API_KEY"
+DEFAULT_PORT = 8010
+LOCAL_KEY = "tml-local"  # on this machine any key with this beginning will do
+
+
+def main(argv: Sequence[str]) -> int:
+    words = list(argv)
+    command: list[str] = []
+    if "--" in words:
+        command = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+        if not command:
+            raise ValueError("after -- comes the command to run, such as: -- python train.py.")
+    given = tinker_serve().parse_args(words)
+    key = checked_key(given.api_key or os.environ.get(KEY), given.host, command)
+    port = given.port if given.port is not None else 0 if command else DEFAULT_PORT
+    if port:
+        check_port(given.host, port)
+    with _log(given.log) as log:
+        return run(given, command, port, key, log)
+
+
+def checked_key(given: str | None, host: str, command: Sequence[str]) -> str | None:
+    """The server's key; None where any will do. ValueError for one that clients refuse, and for none elsewhere."""
+    if given is None and not is_local(host):
+        raise ValueError(f"--host {host} can be reached from other machines: set {KEY} to a key that begins with tml-.")
+    if given is not None and not given.startswith("tml-"):
+        raise ValueError(f"the key of {KEY} or --api-key must begin with tml-, or clients refuse it.")
+    return given
+
+
+def run(given: argparse.Namespace, command: Sequence[str], port: int, key: str | None, log: TextIO) -> int:
+    from covey.tinker.adapter import AdapterSpec, bytes_of
+    from covey.tinker.build import make_service, names_of, tokenizer_place
+    from covey.tinker.server import served
+    from covey.tinker.service import Settings, substitutions
+
+    place = tokenizer_place(given.model)
+    settings = Settings(
+        names=names_of(given.model, given.names),
+        tokenizer_id=place,
+        max_clients=given.max_clients,
+        max_rank=given.max_rank,
+        max_waiting=given.max_waiting,
+        seed=given.seed,
+        substitute=substitutions(given.substitute),
+    )
+    service = make_service(
+        given.model,
+        settings,
+        given.checkpoints,
+        token_budget=given.token_budget,
+        max_tokens=given.max_tokens,
+        device=given.device,
+        log=lambda line: print(f"covey: {line}", file=log, flush=True),
+    )
+    try:
+        with served(service, given.host, port, key) as url:
+            size = bytes_of(service.base.model, AdapterSpec(rank=32))
+            for line in greeting(settings, url, key, size, service.base.model, bool(command)):
+                print(f"covey: {line}", file=sys.stderr, flush=True)
+            return run_command(command, url, key, place is not None) if command else wait()
+    finally:
+        service.worker.close()
+
+
+def greeting(settings: Any, url: str, key: str | None, size: int, model: Any, embedded: bool) -> Iterator[str]:
+    """Lines about a server that listens."""
+    from covey.runtime.process_memory import available_memory
+
+    room = max(1, available_memory() // size)
+    yield f"serving {' = '.join(settings.names)}"
+    yield f"{size >> 20:,} MiB for each training client of rank 32; memory for {room} of them besides what a step needs"
+    for old, new in settings.substitute.items():
+        yield f"loss {old} is {new} here"
+    if not embedded:
+        yield "programs find it with"
+        yield f"  export TINKER_BASE_URL={url}"
+        yield f"  export {KEY}={'...' if key else LOCAL_KEY}"
+
+
+def wait() -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    threading.Event().wait()
+    return 0
+
+
+def run_command(command: Sequence[str], url: str, key: str | None, offline: bool) -> int:
+    """Run a program with the server's address; its exit status."""
+    from covey.runtime.child_process import ChildProcess
+
+    added = {"TINKER_BASE_URL": url, KEY: key or LOCAL_KEY, "TINKER_TELEMETRY": "0"}
+    if offline:
+        added["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
+    child = ChildProcess(command, grace=5.0, env={**os.environ, **added})
+    try:
+        return child.process.wait()
+    finally:
+        child.end()
+
+
+@contextlib.contextmanager
+def _log(path: Path | None) -> Iterator[TextIO]:
+    """Where lines about operations go: a file, or the error stream."""
+    if path is None:
+        yield sys.stderr
+        return
+    with path.open("a") as file:
+        yield file

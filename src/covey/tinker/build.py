@@ -1,0 +1,112 @@
+"""A service made of a model: loading, the engine, and what fits into memory."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.engines.native.adapter_engine import AdapterEngine
+from covey.policy.adapters import with_shared_weights
+from covey.policy.loading import end_token_ids, load_policy, load_processing_class, max_context, sees_images
+from covey.policy.scoring import TokenScorer
+from covey.tinker.checkpoints import CheckpointStore
+from covey.tinker.errors import Refusal
+from covey.tinker.learner import Base
+from covey.tinker.server import served
+from covey.tinker.service import Service, Settings
+from covey.tinker.work import Worker
+
+NO_LIMIT = 1 << 20  # tokens of a sequence where the model names no limit
+
+
+def names_of(model: str, also: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names that a model is served under: those that were chosen, as given, its absolute path, its folder's name."""
+    own = [model]
+    if os.path.isdir(os.path.expanduser(model)):
+        path = Path(model).expanduser().resolve()
+        own += [str(path), path.name]
+    return tuple(dict.fromkeys([*also, *own]))
+
+
+def tokenizer_place(model: str) -> str | None:
+    """A folder's path as the client finds its tokenizer: one with exactly two slashes it would take for a hub id."""
+    folder = os.path.expanduser(model)
+    if not os.path.isdir(folder):
+        return None
+    path = os.path.abspath(folder)
+    return path if path.count("/") != 2 else path.replace("/", "/./", 1)
+
+
+def make_service(
+    model: Any,
+    settings: Settings,
+    checkpoints: str | Path,
+    *,
+    tokenizer: Any = None,
+    token_budget: int = 2048,
+    max_tokens: int | None = None,
+    device: str | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> Service:
+    """A service for a model, by its id or folder or loaded; close its worker at the end."""
+    model = load_policy(os.path.expanduser(model) if isinstance(model, str) else model)
+    if sees_images(model.config):
+        raise Refusal(f"{type(model).__name__} sees images, and this server reads text alone. Give a language model.")
+    tokenizer = load_processing_class(tokenizer, model)
+    model.requires_grad_(False).eval()
+    if device is not None:
+        model.to(torch.device(device))
+    ends = end_token_ids(model, tokenizer)
+    limit = min(max_context(model) or NO_LIMIT, max_tokens or NO_LIMIT)
+    scorer = TokenScorer(lambda inner: inner, temperature=1.0, pad_token_id=tokenizer.pad_token_id)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    base = Base(with_shared_weights(model), scorer, vocabulary, limit, token_budget)
+    make_engine = partial(
+        AdapterEngine,
+        lambda: model,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_ids=ends,
+        max_context=limit,
+        tokenizer=tokenizer,
+    )
+    store = CheckpointStore(Path(checkpoints).expanduser().resolve())
+    return Service(settings, base, Worker(make_engine), store, ends, log)
+
+
+@contextmanager
+def serve(
+    model: Any,
+    *,
+    names: Sequence[str] = (),
+    checkpoints: str | Path = "tinker-checkpoints",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    key: str | None = None,
+    settings: Settings | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """Serve a model within the context; gives the address, for `TINKER_BASE_URL`.
+
+    Args:
+        model: hub id, folder, or a loaded transformers model (then with `tokenizer` and `names`).
+        names: further names that the model answers to.
+        checkpoints: folder for saved states.
+        host, port: address to listen at; port 0 is any that is free.
+        key: what clients send as TINKER_API_KEY; None for any on this machine.
+        settings: limits and the like; its `names` are those of the model.
+        options: `token_budget`, `max_tokens`, `device`, `tokenizer` and `log` of `make_service`.
+    """
+    own = names_of(model, names) if isinstance(model, str) else tuple(names)
+    place = tokenizer_place(model) if isinstance(model, str) else None
+    settings = replace(settings or Settings(own), names=own, tokenizer_id=place)
+    service = make_service(model, settings, checkpoints, **options)
+    try:
+        with served(service, host, port, key) as url:
+            yield url
+    finally:
+        service.worker.close()

@@ -1,0 +1,632 @@
+"""What the server does for each request: sessions, training clients, samplers and saved states.
+
+A method for each route takes the request's JSON (or message) and gives the answer; it runs on the event loop, and all
+that computes is a job of the worker.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from covey.runtime.process_memory import is_out_of_memory
+from covey.tinker import requests
+from covey.tinker.adapter import Adapter
+from covey.tinker.checkpoints import Checkpoint, CheckpointStore, Run, checked_name
+from covey.tinker.errors import Refusal
+from covey.tinker.learner import Base, Learner
+from covey.tinker.losses import HOSTED_ONLY, LOSSES, loss_of
+from covey.tinker.requests import Body, value_of
+from covey.tinker.sampling import answered, engine_request, scores_prompt, seed_of
+from covey.tinker.state import PATIENCE, Operation, Promises, Result, Sequencer
+from covey.tinker.wire import ForwardBackward, write_forward_backward, write_sampled
+from covey.tinker.work import Snapshot, Worker
+
+SILENT = 3600.0  # seconds without a request after which a session ends
+KEPT_SAMPLERS = 8  # unnamed samplers of a training client that can be sampled from, the newest
+MOST_SAMPLES = 1024  # of one request
+METADATA = 16 << 10  # most characters of a request's metadata
+NEWEST_TESTED = (0, 38)  # version of the client
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a server."""
+
+    names: tuple[str, ...]  # of the model; the first is the one that answers name
+    tokenizer_id: str | None = None  # where clients on this machine find the tokenizer
+    max_clients: int = 8
+    max_rank: int = 128
+    max_waiting: int = 4096  # requests of samples that wait
+    seed: int = 0
+    substitute: Mapping[str, str] = field(default_factory=dict)  # a loss in the place of another
+    patience: float = PATIENCE
+    client_config: Mapping[str, Any] = field(default_factory=dict)  # flags that are sent to clients
+
+
+@dataclass(eq=False)
+class Session:
+    id: str
+    sdk_version: str
+    seen: float  # time of its last request
+    clients: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Trained:
+    """A training client. Its learner is made by its first job, and used by jobs alone."""
+
+    run: Run
+    session: str
+    number: int  # within its session
+    sequencer: Sequencer
+    learner: Learner | None = None
+    broken: str | None = None  # failure of a forward_backward since the last step
+    samplers: list[str] = field(default_factory=list)  # unnamed ones, the oldest first
+    saved_at: int = 0  # step of the last saved state
+    seen: float = 0.0
+
+
+@dataclass(eq=False)
+class Sampler:
+    id: str
+    session: str
+    number: int  # within its session
+    path: str | None = None
+    snapshot: Snapshot | None = None  # None: the model alone
+    gone: str | None = None  # why it cannot be sampled from any more
+
+
+class Service:
+    """All state of a server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        base: Base,
+        worker: Worker,
+        store: CheckpointStore,
+        ends: set[int],
+        log: Callable[[str], None] = lambda line: None,
+    ):
+        self.settings, self.base, self.worker, self.store = settings, base, worker, store
+        self.promises = Promises()
+        self.clients: dict[str, Trained] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self.sessions: dict[str, Session] = {}
+        self.downloads: dict[str, tuple[Any, float]] = {}  # by key: a folder, and until when
+        self._snapshots: dict[str, Snapshot] = {}  # of paths, while a sampler uses them
+        self._ends, self._log = ends, log
+        self._sampling = 0
+        self._started = time.strftime("%H:%M:%S")
+        self._numbers = sum(parameter.numel() for parameter in base.model.parameters())
+
+    # ---- sessions ----------------------------------------------------------------------------------------------------
+
+    def create_session(self, body: Body) -> dict[str, Any]:
+        version = value_of(body, "sdk_version", str, "")
+        _check_metadata(body)
+        session = Session(secrets.token_hex(8), version, time.monotonic())
+        self.sessions[session.id] = session
+        answer = {"type": "create_session", "session_id": session.id}
+        if _version(version) > NEWEST_TESTED:
+            tested = ".".join(map(str, NEWEST_TESTED))
+            answer["info_message"] = f"Covey's server was tested with clients up to {tested}; this one is {version}."
+        if self.settings.substitute:
+            told = "; ".join(f"{old} is {new} here" for old, new in self.settings.substitute.items())
+            answer["warning_message"] = f"Losses are substituted: {told}."
+        self._log(f"session {session.id} begins (client {version})")
+        return answer
+
+    def session_heartbeat(self, body: Body) -> dict[str, Any]:
+        self._session(body)
+        return {"type": "session_heartbeat"}
+
+    async def finish_session(self, session_id: str) -> dict[str, Any]:
+        if session_id in self.sessions:
+            await self._end(self.sessions[session_id])
+        return {}
+
+    async def end_silent_sessions(self) -> None:
+        """End sessions that have sent nothing for long."""
+        for session in list(self.sessions.values()):
+            if time.monotonic() - session.seen > SILENT:
+                await self._end(session)
+
+    async def _end(self, session: Session) -> None:
+        """Free a session's clients and samplers. A state that nothing has saved is saved first."""
+        self.sessions.pop(session.id, None)
+        for model_id in session.clients:
+            trained = self.clients.pop(model_id, None)
+            if trained is None:
+                continue
+            trained.sequencer.close()
+            if trained.learner is not None and trained.learner.steps > trained.saved_at:
+                name = f"unsaved-{trained.learner.steps:06d}"
+                job = self._save_job(trained, "weights", name, {"overwrite": True})
+                try:
+                    path = (await asyncio.wrap_future(self.worker.run(job)))["path"]
+                    self._log(f"session {session.id} had not saved {model_id}: its state is {path}")
+                except (OSError, ValueError) as error:
+                    self._log(f"session {session.id}: the state of {model_id} could not be saved: {error}")
+        for sampler_id in session.samplers:
+            self._drop_sampler(sampler_id)
+            self.samplers.pop(sampler_id, None)
+        self.promises.drop(session.id)
+        self._log(f"session {session.id} ends")
+
+    def _session(self, body: Body) -> Session:
+        return self._known_session(value_of(body, "session_id", str))
+
+    def _known_session(self, session_id: str) -> Session:
+        if session_id not in self.sessions:
+            raise Refusal(self._unknown("session", session_id), 410)
+        session = self.sessions[session_id]
+        session.seen = time.monotonic()
+        return session
+
+    def _unknown(self, what: str, name: str) -> str:
+        return (
+            f"this server started at {self._started} and knows no {what} {name[:200]!r}. Continue from the last"
+            " checkpoint: run the recipe again with behavior_if_log_dir_exists=resume."
+        )
+
+    # ---- training clients --------------------------------------------------------------------------------------------
+
+    def create_model(self, body: Body) -> dict[str, Any]:
+        session, number = self._session(body), value_of(body, "model_seq_id", int, least=0)
+        model_id = f"{session.id}:train:{number}"
+        if (promise := self.promises.get(f"{model_id}/0")) is not None:
+            return promise.acknowledgement
+        name = self._served(value_of(body, "base_model", str))
+        seed = seed_of(self.settings.seed, "adapter", number)
+        spec = requests.adapter_spec(body, seed, self.settings.max_rank)
+        run = Run(model_id, name, self._numbers, spec, _check_metadata(body), time.time())
+        trained = self._new_client(session, run, number)
+
+        def make() -> dict[str, Any]:
+            trained.learner = Learner(self.base, Adapter.new(self.base.model, spec))
+            self.store.note(run)
+            return {"type": "create_model", "model_id": model_id}
+
+        return self._begin(trained, make)
+
+    def load_weights(self, body: Body) -> dict[str, Any]:
+        if body.get("model_id") is not None:
+            return self._load_into(body)
+        session, number = self._session(body), value_of(body, "model_seq_id", int, least=0)
+        model_id = f"{session.id}:train:{number}"
+        if (promise := self.promises.get(f"{model_id}/0")) is not None:
+            return promise.acknowledgement
+        path = value_of(body, "path", str)
+        saved, _ = self.store.find(path)
+        if saved.spec.rank > self.settings.max_rank:
+            raise Refusal(f"{path} has rank {saved.spec.rank}: start the server with --max-rank {saved.spec.rank}.")
+        metadata = {**saved.user_metadata, **_check_metadata(body)}
+        run = Run(model_id, saved.base_model, self._numbers, saved.spec, metadata, time.time())
+        trained = self._new_client(session, run, number)
+        optimizer = value_of(body, "optimizer", bool, False)
+
+        def load() -> dict[str, Any]:
+            _, trained.learner = self.store.load(path, self.base, optimizer=optimizer)
+            trained.saved_at = trained.learner.steps
+            self.store.note(run)
+            return {"type": "load_weights", "path": path, "model_id": model_id}
+
+        return self._begin(trained, load)
+
+    def _load_into(self, body: Body) -> dict[str, Any]:
+        """The older form: replace the state of a client that exists."""
+        path, optimizer = value_of(body, "path", str), value_of(body, "optimizer", bool, False)
+        trained = self._client(body)
+
+        def load() -> dict[str, Any]:
+            saved, learner = self.store.load(path, self.base, optimizer=optimizer)
+            if saved.spec.rank != trained.run.spec.rank:
+                raise Refusal(f"{path} has rank {saved.spec.rank}, and this client {trained.run.spec.rank}.")
+            trained.learner, trained.saved_at, trained.broken = learner, learner.steps, None
+            return {"type": "load_weights", "path": path, "model_id": trained.run.id}
+
+        return self._queue(trained, body, "load_weights", load)
+
+    def get_info(self, body: Body) -> dict[str, Any]:
+        run = self._client(body).run
+        data = {"model_name": run.base_model, "tokenizer_id": self.settings.tokenizer_id or run.base_model}
+        return {
+            "type": "get_info",
+            "model_id": run.id,
+            "model_name": run.base_model,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": run.spec.rank,
+        }
+
+    def unload_model(self, body: Body) -> dict[str, Any]:
+        trained = self._client(body)
+        trained.sequencer.close()
+        del self.clients[trained.run.id]
+        model_id = trained.run.id
+
+        async def gone() -> Result:
+            return {"type": "unload_model", "model_id": model_id}
+
+        return self.promises.make(f"{model_id}/unload", trained.session, gone).acknowledgement
+
+    def forward_backward(self, asked: ForwardBackward) -> dict[str, Any]:
+        trained = self._client({"model_id": asked.model_id})
+        kind = "forward" if asked.forward_only else "forward_backward"
+
+        def score() -> bytes:
+            assert trained.learner is not None, "the client was made"
+            name = self.settings.substitute.get(asked.loss_fn, asked.loss_fn)
+            loss, config = loss_of(name, asked.config)
+            run = trained.learner.forward if asked.forward_only else trained.learner.forward_backward
+            try:
+                scored = run(asked.data, loss, config)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise MemoryError(
+                        f"{kind} of {len(asked.data)} datums ran out of memory at {self.base.token_budget:,} tokens at"
+                        f" once; start the server with --token-budget {self.base.token_budget // 2}."
+                    ) from error
+                raise
+            metrics = scored.metrics | ({} if name == asked.loss_fn else {"substituted:unique": 1.0})
+            return write_forward_backward(scored.logprobs, metrics)
+
+        tokens = sum(len(datum.tokens) for datum in asked.data)
+        size = f"{len(asked.data)} datums, {tokens:,} tokens"
+        return self._queue(trained, {"seq_id": asked.seq_id}, kind, score, size)
+
+    def optim_step(self, body: Body) -> dict[str, Any]:
+        trained = self._client(body)
+
+        def step() -> dict[str, Any]:
+            assert trained.learner is not None, "the client was made"
+            if trained.broken is not None:
+                broken, trained.broken = trained.broken, None
+                trained.learner.forget()
+                raise Refusal(f"optim_step was not run: {broken} Its gradients were dropped.")
+            return {"metrics": trained.learner.step(requests.adam_params(body))}
+
+        return self._queue(trained, body, "optim_step", step)
+
+    def _new_client(self, session: Session, run: Run, number: int) -> Trained:
+        if len(self.clients) >= self.settings.max_clients:
+            raise Refusal(
+                f"{len(self.clients)} training clients are open, which is this server's limit. End a program, or start"
+                f" the server with --max-clients {2 * self.settings.max_clients}."
+            )
+        trained = Trained(run, session.id, number, Sequencer(patience=self.settings.patience), seen=time.monotonic())
+        trained.sequencer.on_end = lambda number, kind, failure: self._ended(trained, number, kind, failure)
+        trained.sequencer.next = 0  # its making
+        self.clients[run.id] = trained
+        session.clients.append(run.id)
+        return trained
+
+    def _begin(self, trained: Trained, job: Callable[[], Result]) -> dict[str, Any]:
+        """Queue the making of a client, which is its operation 0."""
+        return self._queue(trained, {"seq_id": 0}, "create_model", job)
+
+    def _ended(self, trained: Trained, number: int, kind: str, failure: Exception | None) -> None:
+        if failure is None:
+            return
+        self._log(f"{trained.run.id} {kind} {number} failed: {failure}")
+        if kind == "forward_backward":
+            trained.broken = trained.broken or f'{kind} {number} failed ("{failure}").'
+        if kind == "create_model":
+            self.clients.pop(trained.run.id, None)
+
+    def _client(self, body: Body) -> Trained:
+        model_id = value_of(body, "model_id", str)
+        if model_id not in self.clients:
+            raise Refusal(self._unknown("model", model_id), 404)
+        trained = self.clients[model_id]
+        self._known_session(trained.session)
+        return trained
+
+    def _queue(
+        self,
+        trained: Trained,
+        body: Body,
+        kind: str,
+        job: Callable[[], Any],
+        size: str = "",
+        then: Callable[[Any], Result] = lambda result: result,
+    ) -> dict[str, Any]:
+        """Queue an operation by its number; one that was sent before is not run again.
+
+        `job` computes, on the worker's thread; `then` makes the answer of what it returned, on the event loop.
+        """
+        number = value_of(body, "seq_id", int, least=0)
+        request_id = f"{trained.run.id}/{number}"
+        if (known := self.promises.get(request_id)) is not None:
+            return known.acknowledgement
+        asked = time.monotonic()
+
+        async def work() -> Result:
+            began = time.monotonic()
+            result = then(await asyncio.wrap_future(self.worker.run(job)))
+            took = time.monotonic() - began
+            self._log(f"{trained.run.id} {kind} {number}: {size or 'done'}, {took:.2f} s after {began - asked:.2f} s")
+            return result
+
+        promise = self.promises.make(request_id, trained.session)
+        try:
+            trained.sequencer.add(number, Operation(kind, work, promise))
+        except Refusal:
+            self.promises.discard(request_id)
+            raise
+        return promise.acknowledgement
+
+    # ---- saved states ------------------------------------------------------------------------------------------------
+
+    def save_weights(self, body: Body) -> dict[str, Any]:
+        return self._save(body, "weights")
+
+    def save_weights_external(self, body: Body) -> dict[str, Any]:
+        if body.get("age_encryption_recipients"):
+            raise Refusal("age_encryption_recipients: files are not encrypted here. Leave it out.")
+        return self._save(body, "external_weights")
+
+    def save_weights_for_sampler(self, body: Body) -> dict[str, Any]:
+        trained = self._client(body)
+        if body.get("path") is not None:
+            return self._save(body, "sampler_weights")
+        if (kind := value_of(body, "kind", str, "snapshot")) not in ("snapshot", "inflight"):
+            raise Refusal(f"kind={kind!r} is not known; it is snapshot or inflight.")
+        session = self.sessions[trained.session]
+        number = value_of(body, "sampling_session_seq_id", int, least=0)
+        sampler_id = f"{session.id}:sample:{number}"
+
+        def freeze() -> Snapshot:
+            assert trained.learner is not None, "the client was made"
+            return Snapshot(sampler_id, trained.learner.adapter.frozen())
+
+        def keep(snapshot: Snapshot) -> dict[str, Any]:
+            self.samplers[sampler_id] = Sampler(sampler_id, session.id, number, snapshot=snapshot)
+            session.samplers.append(sampler_id)
+            trained.samplers.append(sampler_id)
+            for old in trained.samplers[:-KEPT_SAMPLERS]:
+                self._drop_sampler(old, f"only the newest {KEPT_SAMPLERS} unnamed samplers of a client are kept")
+            del trained.samplers[:-KEPT_SAMPLERS]
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
+
+        return self._queue(trained, body, "save_weights_for_sampler", freeze, then=keep)
+
+    def _save(self, body: Body, kind: str) -> dict[str, Any]:
+        trained = self._client(body)
+        number = value_of(body, "seq_id", int, least=0)
+        name = value_of(body, "path", str, f"{number:06d}")
+        options = {
+            "ttl": value_of(body, "ttl_seconds", float, None, 0),
+            "overwrite": value_of(body, "overwrite", bool, False),
+            "user_metadata": _check_metadata(body) if body.get("user_metadata") is not None else None,
+        }
+        return self._queue(trained, body, f"save {kind}", self._save_job(trained, kind, name, options))
+
+    def _save_job(
+        self, trained: Trained, kind: str, name: str, options: dict[str, Any]
+    ) -> Callable[[], dict[str, Any]]:
+        def save() -> dict[str, Any]:
+            assert trained.learner is not None, "the client was made"
+            path = self.store.save(trained.run, kind, checked_name(name), trained.learner, **options)
+            if kind == "weights":
+                trained.saved_at = trained.learner.steps
+            return {"path": path}
+
+        return save
+
+    def training_run(self, run_id: str) -> dict[str, Any]:
+        return self._described(self.store.run(run_id))
+
+    def training_runs(self, query: Mapping[str, str]) -> dict[str, Any]:
+        runs = [self._described(run) for run in self.store.runs()]
+        page, cursor = _page(runs, query)
+        return {"training_runs": page, "cursor": cursor}
+
+    def checkpoints(self, run_id: str | None, query: Mapping[str, str]) -> dict[str, Any]:
+        page, cursor = _page([_listed(one) for one in self.store.list(run_id)], query)
+        return {"checkpoints": page, "cursor": cursor}
+
+    def delete_checkpoint(self, run_id: str, checkpoint: str) -> dict[str, Any]:
+        self.store.delete(f"tinker://{run_id}/{checkpoint}")
+        return {}
+
+    def keep_checkpoint(self, run_id: str, checkpoint: str, body: Body) -> dict[str, Any]:
+        self.store.keep(f"tinker://{run_id}/{checkpoint}", value_of(body, "ttl_seconds", float, None, 0))
+        return {}
+
+    def weights_info(self, body: Body) -> dict[str, Any]:
+        run, _ = self.store.find(value_of(body, "tinker_path", str))
+        spec = run.spec
+        switches = {name: getattr(spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        return {"base_model": run.base_model, "is_lora": True, "lora_rank": spec.rank, **switches}
+
+    def download(self, run_id: str, checkpoint: str, origin: str) -> dict[str, Any]:
+        """Addresses of a checkpoint's files that need no key, for an hour."""
+        _, place = self.store.find(f"tinker://{run_id}/{checkpoint}")
+        now = time.time()
+        self.downloads = {key: entry for key, entry in self.downloads.items() if entry[1] > now}
+        key = secrets.token_urlsafe(24)
+        self.downloads[key] = place, now + 3600
+        files = ("adapter_model.safetensors", "adapter_config.json")
+        urls = {name: f"{origin}/download/{key}/{name}" for name in files}
+        return {"urls": urls, "expires": _time(now + 3600)}
+
+    def _described(self, run: Run) -> dict[str, Any]:
+        return {
+            "training_run_id": run.id,
+            "base_model": run.base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": run.spec.rank,
+            "last_request_time": _time(run.created),
+            "user_metadata": {key: str(value) for key, value in run.user_metadata.items()},
+        }
+
+    # ---- samplers ----------------------------------------------------------------------------------------------------
+
+    async def create_sampling_session(self, body: Body) -> dict[str, Any]:
+        session = self._session(body)
+        number = value_of(body, "sampling_session_seq_id", int, least=0)
+        sampler_id = f"{session.id}:sample:{number}"
+        if sampler_id not in self.samplers:
+            path = value_of(body, "model_path", str, None)
+            if path is None:
+                self._served(value_of(body, "base_model", str))
+            snapshot = None if path is None else await self._snapshot_of(path)
+            self.samplers[sampler_id] = Sampler(sampler_id, session.id, number, path, snapshot)
+            session.samplers.append(sampler_id)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def sampler(self, sampler_id: str) -> dict[str, Any]:
+        sampler = self._sampler(sampler_id)
+        return {"sampler_id": sampler.id, "base_model": self.settings.names[0], "model_path": sampler.path}
+
+    def asample(self, body: Body) -> dict[str, Any]:
+        sampler = self._sampler(value_of(body, "sampling_session_id", str))
+        self._known_session(sampler.session)
+        number = value_of(body, "seq_id", int, least=0)
+        request_id = f"{sampler.id}/{number}"
+        if (promise := self.promises.get(request_id)) is not None:
+            return promise.acknowledgement
+        if sampler.gone is not None:
+            raise Refusal(f"the sampler {sampler.id!r} has gone: {sampler.gone}. Save the weights again.", 410)
+        if self._sampling >= self.settings.max_waiting:
+            raise Refusal(f"{self._sampling} requests wait here already.", 429)
+        asked = requests.sample_asked(body, self.base.most_tokens, self.base.vocabulary, self._ends, MOST_SAMPLES)
+        request = engine_request(asked, (self.settings.seed, sampler.number, number))
+        snapshot = sampler.snapshot
+
+        async def sample() -> Result:
+            began = time.monotonic()
+            self._sampling += 1
+            try:
+                completions = await asyncio.wrap_future(self.worker.sample(snapshot, request))
+                if scores_prompt(asked) or asked.top_sampled:
+                    job = lambda: answered(self.base, snapshot, asked, completions)  # noqa: E731
+                    answer = await asyncio.wrap_future(self.worker.run(job))
+                else:
+                    answer = answered(self.base, snapshot, asked, completions)
+            finally:
+                self._sampling -= 1
+            tokens = sum(len(one.token_ids) for one in completions)
+            self._log(f"{sampler.id} sample {number}: {asked.n} x {tokens:,} tokens, {time.monotonic() - began:.2f} s")
+            return write_sampled(answer)
+
+        ids = [f"{request_id}/{one}" for one in range(asked.n)]
+        return self.promises.make(request_id, sampler.session, sample, sample_sequence_ids=ids).acknowledgement
+
+    async def _snapshot_of(self, path: str) -> Snapshot:
+        """The weights of a checkpoint; samplers of one path share them."""
+        if path in self._snapshots:
+            return self._snapshots[path]
+        run, place = self.store.find(path)
+
+        def load() -> Snapshot:
+            return Snapshot(path, self.store.adapter(run, place, self.base.model).frozen())
+
+        self._snapshots[path] = await asyncio.wrap_future(self.worker.run(load))
+        return self._snapshots[path]
+
+    def _sampler(self, sampler_id: str) -> Sampler:
+        if sampler_id not in self.samplers:
+            raise Refusal(self._unknown("sampler", sampler_id), 404)
+        return self.samplers[sampler_id]
+
+    def _drop_sampler(self, sampler_id: str, why: str = "its session has ended") -> None:
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None:
+            return
+        sampler.snapshot, sampler.gone = None, why
+        used = {one.path for one in self.samplers.values() if one.gone is None}
+        if sampler.path is not None and sampler.path not in used:
+            self._snapshots.pop(sampler.path, None)
+
+    # ---- promises and the server -------------------------------------------------------------------------------------
+
+    async def retrieve_future(self, body: Body, seconds: float) -> Result | None:
+        """A result, or None if it is not there in time; Refusal for an unknown one."""
+        request_id = value_of(body, "request_id", str)
+        promise = self.promises.get(request_id)
+        if promise is None:
+            raise Refusal(self._unknown("request", request_id), 404)
+        if promise.owner in self.sessions:
+            self.sessions[promise.owner].seen = time.monotonic()
+        return await self.promises.fetch(request_id, seconds)
+
+    def cancel_future(self, body: Body) -> dict[str, Any]:
+        promise = self.promises.get(value_of(body, "request_id", str))
+        if promise is not None and promise.cancel is not None:
+            promise.cancel()
+        return {}
+
+    def capabilities(self) -> dict[str, Any]:
+        limit = self.base.most_tokens
+        models = [
+            {"model_name": name, "max_context_length": limit, "trainable": True, "sampleable": True}
+            for name in self.settings.names
+        ]
+        return {"supported_models": models}
+
+    def _served(self, name: str) -> str:
+        if name not in self.settings.names:
+            raise Refusal(
+                f"no model {name[:200]!r} here; this server has {self.settings.names[0]!r}. Start it with --as"
+                f" {name[:200]} if that is what you mean."
+            )
+        return name
+
+
+def substitutions(given: list[str]) -> dict[str, str]:
+    """Losses in the place of others, of `OLD=NEW`; Refusal for names that are not known."""
+    found = {}
+    for text in given:
+        old, _, new = text.partition("=")
+        if old not in (*LOSSES, HOSTED_ONLY) or new not in LOSSES:
+            raise Refusal(f"--substitute {text}: write OLD=NEW, such as {HOSTED_ONLY}=importance_sampling.")
+        found[old] = new
+    return found
+
+
+def _check_metadata(body: Body) -> dict[str, Any]:
+    given: dict[str, Any] = value_of(body, "user_metadata", dict, {})
+    if len(repr(given)) > METADATA:
+        raise Refusal(f"user_metadata may have {METADATA:,} characters at most.")
+    return given
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split(".")[:2]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _listed(one: Checkpoint) -> dict[str, Any]:
+    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    metadata = None if one.user_metadata is None else {key: str(value) for key, value in one.user_metadata.items()}
+    return {
+        "checkpoint_id": one.id,
+        "checkpoint_type": kinds[one.kind],
+        "time": _time(one.created),
+        "tinker_path": one.path,
+        "size_bytes": one.size,
+        "public": False,
+        "user_metadata": metadata,
+        "expires_at": None if one.expires is None else _time(one.expires),
+    }
+
+
+def _page(items: list[Any], query: Mapping[str, str]) -> tuple[list[Any], dict[str, int]]:
+    offset, limit = (
+        int(query[name]) if query.get(name, "").isdigit() else default
+        for name, default in (("offset", 0), ("limit", 100))
+    )
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}

@@ -1,0 +1,174 @@
+"""Bookkeeping of the wire: results that clients ask for, and a training client's operations in their order."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.tinker.errors import Refusal
+
+Result = bytes | dict[str, Any]  # a protobuf message, or JSON
+
+KEPT = 300.0  # seconds that a result is kept after it was fetched: the answer may have been lost
+PATIENCE = 120.0  # seconds that an operation waits for the one before it
+
+
+@dataclass(eq=False)
+class Promise:
+    """A result to come, under the id that the client asks for it by."""
+
+    id: str
+    owner: str  # the session
+    acknowledgement: dict[str, Any]
+    result: "asyncio.Future[Result]"
+    fetched: float | None = None
+    cancel: Callable[[], Any] | None = None
+
+
+class Promises:
+    """All promises by id."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, Promise] = OrderedDict()
+
+    def get(self, request_id: str) -> Promise | None:
+        return self._by_id.get(request_id)
+
+    def make(
+        self, request_id: str, owner: str, work: Callable[[], Awaitable[Result]] | None = None, **acknowledged: Any
+    ) -> Promise:
+        """A new promise; `work` runs at once, without it somebody else settles the result."""
+        self._forget()
+        loop = asyncio.get_running_loop()
+        acknowledgement = {"request_id": request_id, **acknowledged}
+        promise = Promise(request_id, owner, acknowledgement, loop.create_future())
+        self._by_id[request_id] = promise
+        if work is not None:
+            task = loop.create_task(settled(work, promise.result))
+            promise.cancel = task.cancel
+        return promise
+
+    async def fetch(self, request_id: str, seconds: float) -> Result | None:
+        """The result, or None if it takes longer; KeyError for an unknown id."""
+        promise = self._by_id[request_id]
+        done, _ = await asyncio.wait([promise.result], timeout=seconds)
+        if not done:
+            return None
+        promise.fetched = promise.fetched or time.monotonic()
+        return promise.result.result()
+
+    def discard(self, request_id: str) -> None:
+        del self._by_id[request_id]
+
+    def drop(self, owner: str) -> None:
+        """Forget all promises of a session; those that are not settled are cancelled."""
+        for promise in [one for one in self._by_id.values() if one.owner == owner]:
+            if promise.cancel is not None:
+                promise.cancel()
+            del self._by_id[promise.id]
+
+    def _forget(self) -> None:
+        """Drop results that were fetched long ago; they are in the order in which they were asked for."""
+        now = time.monotonic()
+        for promise in list(self._by_id.values()):
+            if promise.fetched is None or now - promise.fetched < KEPT:
+                break
+            del self._by_id[promise.id]
+
+
+async def settled(work: Callable[[], Awaitable[Result]], result: "asyncio.Future[Result]") -> Exception | None:
+    """Run work and settle its result, a failure as one too; the failure."""
+    failure: Exception | None = None
+    try:
+        value = await work()
+    except asyncio.CancelledError:
+        value = failed("it was cancelled.", "user")
+    except Exception as error:
+        failure = error
+        value = failed(*described(error))
+    if not result.done():
+        result.set_result(value)
+    return failure
+
+
+def failed(text: str, category: str) -> dict[str, Any]:
+    return {"error": text, "category": category}
+
+
+def described(error: Exception) -> tuple[str, str]:
+    """Text and category of a failure."""
+    if isinstance(error, ValueError | FloatingPointError | OSError):
+        return str(error), "user" if not isinstance(error, OSError) else "server"
+    return f"{type(error).__name__}: {error}", "server"
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operation of a training client."""
+
+    kind: str  # route
+    work: Callable[[], Awaitable[Result]]
+    promise: Promise
+
+
+@dataclass(eq=False)
+class Sequencer:
+    """Runs the operations of a client in the order of their numbers, whichever arrives first."""
+
+    # called with the number and the kind of an operation and its failure (None: done)
+    on_end: Callable[[int, str, Exception | None], Any] = lambda number, kind, failure: None
+    patience: float = PATIENCE
+    next: int = 1  # number of the operation to run
+    _waiting: dict[int, Operation] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: "asyncio.Task[None] | None" = None
+
+    def add(self, number: int, operation: Operation) -> None:
+        """Queue an operation; Refusal for a number that was used."""
+        if number < self.next or number in self._waiting:
+            raise Refusal(f"seq_id {number} was used already; the next one is {self.next}.", 409)
+        self._waiting[number] = operation
+        self._news.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and (self._task is None or self._task.done())
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            if self.next not in self._waiting:
+                await self._wait_for_next()
+                continue
+            number, operation = self.next, self._waiting.pop(self.next)
+            self.next += 1
+            failure = await settled(operation.work, operation.promise.result)
+            self.on_end(number, operation.kind, failure)
+
+    async def _wait_for_next(self) -> None:
+        """Wait for the missing operation; fail those behind it if it does not come."""
+        deadline = time.monotonic() + self.patience
+        while self.next not in self._waiting:
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                break
+        if self.next in self._waiting:
+            return
+        missing, self.next = self.next, max(self._waiting) + 1
+        for number in sorted(self._waiting):
+            operation = self._waiting.pop(number)
+            failure = Refusal(
+                f"{operation.kind} {number} was not run: operation {missing} did not come within"
+                f" {self.patience:.0f} seconds."
+            )
+            operation.promise.result.set_result(failed(str(failure), "user"))
+            self.on_end(number, operation.kind, failure)
