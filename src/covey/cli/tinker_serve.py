@@ -71,26 +71,29 @@ def run(given: argparse.Namespace, command: Sequence[str], port: int, key: str |
     try:
         with served(service, given.host, port, key) as url:
             size = bytes_of(service.base.model, AdapterSpec(rank=32))
-            for line in greeting(settings, url, key, size, service.base.model, bool(command)):
+            for line in [*greeting(settings, size), *([] if command else address(url, key))]:
                 print(f"covey: {line}", file=sys.stderr, flush=True)
             return run_command(command, url, key, place is not None) if command else wait()
     finally:
         service.worker.close()
 
 
-def greeting(settings: Any, url: str, key: str | None, size: int, model: Any, embedded: bool) -> Iterator[str]:
-    """Lines about a server that listens."""
+def greeting(settings: Any, size: int) -> Iterator[str]:
+    """Lines about what is served; `size` are the bytes of a training client of rank 32."""
     from covey.runtime.process_memory import available_memory
 
+    yield f"serving {', '.join(settings.names)}"
     room = max(1, available_memory() // size)
-    yield f"serving {' = '.join(settings.names)}"
-    yield f"{size >> 20:,} MiB for each training client of rank 32; memory for {room} of them besides what a step needs"
+    yield f"{size >> 20:,} MiB for each training client of rank 32: memory for {room}, besides what a step needs"
     for old, new in settings.substitute.items():
-        yield f"loss {old} is {new} here"
-    if not embedded:
-        yield "programs find it with"
-        yield f"  export TINKER_BASE_URL={url}"
-        yield f"  export {KEY}={'...' if key else LOCAL_KEY}"
+        yield f"the loss {old} is {new} here"
+
+
+def address(url: str, key: str | None) -> Iterator[str]:
+    """Lines that tell programs where the server is."""
+    yield "programs find it with"
+    yield f"  export TINKER_BASE_URL={url}"
+    yield f"  export {KEY}={LOCAL_KEY if key is None else '...'}"
 
 
 def wait() -> int:
