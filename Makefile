@@ -16,12 +16,15 @@ DOCS_BIN := .venv-docs/bin
 # What is tested beside verifiers: an environment that needs neither a hub nor a judge.
 WITH_verifiers := marble-v1
 ENVIRONMENT_TESTS := tests/real_environments tests/rollout/environments tests/examples/test_examples.py -k environment
+# The oldest client that `covey tinker-serve` supports, and any that is newer.
+TINKER_oldest := tinker==0.25.0
+TINKER_newest := tinker
 # SGLang's package with the plain Python packages that its request classes import. Its kernels need a GPU and stay out.
 SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 loguru
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-old-cpu test-more test-slow test-doctor test-gpu test-vllm test-sglang test-environments test-agents test-deepspeed test-trackers lint package docs \
+.PHONY: demo test test-old-cpu test-more test-slow test-doctor test-gpu test-vllm test-sglang test-environments test-agents test-tinker test-deepspeed test-trackers lint package docs \
 	constraints bench bench-tools gpu clean
 
 .venv/torch.done:
@@ -67,7 +70,7 @@ test-old-cpu:
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) -m slow tests/engines/native/test_batch_invariance.py
 
 # All that .ci/run leaves to the nightly workflow.
-test-more: test-doctor test-environments test-agents test-vllm test-sglang test-deepspeed test-trackers
+test-more: test-doctor test-environments test-agents test-tinker test-vllm test-sglang test-deepspeed test-trackers
 
 # What needs a CPU, the real model and some minutes.
 test-slow: .venv/dev.done
@@ -142,6 +145,17 @@ test-environments: .venv-env-openenv/covey.done .venv-env-verifiers/covey.done
 test-agents: .venv/dev.done .venv-agents/agents.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/examples
 
+.venv-tinker-%/client.done: tests/tinker/requirements.txt
+	$(PYTHON) -m venv .venv-tinker-$*
+	@echo "Installing the tinker client ($*) into .venv-tinker-$*; the first time takes a few minutes."
+	.venv-tinker-$*/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-tinker-$*/bin/pip install --quiet --disable-pip-version-check -r $< $(TINKER_$*)
+	touch $@
+
+# The official client, the oldest that is supported and the newest; Covey itself is not installed where they run.
+test-tinker: .venv/dev.done .venv-tinker-oldest/client.done .venv-tinker-newest/client.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker tests/tinker
+
 .venv-deepspeed/covey.done: pyproject.toml $(filter-out /dev/null,$(CONSTRAINTS))
 	$(PYTHON) -m venv .venv-deepspeed
 	@echo "Installing DeepSpeed into .venv-deepspeed; the first time takes a few minutes."
@@ -194,4 +208,4 @@ bench-tools: .venv/demo.done
 	$(BIN)/python -m benchmarks.tools
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-agents .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-agents .venv-tinker-* .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache

@@ -224,6 +224,19 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
         ),
         "field": "covey_tools/study/test_study.py::",
     },
+    "tinker-serve": {
+        **dict.fromkeys(
+            ("model", "as", "checkpoints", "log"),
+            f"{CLI}tinker_serve.py::test_a_command_finds_the_server_and_its_status_is_the_servers",
+        ),
+        **dict.fromkeys(
+            ("host", "api_key", "substitute", "port"), f"{CLI}tinker_serve.py::test_flags_that_cannot_be_are_refused"
+        ),
+        **dict.fromkeys(
+            ("max_clients", "max_rank", "max_tokens", "max_waiting", "token_budget", "seed", "device"),
+            f"{CLI}tinker_serve.py::test_limits_reach_the_server",
+        ),
+    },
     "eval": {
         "config": f"{CLI}evaluations.py::",
         "model": f"{CLI}evaluations.py::",

@@ -43,6 +43,36 @@ def test_flags_that_cannot_be_are_refused(tiny_folder, words, told, capsys, monk
     assert told in capsys.readouterr().err
 
 
+def test_limits_reach_the_server(tiny_folder, tmp_path, monkeypatch):
+    made = []
+
+    def note(model, settings, checkpoints, **options):
+        made.append((settings, options))
+        raise ValueError("noted")
+
+    monkeypatch.setattr("covey.tinker.build.make_service", note)
+    words = [
+        "--max-clients",
+        "1",
+        "--max-rank",
+        "2",
+        "--max-tokens",
+        "3",
+        "--max-waiting",
+        "4",
+        "--token-budget",
+        "5",
+        "--seed",
+        "6",
+        "--device",
+        "meta",
+    ]
+    assert main(["tinker-serve", "--model", tiny_folder, "--port", "0", *words]) == 2
+    ((settings, options),) = made
+    assert (settings.max_clients, settings.max_rank, settings.max_waiting, settings.seed) == (1, 2, 4, 6)
+    assert (options["max_tokens"], options["token_budget"], options["device"]) == (3, 5, "meta")
+
+
 def test_a_server_tells_programs_where_it_is(capsys):
     lines = list(tinker_serve.address("http://127.0.0.1:8010", None))
     assert any("TINKER_BASE_URL=http://127.0.0.1:8010" in line for line in lines)

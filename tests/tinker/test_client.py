@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from covey.tinker.build import make_service
-from covey.tinker.server import Server, served
+from covey.tinker.server import TinkerServer, served
 from covey.tinker.service import Settings
 from tests.support import tiny
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs") / "client.py"
 PYTHONS = {  # the oldest client that is supported, and the newest
     "oldest": os.environ.get("COVEY_TINKER_OLDEST", str(ROOT / ".venv-tinker-oldest/bin/python")),
-    "newest": os.environ.get("COVEY_TINKER_NEWEST", str(ROOT / ".venv-tinker/bin/python")),
+    "newest": os.environ.get("COVEY_TINKER_NEWEST", str(ROOT / ".venv-tinker-newest/bin/python")),
 }
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_chunks_of_two_datums_make_one_step(python, url, tmp_path):
 def test_an_answer_that_is_lost_repeats_nothing(python, url, tmp_path, monkeypatch):
     lost = []
 
-    async def lose(self, request, *, handle=Server._forward_backward):
+    async def lose(self, request, *, handle=TinkerServer._forward_backward):
         answer = await handle(self, request)
         if len(lost) < 2:
             lost.append(request)
@@ -108,7 +108,7 @@ def test_an_answer_that_is_lost_repeats_nothing(python, url, tmp_path, monkeypat
         return answer
 
     whole = run(python, url, "steps")
-    monkeypatch.setattr(Server, "_forward_backward", lose)
+    monkeypatch.setattr(TinkerServer, "_forward_backward", lose)
     service = serving(tmp_path)
     with served(service) as other:
         found = run(python, other, "steps")

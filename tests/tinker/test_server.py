@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession, FormData
 
 from covey.tinker import server as server_module
-from covey.tinker.server import Server
+from covey.tinker.server import TinkerServer
 from tests.support import tinkering
 from tests.tinker.test_wire import BODIES
 
@@ -19,7 +19,7 @@ def ask(folder, program, key=None, **settings):
     """Run a coroutine function of a client session, whose paths are those of the API."""
 
     async def main(one):
-        async with Server(one, key=key) as server, ClientSession(f"{server.url}/api/v1/", headers=KEY) as http:
+        async with TinkerServer(one, key=key) as server, ClientSession(f"{server.url}/api/v1/", headers=KEY) as http:
             return await program(http, server)
 
     with tinkering.service(folder, **settings) as one:

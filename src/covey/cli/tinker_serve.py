@@ -118,7 +118,7 @@ def run_command(command: Sequence[str], url: str, key: str | None, offline: bool
 
 @contextlib.contextmanager
 def _log(path: Path | None) -> Iterator[TextIO]:
-    """Where lines about operations go: a file, or the error stream."""
+    """The stream for lines about operations: a file, or the error stream."""
     if path is None:
         yield sys.stderr
         return

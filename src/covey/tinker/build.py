@@ -1,4 +1,4 @@
-"""A service made of a model: loading, the engine, and what fits into memory."""
+"""Construction of a service from a model: loading, the engine, names."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
 from covey.tinker.learner import Base
 from covey.tinker.server import served
-from covey.tinker.service import Service, Settings
+from covey.tinker.service import Settings, TinkerService
 from covey.tinker.work import Worker
 
 NO_LIMIT = 1 << 20  # tokens of a sequence where the model names no limit
@@ -52,7 +52,7 @@ def make_service(
     max_tokens: int | None = None,
     device: str | None = None,
     log: Callable[[str], None] = lambda line: None,
-) -> Service:
+) -> TinkerService:
     """A service for a model, by its id or folder or loaded; close its worker at the end."""
     model = load_policy(os.path.expanduser(model) if isinstance(model, str) else model)
     if sees_images(model.config):
@@ -75,7 +75,7 @@ def make_service(
         tokenizer=tokenizer,
     )
     store = CheckpointStore(Path(checkpoints).expanduser().resolve())
-    return Service(settings, base, Worker(make_engine), store, ends, log)
+    return TinkerService(settings, base, Worker(make_engine), store, ends, log)
 
 
 @contextmanager

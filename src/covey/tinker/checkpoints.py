@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training client as its checkpoints remember it."""
 
     id: str
@@ -40,7 +40,7 @@ class Run:
     created: float = 0.0
 
     @classmethod
-    def of_json(cls, text: str) -> "Run":
+    def of_json(cls, text: str) -> "TrainingRun":
         values = json.loads(text)
         return cls(**{**values, "spec": AdapterSpec(**values["spec"])})
 
@@ -70,26 +70,26 @@ class CheckpointStore:
 
     folder: Path
 
-    def note(self, run: Run) -> None:
+    def note(self, run: TrainingRun) -> None:
         """Remember a run."""
         with written_whole(self._run_folder(run.id) / RUN_FILE) as new:
             new.write_text(json.dumps(asdict(run)))
 
-    def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> TrainingRun:
         """A run by its id; Refusal for one that is not here."""
         try:
-            return Run.of_json((self._run_folder(run_id) / RUN_FILE).read_text())
+            return TrainingRun.of_json((self._run_folder(run_id) / RUN_FILE).read_text())
         except (OSError, ValueError, TypeError, KeyError):
             raise Refusal(f"there is no training run {run_id!r} in {str(self.folder)!r}.", 404) from None
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[TrainingRun]:
         for file in sorted(self.folder.glob(f"*/{RUN_FILE}"), key=lambda one: one.stat().st_mtime, reverse=True):
             with suppress(OSError, ValueError, TypeError, KeyError):
-                yield Run.of_json(file.read_text())
+                yield TrainingRun.of_json(file.read_text())
 
     def save(
         self,
-        run: Run,
+        run: TrainingRun,
         kind: str,
         name: str,
         learner: Learner,
@@ -137,7 +137,7 @@ class CheckpointStore:
                 shutil.rmtree(new, ignore_errors=True)
         return f"tinker://{run.id}/{kind}/{name}"
 
-    def load(self, path: str, base: Base, *, optimizer: bool) -> tuple[Run, Learner]:
+    def load(self, path: str, base: Base, *, optimizer: bool) -> tuple[TrainingRun, Learner]:
         """The client in a checkpoint, with its optimizer's state if asked for; Refusal for one that does not fit."""
         run, place = self.find(path)
         adapter = self.adapter(run, place, base.model)
@@ -150,7 +150,7 @@ class CheckpointStore:
             _load_moments(learner, load_file(place / OPTIMIZER))
         return run, learner
 
-    def adapter(self, run: Run, place: Path, model: Any) -> Adapter:
+    def adapter(self, run: TrainingRun, place: Path, model: Any) -> Adapter:
         """The adapter in a folder that was found; Refusal for one of another model, or one that is damaged."""
         numbers = sum(parameter.numel() for parameter in model.parameters())
         if numbers != run.numbers:
@@ -165,7 +165,7 @@ class CheckpointStore:
             adapter.matrices[name] = nn.Parameter(a.to(layer.weight.device)), nn.Parameter(b.to(layer.weight.device))
         return adapter
 
-    def find(self, path: str) -> tuple[Run, Path]:
+    def find(self, path: str) -> tuple[TrainingRun, Path]:
         """The run and the folder of a checkpoint; Refusal for one that is not here, damaged, or no path at all."""
         run_id, kind, name = parsed(path)
         place = self._run_folder(run_id) / kind / name
@@ -174,7 +174,7 @@ class CheckpointStore:
             raise Refusal(f"{path} is not here; this server keeps: {kept} (folder {str(self.folder)!r}).", 404)
         if (why := damage(place)) is not None:
             raise Refusal(f"{path} is damaged: {why}. Load an earlier checkpoint.")
-        return Run.of_json(json.dumps(json.loads((place / CHECKPOINT_FILE).read_text())["run"])), place
+        return TrainingRun.of_json(json.dumps(json.loads((place / CHECKPOINT_FILE).read_text())["run"])), place
 
     def list(self, run_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints of one run or of all, the newest first; those whose time is over are deleted."""
@@ -204,7 +204,7 @@ class CheckpointStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def keep(self, path: str, seconds: float | None) -> None:
-        """Give a checkpoint so many seconds from now on; None for ever."""
+        """Give a checkpoint so many seconds from now on; None for no end."""
         _, place = self.find(path)
         noted = json.loads((place / CHECKPOINT_FILE).read_text())
         noted["expires"] = None if seconds is None else time.time() + seconds
@@ -266,7 +266,7 @@ def _load_moments(learner: Learner, tensors: Mapping[str, Tensor]) -> None:
             learner.optimizer.state[parameter] = moved
 
 
-def _peft_config(run: Run, adapter: Adapter) -> dict[str, Any]:
+def _peft_config(run: TrainingRun, adapter: Adapter) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -14,7 +14,7 @@ from covey.policy.lm_head.scores import TokenScores
 from covey.policy.scoring import TokenScorer
 from covey.tinker.adapter import Adapter, added
 from covey.tinker.errors import Refusal
-from covey.tinker.losses import Loss, LossInputs
+from covey.tinker.losses import Loss, SentInputs
 from covey.tinker.wire import Datum
 
 WHOLE = ("target_tokens",)  # inputs of whole numbers
@@ -198,7 +198,7 @@ def loss_of_rows(logprobs: Tensor, rows: Sequence[Row], loss: Loss, config: Mapp
             return None
         return torch.where(counts, torch.cat([row.inputs[name] for row in rows]).to(logprobs), 0.0)
 
-    inputs = LossInputs(
+    inputs = SentInputs(
         torch.where(counts, logprobs, 0.0),
         torch.tensor([len(row.tokens) for row in rows], device=logprobs.device),
         joined("weights"),

@@ -1,6 +1,6 @@
 """Losses of the wire: sums over tokens, with inputs and thresholds as the client documents them.
 
-To add one, write a function of `LossInputs` and a row of `LOSSES`.
+To add one, write a function of `SentInputs` and a row of `LOSSES`.
 """
 
 import math
@@ -18,8 +18,8 @@ HOSTED_ONLY = "stable_reinforce"  # its formula is not published
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """Log-probs of the targets, which carry the gradient, and what was sent beside them, of B datums in a row.
+class SentInputs:
+    """Log-probs of the targets, which carry the gradient, and what was sent with them, of B datums in a row.
 
     Positions whose weight and advantage are 0 have a log-prob of 0 here, so that no number there counts.
     """
@@ -40,37 +40,37 @@ class LossInputs:
         return SurrogateInputs(ratio, self.logprobs, self.old_logprobs, self.advantages, trained, self.lengths)
 
 
-TokenLoss = Callable[[LossInputs, Mapping[str, float]], Tensor]
+TokenLoss = Callable[[SentInputs, Mapping[str, float]], Tensor]
 
 
-def cross_entropy(x: LossInputs, config: Mapping[str, float]) -> Tensor:
+def cross_entropy(x: SentInputs, config: Mapping[str, float]) -> Tensor:
     """-w log p, for one target of each position or K of them."""
     return -x.logprobs if x.weights is None else -x.weights * x.logprobs
 
 
-def importance_sampling(x: LossInputs, config: Mapping[str, float]) -> Tensor:
+def importance_sampling(x: SentInputs, config: Mapping[str, float]) -> Tensor:
     """-r A with r = p / q: the policy gradient on samples of q."""
     return clip(x.surrogate(), epsilon_low=math.inf, epsilon_high=math.inf)
 
 
-def ppo(x: LossInputs, config: Mapping[str, float]) -> Tensor:
+def ppo(x: SentInputs, config: Mapping[str, float]) -> Tensor:
     """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); the thresholds are ratios."""
     return clip(x.surrogate(), **_epsilons(config))
 
 
-def cispo(x: LossInputs, config: Mapping[str, float]) -> Tensor:
+def cispo(x: SentInputs, config: Mapping[str, float]) -> Tensor:
     """-sg[clip(r, low, high)] A log p (CISPO, arXiv 2506.13585, eq. 4)."""
     given = x.surrogate()
     ratio = given.ratio.detach().clamp(config["clip_low_threshold"], config["clip_high_threshold"])
     return -ratio * given.advantages * x.logprobs
 
 
-def direct_reward(x: LossInputs, config: Mapping[str, float]) -> Tensor:
+def direct_reward(x: SentInputs, config: Mapping[str, float]) -> Tensor:
     """-(A log p - β/2 (log p - log q)²) (DRO, arXiv 2405.19107)."""
     return dro(x.surrogate(), beta=config["beta"])
 
 
-def gspo(x: LossInputs, config: Mapping[str, float]) -> Tensor:
+def gspo(x: SentInputs, config: Mapping[str, float]) -> Tensor:
     """-min(s A, clip(s, low, high) A), s the sequence's ratio with each token's gradient (arXiv 2507.18071, eq. 14)."""
     assert x.old_logprobs is not None and x.mask is not None, "the loss's inputs were checked"
     ratio = sequence_token_level(x.logprobs, x.old_logprobs, x.mask != 0, x.lengths)

@@ -138,7 +138,7 @@ def _tokens(prompt: Body, vocabulary: int) -> list[int]:
 
 
 def _stops(stop: Any, ends: set[int]) -> dict[str, Any]:
-    """Settings of the engine. Without `stop` and beside one the model's own end tokens end a sample; `[]` is none."""
+    """Settings of the engine. The model's own end tokens end a sample, in addition to `stop`; `[]` is no end at all."""
     if stop is None:
         return {}
     given = [stop] if isinstance(stop, str) else stop

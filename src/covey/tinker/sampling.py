@@ -14,7 +14,7 @@ from covey.tinker.adapter import added
 from covey.tinker.learner import Base
 from covey.tinker.requests import SampleAsked
 from covey.tinker.wire import NO_TOKEN, Sampled, SampledSequence, TopK, WireTensor
-from covey.tinker.work import Snapshot
+from covey.tinker.work import WeightSnapshot
 
 
 def seed_of(*parts: Any) -> int:
@@ -23,7 +23,7 @@ def seed_of(*parts: Any) -> int:
 
 
 def engine_request(asked: SampleAsked, place: tuple[Any, ...]) -> SampleRequest:
-    """What the engine samples; `place` of the request decides the random numbers where it names no seed."""
+    """The engine's request; `place` decides the random numbers where the client names no seed."""
     first = place if asked.seed is None else (asked.seed,)
     seeds = [seed_of(*first, number) for number in range(asked.n)]
     return SampleRequest(asked.prompt, asked.n, asked.params, seeds)
@@ -34,7 +34,9 @@ def scores_prompt(asked: SampleAsked) -> bool:
 
 
 @torch.no_grad()
-def answered(base: Base, snapshot: Snapshot | None, asked: SampleAsked, completions: Sequence[Completion]) -> Sampled:
+def answered(
+    base: Base, snapshot: WeightSnapshot | None, asked: SampleAsked, completions: Sequence[Completion]
+) -> Sampled:
     """The answer to a request: samples, and what it asked for of its prompt, scored under the same weights.
 
     Log-probs of the prompt and those of named tokens are at temperature 1, as those that training gives; those of

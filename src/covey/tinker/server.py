@@ -14,7 +14,7 @@ from aiohttp import web
 
 from covey.runtime.user_code import format_error
 from covey.tinker.errors import Refusal
-from covey.tinker.service import Service
+from covey.tinker.service import TinkerService
 from covey.tinker.wire import WireError, read_forward_backward
 
 MAX_BODY = 64 << 20  # bytes of a request
@@ -26,15 +26,15 @@ PROTOBUF = "application/x-protobuf"
 Answer = dict[str, Any] | web.StreamResponse
 
 
-class Server:
+class TinkerServer:
     """A service behind HTTP; an async context in which it listens."""
 
-    def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0, key: str | None = None):
+    def __init__(self, service: TinkerService, host: str = "127.0.0.1", port: int = 0, key: str | None = None):
         """Listen at a port, 0 for any that is free. Any key with the right beginning will do if `key` is None."""
         self.service, self._address, self._key = service, (host, port), key
         self.url = ""
 
-    async def __aenter__(self) -> "Server":
+    async def __aenter__(self) -> "TinkerServer":
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guarded])
         service = self.service
         posts: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -202,14 +202,14 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 @contextmanager
-def served(service: Service, host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> Iterator[str]:
+def served(service: TinkerService, host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> Iterator[str]:
     """Serve on a thread of its own within the context; gives the address."""
     ready: Future[str] = Future()
     stop: list[Callable[[], Any]] = []
 
     async def main() -> None:
         end, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with Server(service, host, port, key) as server:
+        async with TinkerServer(service, host, port, key) as server:
             stop.append(lambda: loop.call_soon_threadsafe(end.set))
             ready.set_result(server.url)
             await end.wait()

@@ -1,4 +1,4 @@
-"""What the server does for each request: sessions, training clients, samplers and saved states.
+"""Answers to requests: sessions, training clients, samplers and saved states.
 
 A method for each route takes the request's JSON (or message) and gives the answer; it runs on the event loop, and all
 that computes is a job of the worker.
@@ -15,7 +15,7 @@ from typing import Any
 from covey.runtime.process_memory import is_out_of_memory
 from covey.tinker import requests
 from covey.tinker.adapter import Adapter
-from covey.tinker.checkpoints import Checkpoint, CheckpointStore, Run, checked_name
+from covey.tinker.checkpoints import Checkpoint, CheckpointStore, TrainingRun, checked_name
 from covey.tinker.errors import Refusal
 from covey.tinker.learner import Base, Learner
 from covey.tinker.losses import HOSTED_ONLY, LOSSES, loss_of
@@ -23,7 +23,7 @@ from covey.tinker.requests import Body, value_of
 from covey.tinker.sampling import answered, engine_request, scores_prompt, seed_of
 from covey.tinker.state import PATIENCE, Operation, Promises, Result, Sequencer
 from covey.tinker.wire import ForwardBackward, write_forward_backward, write_sampled
-from covey.tinker.work import Snapshot, Worker
+from covey.tinker.work import WeightSnapshot, Worker
 
 SILENT = 3600.0  # seconds without a request after which a session ends
 KEPT_SAMPLERS = 8  # unnamed samplers of a training client that can be sampled from, the newest
@@ -60,7 +60,7 @@ class Session:
 class Trained:
     """A training client. Its learner is made by its first job, and used by jobs alone."""
 
-    run: Run
+    run: TrainingRun
     session: str
     number: int  # within its session
     sequencer: Sequencer
@@ -77,11 +77,11 @@ class Sampler:
     session: str
     number: int  # within its session
     path: str | None = None
-    snapshot: Snapshot | None = None  # None: the model alone
+    snapshot: WeightSnapshot | None = None  # None: the model alone
     gone: str | None = None  # why it cannot be sampled from any more
 
 
-class Service:
+class TinkerService:
     """All state of a server."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Service:
         self.samplers: dict[str, Sampler] = {}
         self.sessions: dict[str, Session] = {}
         self.downloads: dict[str, tuple[Any, float]] = {}  # by key: a folder, and until when
-        self._snapshots: dict[str, Snapshot] = {}  # of paths, while a sampler uses them
+        self._snapshots: dict[str, WeightSnapshot] = {}  # of paths, while a sampler uses them
         self._ends, self._log = ends, log
         self._sampling = 0
         self._started = time.strftime("%H:%M:%S")
@@ -117,8 +117,8 @@ class Service:
             tested = ".".join(map(str, NEWEST_TESTED))
             answer["info_message"] = f"Covey's server was tested with clients up to {tested}; this one is {version}."
         if self.settings.substitute:
-            told = "; ".join(f"{old} is {new} here" for old, new in self.settings.substitute.items())
-            answer["warning_message"] = f"Losses are substituted: {told}."
+            changed = "; ".join(f"{old} is {new} here" for old, new in self.settings.substitute.items())
+            answer["warning_message"] = f"Losses are substituted: {changed}."
         self._log(f"session {session.id} begins (client {version})")
         return answer
 
@@ -185,7 +185,7 @@ class Service:
         name = self._served(value_of(body, "base_model", str))
         seed = seed_of(self.settings.seed, "adapter", number)
         spec = requests.adapter_spec(body, seed, self.settings.max_rank)
-        run = Run(model_id, name, self._numbers, spec, _check_metadata(body), time.time())
+        run = TrainingRun(model_id, name, self._numbers, spec, _check_metadata(body), time.time())
         trained = self._new_client(session, run, number)
 
         def make() -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Service:
         if saved.spec.rank > self.settings.max_rank:
             raise Refusal(f"{path} has rank {saved.spec.rank}: start the server with --max-rank {saved.spec.rank}.")
         metadata = {**saved.user_metadata, **_check_metadata(body)}
-        run = Run(model_id, saved.base_model, self._numbers, saved.spec, metadata, time.time())
+        run = TrainingRun(model_id, saved.base_model, self._numbers, saved.spec, metadata, time.time())
         trained = self._new_client(session, run, number)
         optimizer = value_of(body, "optimizer", bool, False)
 
@@ -294,7 +294,7 @@ class Service:
 
         return self._queue(trained, body, "optim_step", step)
 
-    def _new_client(self, session: Session, run: Run, number: int) -> Trained:
+    def _new_client(self, session: Session, run: TrainingRun, number: int) -> Trained:
         if len(self.clients) >= self.settings.max_clients:
             raise Refusal(
                 f"{len(self.clients)} training clients are open, which is this server's limit. End a program, or start"
@@ -382,11 +382,11 @@ class Service:
         number = value_of(body, "sampling_session_seq_id", int, least=0)
         sampler_id = f"{session.id}:sample:{number}"
 
-        def freeze() -> Snapshot:
+        def freeze() -> WeightSnapshot:
             assert trained.learner is not None, "the client was made"
-            return Snapshot(sampler_id, trained.learner.adapter.frozen())
+            return WeightSnapshot(sampler_id, trained.learner.adapter.frozen())
 
-        def keep(snapshot: Snapshot) -> dict[str, Any]:
+        def keep(snapshot: WeightSnapshot) -> dict[str, Any]:
             self.samplers[sampler_id] = Sampler(sampler_id, session.id, number, snapshot=snapshot)
             session.samplers.append(sampler_id)
             trained.samplers.append(sampler_id)
@@ -457,7 +457,7 @@ class Service:
         urls = {name: f"{origin}/download/{key}/{name}" for name in files}
         return {"urls": urls, "expires": _time(now + 3600)}
 
-    def _described(self, run: Run) -> dict[str, Any]:
+    def _described(self, run: TrainingRun) -> dict[str, Any]:
         return {
             "training_run_id": run.id,
             "base_model": run.base_model,
@@ -521,14 +521,14 @@ class Service:
         ids = [f"{request_id}/{one}" for one in range(asked.n)]
         return self.promises.make(request_id, sampler.session, sample, sample_sequence_ids=ids).acknowledgement
 
-    async def _snapshot_of(self, path: str) -> Snapshot:
+    async def _snapshot_of(self, path: str) -> WeightSnapshot:
         """The weights of a checkpoint; samplers of one path share them."""
         if path in self._snapshots:
             return self._snapshots[path]
         run, place = self.store.find(path)
 
-        def load() -> Snapshot:
-            return Snapshot(path, self.store.adapter(run, place, self.base.model).frozen())
+        def load() -> WeightSnapshot:
+            return WeightSnapshot(path, self.store.adapter(run, place, self.base.model).frozen())
 
         self._snapshots[path] = await asyncio.wrap_future(self.worker.run(load))
         return self._snapshots[path]

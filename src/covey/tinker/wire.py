@@ -50,7 +50,7 @@ class WireTensor:
 
 @dataclass(frozen=True)
 class Datum:
-    """Tokens that the model reads, and what the loss reads beside each."""
+    """Tokens that the model reads, and what the loss reads for each."""
 
     tokens: list[int]
     inputs: dict[str, WireTensor]

@@ -29,7 +29,7 @@ SHARE = 2.0  # most seconds of decoding that follow on a training operation befo
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class WeightSnapshot:
     """Weights to sample from, which never change."""
 
     name: str
@@ -38,7 +38,7 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    snapshot: Snapshot | None  # None: the model alone
+    snapshot: WeightSnapshot | None  # None: the model alone
     request: SampleRequest
     result: Future[list[Completion]]
 
@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(self, make_engine: Callable[..., AdapterEngine]):
         """`make_engine` takes the function that gives the adapters of the next window, as `adapters`."""
-        self._loaded: dict[str, Snapshot] = {}
+        self._loaded: dict[str, WeightSnapshot] = {}
         self._engine = make_engine(
             adapters=lambda: {name: snapshot.low_rank for name, snapshot in self._loaded.items()}
         )
@@ -69,7 +69,7 @@ class Worker:
         self._wake()
         return result
 
-    def sample(self, snapshot: Snapshot | None, request: SampleRequest) -> "Future[list[Completion]]":
+    def sample(self, snapshot: WeightSnapshot | None, request: SampleRequest) -> "Future[list[Completion]]":
         """Sample from a snapshot; cancelling the future frees its place."""
         result: Future[list[Completion]] = Future()
         named = replace(request, adapter=None if snapshot is None else snapshot.name)
