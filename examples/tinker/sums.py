@@ -1,6 +1,7 @@
 """One-digit sums, learned through the `tinker` client.
 
-`covey tinker-serve --model FOLDER -- python sums.py --model FOLDER` runs it. The program samples answers, rewards the right ones, and takes a step on the difference from the mean of each group.
+`covey tinker-serve --model FOLDER -- python sums.py --model FOLDER` runs it. The program samples answers, rewards the
+right ones, and takes a step on the difference from the mean of each group.
 """
 
 import argparse

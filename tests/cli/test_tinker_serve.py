@@ -51,22 +51,8 @@ def test_limits_reach_the_server(tiny_folder, tmp_path, monkeypatch):
         raise ValueError("noted")
 
     monkeypatch.setattr("covey.tinker.build.make_service", note)
-    words = [
-        "--max-clients",
-        "1",
-        "--max-rank",
-        "2",
-        "--max-tokens",
-        "3",
-        "--max-waiting",
-        "4",
-        "--token-budget",
-        "5",
-        "--seed",
-        "6",
-        "--device",
-        "meta",
-    ]
+    words = ["--max-clients", "1", "--max-rank", "2", "--max-tokens", "3", "--max-waiting", "4"]
+    words += ["--token-budget", "5", "--seed", "6", "--device", "meta"]
     assert main(["tinker-serve", "--model", tiny_folder, "--port", "0", *words]) == 2
     ((settings, options),) = made
     assert (settings.max_clients, settings.max_rank, settings.max_waiting, settings.seed) == (1, 2, 4, 6)
