@@ -81,7 +81,8 @@ class StudyBed:
 
         losses.register()
         train, held_out = self.rows()
-        names = {f"{arm} at {seed}".replace("/", "_"): (arm, seed) for arm, seed in runs}
+        places = {arm: place for place, arm in enumerate(arms)}
+        names = {f"arm{places[arm]}seed{seed}": (arm, seed) for arm, seed in runs}  # names of folders
         variants = {name: {**arms[arm], "seed": seed} for name, (arm, seed) in names.items()}
         study = Study(
             model_path(None),
