@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from covey.core.findings import CheckError
 from covey.rewards import CharEnd, RewardError, RewardSuite, RewardWarning, get_regex_reward, per_completion
 from covey.rewards.call import score as call
 from covey.rewards.functions import IsolatedReward, RewardBatch
@@ -145,8 +146,9 @@ def test_rewards_of_steps_and_tensors_come_back():
 
 def test_what_cannot_be_sent_is_an_error_with_advice(suites):
     for reward in (lambda completions: [1.0], functions.needs_environments):
-        with pytest.raises(RewardError, match=r"cannot run in a process of its own: .*Import it from a \.py file"):
+        with pytest.raises(CheckError, match="reward_isolation='thread'") as error:
             suites(reward)
+        assert error.value.codes == ["reward-isolation"]
 
 
 def test_every_built_in_reward_can_be_sent(monkeypatch):
@@ -196,7 +198,7 @@ class World:
 def test_an_error_in_training_leaves_no_process(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("COVEY_TEST_FAILED", mark := f"failed-{os.getpid()}")
     parts = {"reward_funcs": functions.needs_environments, "environment_factory": World}
-    with pytest.raises(RewardError, match="asks for `environments`"):
+    with pytest.raises(CheckError, match="asks for `environments`"):
         runs.trainer(tmp_path, parts=parts, reward_isolation="process")
     trainer = runs.trainer(tmp_path, parts={"reward_funcs": functions.hostile}, reward_isolation="process")
     monkeypatch.setattr(trainer.updates, "gradients", lambda *_: 1 / 0)

@@ -10,6 +10,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from covey.core.findings import CheckError
 from covey.rewards import RewardError, RewardSuite
 from covey.rewards.functions import FailedReward
 from covey.rewards.models import ModelReward
@@ -105,17 +106,22 @@ def test_the_pad_token_falls_back_to_eos(score):
 
 
 def test_wrong_models_and_tokenizers_are_explained(score, tokenizer, tmp_path):
-    with pytest.raises(RewardError, match="no pad, eos or unk token"):
+    with pytest.raises(CheckError, match="pad_token") as error:
         RewardSuite(make_model(), processing_classes=make_tokenizer())
-    with pytest.raises(RewardError, match="num_labels=3"):
+    assert error.value.codes == ["reward-model"]
+    with pytest.raises(CheckError, match="num_labels=3") as error:
         RewardSuite(make_model(num_labels=3), processing_classes=tokenizer)
-    with pytest.raises(RewardError, match=r"Pass one in `reward_processing_classes`"):
+    assert error.value.codes == ["reward-model"]
+    with pytest.raises(CheckError, match="`reward_processing_classes`") as error:
         RewardSuite(make_model())
-    with pytest.raises(RewardError, match="/no-such-model': there is no such folder"):
+    assert error.value.codes == ["reward-model"]
+    with pytest.raises(CheckError, match="/no-such-model'") as error:
         RewardSuite(str(tmp_path / "no-such-model"))
+    assert error.value.codes == ["reward-model"]
     make_model(num_labels=3).save_pretrained(tmp_path / "three")
-    with pytest.raises(RewardError, match="one label"):
+    with pytest.raises(CheckError, match="/three'") as error:
         RewardSuite(str(tmp_path / "three"), processing_classes=tokenizer)
+    assert error.value.codes == ["reward-model"]
     template_free = make_tokenizer(pad_token="<pad>")
     with pytest.raises(RewardError, match="has no chat template"):
         score(RewardSuite(make_model(), processing_classes=template_free), ["a"], [[{"role": "user", "content": "b"}]])

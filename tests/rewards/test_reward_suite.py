@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from covey.core.findings import CheckError
 from covey.rewards import RewardError, RewardSuite, RewardWarning
 
 
@@ -173,27 +174,40 @@ def test_names_and_errors_cannot_steer_a_terminal(score):
 def test_weights_default_to_one_and_are_checked():
     assert RewardSuite([constant(0), constant(1)]).weights.tolist() == [1.0, 1.0]
     assert RewardSuite([constant(0)], weights=[0.25]).weights.tolist() == [0.25]
-    with pytest.raises(RewardError, match="3 reward weights for 2 reward functions"):
+    with pytest.raises(CheckError, match="3 reward weights for 2 reward functions") as error:
         RewardSuite([constant(0), constant(1)], weights=[1, 2, 3])
-    with pytest.raises(RewardError, match="finite"):
+    assert error.value.codes == ["reward-weights"]
+    with pytest.raises(CheckError, match="nan") as error:
         RewardSuite(constant(0), weights=[math.nan])
+    assert error.value.codes == ["reward-weights"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "value"),
     [
-        ({"reward_funcs": []}, "reward_funcs is empty"),
-        ({"reward_funcs": 3}, "cannot be a reward function"),
-        ({"reward_funcs": type("Mine", (), {"__call__": len})}, r"is a class; pass an object of it, such as Mine\(\)"),
-        ({"reward_funcs": "accuracy_reward"}, "pass the function, `covey.rewards.accuracy_reward`"),
-        ({"reward_funcs": len, "timeout": 0}, "timeout=0"),
-        ({"reward_funcs": len, "batch_size": 0}, "batch_size=0"),
-        ({"reward_funcs": [len, len], "processing_classes": [None]}, "1 reward processing classes for 2"),
+        ({"reward_funcs": []}, "reward-missing", "reward_funcs"),
+        ({"reward_funcs": 3}, "reward-type", r"3 \(int\)"),
+        ({"reward_funcs": type("Mine", (), {"__call__": len})}, "reward-type", r"Mine\(\)"),
+        ({"reward_funcs": "accuracy_reward"}, "reward-type", "`covey.rewards.accuracy_reward`"),
+        ({"reward_funcs": len, "timeout": 0}, "setting-range", "timeout=0"),
+        ({"reward_funcs": len, "batch_size": 0}, "setting-range", "batch_size=0"),
+        (
+            {"reward_funcs": [len, len], "processing_classes": [None]},
+            "reward-model",
+            "1 reward processing classes for 2",
+        ),
     ],
 )
-def test_bad_arguments_are_explained(arguments, message):
-    with pytest.raises(RewardError, match=message):
+def test_bad_arguments_are_explained(arguments, code, value):
+    with pytest.raises(CheckError, match=value) as error:
         RewardSuite(**arguments)
+    assert error.value.codes == [code]
+
+
+def test_everything_that_is_wrong_is_named_at_once():
+    with pytest.raises(CheckError) as error:
+        RewardSuite([len, 3, "text"], weights=[1.0], processing_classes=[None], timeout=0)
+    assert error.value.codes == ["setting-range", "reward-weights", "reward-model", "reward-type"]
 
 
 # --- what may be returned --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from covey.core.findings import CheckError, Finding
 from covey.core.media import Media
 from covey.core.records import Completion
 
@@ -120,8 +121,8 @@ class SamplingParams:
                 close = difflib.get_close_matches(name, known, n=1)
                 proposal = f" Did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"`{function}` has no setting {name!r}; it takes {', '.join(known)}.{proposal}")
-            if name in ALLOWED:
-                check_setting(name, value, f"{name}={value!r} of `{function}`")
+            if name in ALLOWED and (wrong := [*check_setting(name, value, f"{name}={value!r} of `{function}`")]):
+                raise CheckError(*wrong)
         return replace(self, **changes)
 
 
@@ -136,12 +137,12 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """Values of sampling settings that a user may give, as text and as a predicate; of `min_p` also None."""
 
 
-def check_setting(name: str, value: Any, given: str) -> None:
-    """Raise ValueError for a value of a sampling setting that is not `ALLOWED`; `given` names it in the message."""
+def check_setting(name: str, value: Any, given: str) -> Iterator[Finding]:
+    """An error for a value of a sampling setting that is not `ALLOWED`; `given` names it in the message."""
     allowed, allows = ALLOWED[name]
     usable = isinstance(value, numbers.Real) and not isinstance(value, bool) and allows(value)
     if not usable and not (value is None and name == "min_p"):
-        raise ValueError(f"{given} must be a number, {allowed}.")
+        yield Finding.error("setting-range", f"{given} must be a number, {allowed}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ import copy
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from covey.core.findings import CheckError, Finding
 from covey.core.model import unwrapped, without_adapter
 from covey.policy.quantization import quantization_method
-from covey.runtime.user_code import warn
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
 
@@ -20,22 +20,13 @@ ALIGNERS = ("merger", "projector", "connector", "aligner", "newline")
 
 
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
-    """Add a trainable adapter, but not to `frozen` parts ("vit", "aligner", "llm"); ValueError for unfit configs."""
-    try:
-        from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-    except ImportError as error:
-        raise ImportError("`peft_config` needs PEFT: pip install peft") from error
-    if isinstance(model, PeftModel):
-        raise ValueError(
-            "a PeftModel and a `peft_config` were both given; pass the base model with the config, or the PeftModel"
-            " alone."
-        )
-    if not isinstance(peft_config, PeftConfig):
-        raise ValueError(
-            f"`peft_config` must be a PEFT config, got {type(peft_config).__name__}: {peft_config!r:.80}. Make one,"
-            " such as peft.LoraConfig(r=16, target_modules='all-linear')."
-        )
-    _check_kind(peft_config, "`peft_config`")
+    """Add a trainable adapter, but not to `frozen` parts ("vit", "aligner", "llm").
+
+    Raises:
+        CheckError: the config names modules that the model does not have, or cannot leave out frozen parts.
+    """
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
     if quantization_method(model) is not None:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if frozen:
@@ -43,31 +34,64 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
     try:
         return get_peft_model(model, peft_config)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}") from error
+        raise CheckError.of(
+            "adapter-type", f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}"
+        ) from error
 
 
-def check_adapters(model: Any) -> None:
-    """Refuse (ValueError) adapters that are not those of a PeftModel or cannot be trained."""
+def check_adapter_config(peft_config: Any, model: Any = None) -> Iterator[Finding]:
+    """Findings about the config of an adapter, and the model that it is to be added to where there is one.
+
+    Raises:
+        ImportError: PEFT is missing.
+    """
+    if peft_config is None:
+        return
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise ImportError("`peft_config` needs PEFT: pip install peft") from error
+    if isinstance(model, PeftModel):
+        yield Finding.error(
+            "adapter-type",
+            "a PeftModel and a `peft_config` were both given.",
+            "Give the base model with the config, or the PeftModel alone.",
+        )
+    if not isinstance(peft_config, PeftConfig):
+        yield Finding.error(
+            "adapter-type",
+            f"`peft_config` must be a PEFT config, got {type(peft_config).__name__}: {peft_config!r:.80}.",
+            "Make one, such as peft.LoraConfig(r=16, target_modules='all-linear').",
+        )
+        return
+    yield from _check_kind(peft_config, "`peft_config`")
+
+
+def check_adapters(model: Any) -> Iterator[Finding]:
+    """Findings about adapters that are not those of a PeftModel or cannot be trained."""
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
         return
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
-        raise ValueError(
+        yield Finding.error(
+            "adapter-type",
             f"this {type(model).__name__} holds adapters without being a PeftModel, as `model.add_adapter` and PEFT's"
-            " mixed models make them. Give the model without them and a `peft_config`, or make it with"
-            " peft.get_peft_model."
+            " mixed models make them.",
+            "Give the model without them and a `peft_config`, or make it with peft.get_peft_model.",
         )
-    _check_kind(adapters[model.active_adapter], "the adapter of the model")
+        return
+    yield from _check_kind(adapters[model.active_adapter], "the adapter of the model")
 
 
-def _check_kind(config: Any, name: str) -> None:
+def _check_kind(config: Any, name: str) -> Iterator[Finding]:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.task_type not in (None, "CAUSAL_LM"):
-        raise ValueError(
-            f"{name} has task_type={str(config.task_type)!r}, but the policy is a causal language model:"
-            " use task_type='CAUSAL_LM' or leave it out."
+        yield Finding.error(
+            "adapter-type",
+            f"{name} has task_type={str(config.task_type)!r}, but the policy is a causal language model.",
+            "Use task_type='CAUSAL_LM', or leave it out.",
         )
     unfit = None
     if config.is_prompt_learning:
@@ -75,11 +99,15 @@ def _check_kind(config: Any, name: str) -> None:
     elif kind in NEED_INPUTS:
         unfit = "needs more than tokens in a forward pass; sampling and scoring give it none"
     if unfit is not None:
-        raise ValueError(f"{name} is a {type(config).__name__}, which {unfit}. Use LoRA or one of its relatives.")
+        yield Finding.error(
+            "adapter-type", f"{name} is a {type(config).__name__}, which {unfit}.", "Use LoRA or one of its relatives."
+        )
     if kind == "ADALORA":
-        warn(
+        yield Finding.warning(
+            "adapter-type",
             f"{name} is an AdaLoraConfig: nothing here calls its `update_and_allocate`, so every layer keeps its first"
-            f" rank, init_r={config.init_r}. Call it in a callback's `on_optimizer_step`, or use LoRA.",
+            f" rank, init_r={config.init_r}.",
+            "Call it in a callback's `on_optimizer_step`, or use LoRA.",
         )
 
 
@@ -114,17 +142,19 @@ def load_adapters(model: Any, folder: str) -> None:
 
 
 def active_adapter(model: Any) -> str:
-    """Name of the one active adapter; ValueError if there is none, or more than one."""
+    """Name of the one active adapter; CheckError if there is none, or more than one."""
     if not has_adapter(model):
-        raise ValueError(
-            f"only an adapter can be sent by itself, and {type(model).__name__} has none. Send the whole model, or"
-            " train an adapter with `peft_config`."
+        raise CheckError.of(
+            "adapter-alone",
+            f"only an adapter can be sent by itself, and {type(model).__name__} has none.",
+            "Send the whole model, or train an adapter with `peft_config`.",
         )
     active = list(model.active_adapters)
     if len(active) != 1:
-        raise ValueError(
-            f"the adapters {active} are in use at once, but a server samples from one at a time. Merge them"
-            " (vllm_lora_sync='merged'), or activate one with model.set_adapter(name)."
+        raise CheckError.of(
+            "adapter-alone",
+            f"the adapters {active} are in use at once, but a server samples from one at a time.",
+            "Merge them (vllm_lora_sync='merged'), or activate one with model.set_adapter(name).",
         )
     return active[0]
 
@@ -184,12 +214,14 @@ def image_encoder(model: Any) -> nn.Module | None:
 
 
 def part_names(model: Any) -> dict[str, str]:
-    """Part of each parameter, by name: "vit", "aligner" or "llm"; ValueError without an image encoder."""
+    """Part of each parameter, by name: "vit", "aligner" or "llm"; CheckError without an image encoder."""
     base, encoder = without_adapter(model), image_encoder(model)
     if encoder is None:
-        raise ValueError(
+        raise CheckError.of(
+            "model-part",
             f"{type(base).__name__} has no image encoder that Covey finds, so freeze_vit and freeze_aligner have"
-            " no effect. Leave them at False."
+            " no effect.",
+            "Leave them at False.",
         )
     of_encoder, of_decoder = (
         {id(parameter) for parameter in part.parameters()} for part in (encoder, base.get_decoder())
@@ -214,11 +246,12 @@ def freeze_parts(model: Any, frozen: Collection[str]) -> None:
 
 
 def exclude_parts(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
-    """PEFT config without adapters in `frozen` parts, which PEFT would train; ValueError where that cannot be."""
+    """PEFT config without adapters in `frozen` parts, which PEFT would train; CheckError where that cannot be."""
     if not hasattr(peft_config, "exclude_modules"):
-        raise ValueError(
-            f"{type(peft_config).__name__} cannot exclude parts of a model: leave freeze_vit, freeze_aligner and"
-            " freeze_llm at False, or use LoRA."
+        raise CheckError.of(
+            "model-part",
+            f"{type(peft_config).__name__} cannot exclude parts of a model.",
+            "Leave freeze_vit, freeze_aligner and freeze_llm at False, or use LoRA.",
         )
     parts = part_names(model)
     parts_of_module: dict[str, set[str]] = {}

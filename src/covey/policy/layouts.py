@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
+from covey.core.findings import CheckError
 from covey.core.model import compute_dtype, decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION, TokenTree
 from covey.runtime.process_memory import is_out_of_memory
@@ -176,14 +177,14 @@ Score = Callable[[str, TrainBatch], Tensor]  # (layout, batch) -> the model's lo
 
 
 def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
-    """Choose the layout of an unwrapped model; ValueError if the user insists on one with wrong log-probs."""
+    """Choose the layout of an unwrapped model; CheckError if the user insists on one with wrong log-probs."""
     if wanted == "padded":
         return wanted
     if wanted != "auto":
         if (objection := _objection(wanted, model, score, *_padded_scores(model, score, device))) is not None:
             message = f"attn_layout='{wanted}' is wrong for {name_of(model)}: {objection}."
             if compute_dtype(model).itemsize >= 4 or not objection.startswith("log-probs differ"):
-                raise ValueError(f"{message} Set attn_layout='auto' or 'padded'.")
+                raise CheckError.of("model-layout", message, "Set attn_layout='auto' or 'padded'.")
             warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
         return wanted
     chosen = model.config._attn_implementation

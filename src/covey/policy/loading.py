@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from covey.core.findings import CheckError
+from covey.core.findings import CheckError, Finding
 from covey.core.model import placeholder_ids, sdpa_suits
-from covey.policy.adapters import base_model, check_adapters, freeze_parts, with_adapter
+from covey.policy.adapters import base_model, check_adapter_config, check_adapters, freeze_parts, with_adapter
 from covey.policy.quantization import check_installed, keep_gradients, quantization_method, warn_about_unquantized
 from covey.policy.sharded_tensors import full_shape
 from covey.runtime.hub import look_up
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import without_secrets
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 
 OWN_VOCABULARY = 0.5
 """Smallest share of the model's vocabulary for which a tokenizer is not suspected to be another model's."""
@@ -42,53 +42,67 @@ def load_policy(
     weights.
 
     Raises:
-        ValueError: contradictory arguments, or a model that cannot be a policy.
+        CheckError: contradictory arguments, or a model that cannot be a policy.
+        ValueError: a model that transformers cannot load.
         OSError, ImportError: the model cannot be found, or a package is missing.
     """
     init_kwargs = init_kwargs or {}
+    report(check_loading(model, init_kwargs, quantization_config, peft_config))
     if isinstance(model, (str, os.PathLike)):
-        if quantization_config is not None and init_kwargs.get("quantization_config") is not None:
-            raise ValueError(
-                "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep"
-                " one."
-            )
         quantization_config = quantization_config or init_kwargs.get("quantization_config")
-        if quantization_config is not None and peft_config is None:
-            raise ValueError(
-                "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
-                " to train an adapter on top of them, or drop `quantization_config`."
-            )
         name, trust = os.path.expanduser(model), trust_remote_code
         model = _from_pretrained(name, init_kwargs, trust, quantization_config, check_quantization)
-    elif quantization_config is not None:
-        raise ValueError(
-            "`quantization_config` says how to load a model, but a loaded model was given"
-            f" ({type(model).__name__}). Pass the model's id or folder, or drop it."
-        )
-    elif init_kwargs:
-        warn(
-            f"`model_init_kwargs={without_secrets(init_kwargs)!r}` has no effect: it says how to load a model, but a"
-            f" loaded model was given ({type(model).__name__}). Pass the model's id or folder, or drop it.",
-        )
+    else:
         init_kwargs = {}
-    _check_generates(model)
+    report(_check_generates(model))
     if "attn_implementation" not in init_kwargs:
         keep_soft_caps(base_model(model))
     if (method := quantization_method(base_model(model))) is not None:
         check_quantization(getattr(base_model(model).config, "quantization_config", None) or {"quant_method": method})
+    report([*_check_has_parts(model, frozen), *check_adapter_config(peft_config, model)])
     if frozen:
-        _check_has_parts(model, frozen)
         freeze_parts(model, frozen)
     if peft_config is not None:
         model = with_adapter(model, peft_config, frozen)
-    _check_trains(model)
-    make_generation_config_valid(base_model(model))
-    if peft_config is None:
-        check_adapters(model)
+    held = [*_check_trains(model)]
+    if peft_config is None and not any(finding.grave for finding in held):
+        held += check_adapters(model)
+    report([*held, *make_generation_config_valid(base_model(model))])
     keep_gradients(model)
     if quantization_method(base_model(model)) == "bitsandbytes":
         warn_about_unquantized(model)
     return model
+
+
+def check_loading(model: Any, init_kwargs: Any, quantization_config: Any, peft_config: Any) -> Iterator[Finding]:
+    """Findings about arguments that say how to load a model, before it is loaded."""
+    named = isinstance(model, (str, os.PathLike))
+    in_kwargs = (init_kwargs or {}).get("quantization_config")
+    if named and quantization_config is not None and in_kwargs is not None:
+        yield Finding.error(
+            "quantised-weights",
+            "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`.",
+            "Keep one.",
+        )
+    if named and (quantization_config is not None or in_kwargs is not None) and peft_config is None:
+        yield Finding.error(
+            "quantised-weights",
+            "`quantization_config` without `peft_config`: quantised weights cannot be trained.",
+            "Give a `peft_config` to train an adapter on top of them, or drop `quantization_config`.",
+        )
+    if not named and quantization_config is not None:
+        yield Finding.error(
+            "model-arguments",
+            f"`quantization_config` says how to load a model, but a loaded model was given ({type(model).__name__}).",
+            "Give the model's id or folder, or drop it.",
+        )
+    elif not named and init_kwargs:
+        yield Finding.warning(
+            "model-arguments",
+            f"`model_init_kwargs={without_secrets(init_kwargs)!r}` has no effect: it says how to load a model, but a"
+            f" loaded model was given ({type(model).__name__}).",
+            "Give the model's id or folder, or drop it.",
+        )
 
 
 @contextmanager
@@ -167,10 +181,11 @@ def _from_pretrained(
     model, report = loaded
     missing = [key for key, _ in model.named_parameters() if key in report["missing_keys"]]
     if missing:
-        raise ValueError(
+        raise CheckError.of(
+            "model-weights",
             f"model={name!r} has no trained weights for {', '.join(missing[:5])}: they would be random. It was saved"
-            " without its language-modelling head, or as another kind of model (a classifier, say). Give a model that"
-            " was saved as a causal language model."
+            " without its language-modelling head, or as another kind of model (a classifier, say).",
+            "Give a model that was saved as a causal language model.",
         )
     return model
 
@@ -198,9 +213,10 @@ def as_dtype(dtype: Any) -> torch.dtype | str:
         return dtype or torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise ValueError(
-            f"dtype={dtype!r} in `model_init_kwargs` is no floating-point type; choose one of: float32, bfloat16,"
-            " float16, auto."
+        raise CheckError.of(
+            "model-dtype",
+            f"dtype={dtype!r} in `model_init_kwargs` is no floating-point type.",
+            "Choose one of: float32, bfloat16, float16, auto.",
         )
     return named
 
@@ -229,27 +245,32 @@ def _first_line(error: Exception, width: int = 300) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def _check_generates(model: Any) -> None:
+def _check_generates(model: Any) -> Iterator[Finding]:
     if isinstance(model, type) or not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}: {model!r:.80}"
-        raise ValueError(
-            f"`model` must be a hub id, a folder or a transformers causal language model, got {given}. Load one with"
-            " AutoModelForCausalLM.from_pretrained."
+        yield Finding.error(
+            "model-type",
+            f"`model` must be a hub id, a folder or a transformers causal language model, got {given}.",
+            "Load one with AutoModelForCausalLM.from_pretrained.",
         )
+        return
     if model.get_output_embeddings() is None:
-        raise ValueError(
-            f"{type(model).__name__} has no language-modelling head and cannot generate text. Load it with"
-            " AutoModelForCausalLM."
+        yield Finding.error(
+            "model-type",
+            f"{type(model).__name__} has no language-modelling head and cannot generate text.",
+            "Load it with AutoModelForCausalLM.",
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
+        yield Finding.error(
+            "model-type",
             f"{type(model).__name__} is an encoder-decoder model; only decoder-only (causal) language models can be"
-            " trained. Load one with AutoModelForCausalLM."
+            " trained.",
+            "Load one with AutoModelForCausalLM.",
         )
 
 
-def make_generation_config_valid(model: Any) -> None:
-    """Correct a generation config that could not be saved with the model; ValueError where sampling does not do it.
+def make_generation_config_valid(model: Any) -> Iterator[Finding]:
+    """Correct a generation config that could not be saved with the model; an error where do_sample=True does not do it.
 
     Some checkpoints name a temperature without `do_sample`: they load, and the first save is an error.
     """
@@ -259,15 +280,18 @@ def make_generation_config_valid(model: Any) -> None:
     sampling = copy.deepcopy(config)
     sampling.do_sample = True
     if (why := _invalid(sampling)) is not None:
-        raise ValueError(
-            f"the generation config of the model is invalid, so that the model could not be saved: {why} Correct"
-            " `model.generation_config`, or generation_config.json in the model's folder."
+        yield Finding.error(
+            "model-generation",
+            f"the generation config of the model is invalid, so that the model could not be saved: {why}",
+            "Correct `model.generation_config`, or generation_config.json in the model's folder.",
         )
+        return
     config.do_sample = True
-    warn(
-        "the generation config of the model sets how to sample, and do_sample=False, with which the model could not be"
-        " saved: it is saved with do_sample=True. Set `model.generation_config` for something else; training samples by"
-        " the fields of the config.",
+    yield Finding.warning(
+        "model-generation",
+        "the generation config of the model has sampling settings and do_sample=False, with which the model could not"
+        " be saved: it is saved with do_sample=True.",
+        "Set `model.generation_config` for something else; training samples by the fields of the config.",
     )
 
 
@@ -279,37 +303,47 @@ def _invalid(config: Any) -> str | None:
     return None
 
 
-def _check_trains(model: Any) -> None:
+def _check_trains(model: Any) -> Iterator[Finding]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        part, advice = "model", "call model.requires_grad_(True), or pass a `peft_config` to train an adapter"
+        part, advice = "model", "Call model.requires_grad_(True), or give a `peft_config` to train an adapter."
         if hasattr(model, "peft_config"):
             part = "adapter"
-            advice = "load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
-        raise ValueError(f"every weight of the {part} is frozen, so nothing would be trained: {advice}.")
+            advice = "Load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)."
+        yield Finding.error(
+            "model-frozen", f"every weight of the {part} is frozen, so nothing would be trained.", advice
+        )
     if quantization_method(model) is not None and not hasattr(model, "peft_config"):
-        raise ValueError(
-            f"the weights of this {type(model).__name__} are quantised and cannot be trained. Pass a `peft_config` to"
-            " train an adapter on top of them, or load the model without `quantization_config`."
+        yield Finding.error(
+            "quantised-weights",
+            f"the weights of this {type(model).__name__} are quantised and cannot be trained.",
+            "Give a `peft_config` to train an adapter on top of them, or load the model without `quantization_config`.",
         )
     if any(parameter.dtype == torch.float16 for parameter in trained):
-        warn(
-            "the weights to train are float16, in which small updates vanish and large ones overflow. Load the model in"
-            " float32 (the default here: leave `dtype` out); mixed precision is chosen with fp16=True or bf16=True.",
+        yield Finding.warning(
+            "model-dtype",
+            "the weights to train are float16, in which small updates vanish and large ones overflow.",
+            "Load the model in float32 (the default here: leave `dtype` out); mixed precision is chosen with fp16=True"
+            " or bf16=True.",
         )
 
 
-def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
+def _check_has_parts(model: Any, frozen: Collection[str]) -> Iterator[Finding]:
+    if not frozen:
+        return
     named = " and ".join(f"freeze_{part}=True" for part in frozen)
     if not sees_images(model.config):
-        raise ValueError(
-            f"{named}: {type(model).__name__} is no vision-language model, so it has no such part. Leave it at False;"
-            " to train a few weights of a language model, use `peft_config`."
+        yield Finding.error(
+            "model-part",
+            f"{named}: {type(model).__name__} is no vision-language model, so it has no such part.",
+            "Leave it at False; to train a few weights of a language model, use `peft_config`.",
         )
     if hasattr(model, "peft_config"):
-        raise ValueError(
-            f"{named} with a PeftModel: the modules of its adapters are fixed already. Give the base model and a"
-            " `peft_config`, or make the PeftModel with adapters in other modules alone (`target_modules`)."
+        yield Finding.error(
+            "model-part",
+            f"{named} with a PeftModel: the modules of its adapters are fixed already.",
+            "Give the base model and a `peft_config`, or make the PeftModel with adapters in other modules alone"
+            " (`target_modules`).",
         )
 
 
@@ -326,37 +360,33 @@ def load_processing_class(
     tokenizer = given
     if hasattr(given, "tokenizer") and not hasattr(given, "eos_token_id"):
         if not sees_images(model.config):
-            raise ValueError(
+            raise CheckError.of(
+                "tokenizer-type",
                 f"`processing_class` is the processor {type(given).__name__}, which contains a tokenizer and image"
-                f" or audio parts, and {type(model).__name__} sees no images. Pass `processor.tokenizer`, or a"
-                " vision-language model."
+                f" or audio parts, and {type(model).__name__} sees no images.",
+                "Give `processor.tokenizer`, or a vision-language model.",
             )
         tokenizer = given.tokenizer
     if not hasattr(tokenizer, "eos_token_id") or not callable(tokenizer):
-        raise ValueError(
-            f"`processing_class` must be a tokenizer, got {type(tokenizer).__name__}: {tokenizer!r:.80}. Load one"
-            " with AutoTokenizer.from_pretrained, or leave it out to use the model's own."
-        )
-    ends = end_token_ids(model, tokenizer)
-    if not ends:
         raise CheckError.of(
-            "never-ends",
-            "neither the tokenizer nor the model's generation config names an end-of-sequence token, so completions"
-            " could never end.",
-            "Set `tokenizer.eos_token`.",
+            "tokenizer-type",
+            f"`processing_class` must be a tokenizer, got {type(tokenizer).__name__}: {tokenizer!r:.80}.",
+            "Load one with AutoTokenizer.from_pretrained, or leave it out to use the model's own.",
         )
+    report(_check_tokenizer(tokenizer, model))
     if tokenizer.pad_token is None:
+        ends = end_token_ids(model, tokenizer)
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(min(ends))
-    _check_vocabulary(tokenizer, model)
     return given
 
 
 def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
     name = getattr(model.config, "_name_or_path", "")
     if not name:
-        raise ValueError(
-            "the model's config does not name its source, so its tokenizer cannot be found. Pass"
-            " `processing_class=tokenizer`."
+        raise CheckError.of(
+            "tokenizer-missing",
+            "the model's config does not name its source, so its tokenizer cannot be found.",
+            "Give `processing_class=tokenizer`.",
         )
     what = "processor" if sees_images(model.config) else "tokenizer"
     try:
@@ -365,25 +395,36 @@ def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
         auto_class: Any = AutoProcessor if what == "processor" else AutoTokenizer
         return auto_class.from_pretrained(name, **location)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ValueError(
-            f"no {what} could be loaded from {name!r}, where the model is from. Save it there ({what}.save_pretrained)"
-            f" or pass `processing_class={what}`. transformers says: {_first_line(error)}"
+        raise CheckError.of(
+            "tokenizer-missing",
+            f"no {what} could be loaded from {name!r}, where the model is from.",
+            f"Save it there ({what}.save_pretrained), or give `processing_class={what}`. transformers says:"
+            f" {_first_line(error)}",
         ) from error
 
 
-def _check_vocabulary(tokenizer: Any, model: Any) -> None:
+def _check_tokenizer(tokenizer: Any, model: Any) -> Iterator[Finding]:
+    if not end_token_ids(model, tokenizer):
+        yield Finding.error(
+            "never-ends",
+            "neither the tokenizer nor the model's generation config names an end-of-sequence token, so completions"
+            " could never end.",
+            "Set `tokenizer.eos_token`.",
+        )
     vocabulary = full_shape(model.get_input_embeddings().weight)[0]
     if len(tokenizer) > vocabulary:
-        raise CheckError.of(
+        yield Finding.error(
             "tokenizer-drift",
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds only {vocabulary}: they do not belong"
             " together.",
-            "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`.",
+            "Give the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`.",
         )
     if len(tokenizer) < OWN_VOCABULARY * vocabulary:
-        warn(
+        yield Finding.warning(
+            "tokenizer-drift",
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: is it another model's? Most"
-            " of what the model may sample has no text. Pass the model's own tokenizer.",
+            " of what the model may sample has no text.",
+            "Give the model's own tokenizer.",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from covey.core.findings import CheckError
 from covey.core.model import without_adapter
 
 
@@ -51,18 +52,21 @@ def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
 
 
 def router_logits(model: Any, output: Any) -> list[Tensor]:
-    """Router logits in a decoder's output; ValueError if missing, or without gradient as by reentrant checkpointing."""
+    """Router logits in a decoder's output; CheckError if missing, or without gradient as by reentrant checkpointing."""
     found = [logits for logits in getattr(output, "router_logits", None) or () if logits is not None]
     if not found:
-        raise ValueError(
+        raise CheckError.of(
+            "model-experts",
             f"router_aux_loss_coef: {type(model).__name__} returns no router logits, so the load of its experts cannot"
-            " be balanced. Set router_aux_loss_coef=0."
+            " be balanced.",
+            "Set router_aux_loss_coef=0.",
         )
     if torch.is_grad_enabled() and not any(logits.requires_grad for logits in found):
-        raise ValueError(
-            "router_aux_loss_coef: the routers give no gradient. Reentrant checkpointing cuts it off: set"
-            " gradient_checkpointing_kwargs={'use_reentrant': False}, gradient_checkpointing=False or"
-            " router_aux_loss_coef=0."
+        raise CheckError.of(
+            "model-experts",
+            "router_aux_loss_coef: the routers give no gradient, which reentrant checkpointing cuts off.",
+            "Set gradient_checkpointing_kwargs={'use_reentrant': False}, gradient_checkpointing=False or"
+            " router_aux_loss_coef=0.",
         )
     return found
 

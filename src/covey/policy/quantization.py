@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from covey.core.findings import CheckError
 from covey.policy.sharded_tensors import full_tensor
 from covey.runtime.user_code import warn
 
@@ -27,7 +28,7 @@ def check_installed(quantization: Any) -> None:
 
 
 def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -> None:
-    """Refuse (ValueError) quantised weights that `sharding` ("FSDP2", "ZeRO-3" or "") cannot shard.
+    """Refuse (CheckError) quantised weights that `sharding` ("FSDP2", "ZeRO-3" or "") cannot shard.
 
     FSDP2 shards 4-bit weights that bitsandbytes stores as floating-point numbers; those stored as integers stay whole
     in each process. `computes_in` is the dtype to which weights are cast for products, such as "bfloat16", or None.
@@ -38,16 +39,19 @@ def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -
         bits = [str(bits) for bits in (4, 8) if _setting(quantization, f"load_in_{bits}bit")]
         method = _setting(quantization, "quant_method")
         how = f"to {bits[0]} bits" if bits else f"with {getattr(method, 'value', method)}"
-        raise ValueError(
-            f"{sharding} cannot spread weights over processes that are quantised {how}. Train 4 bits of bitsandbytes"
-            " (load_in_4bit=True) with FSDP2; or launch with DDP or ZeRO-2, where each process holds all of them; or"
-            " load the model without `quantization_config`."
+        raise CheckError.of(
+            "quantised-weights",
+            f"{sharding} cannot spread weights over processes that are quantised {how}.",
+            "Train 4 bits of bitsandbytes (load_in_4bit=True) with FSDP2; or launch with DDP or ZeRO-2, where each"
+            " process holds all of them; or load the model without `quantization_config`.",
         )
     storage = str(_setting(quantization, "bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
     if computes_in is not None and "float" in storage and storage != computes_in:
-        raise ValueError(
+        raise CheckError.of(
+            "quantised-weights",
             f"bnb_4bit_quant_storage={storage!r} does not go with computing in {computes_in} under FSDP2, which would"
-            f" round the bytes of 4-bit weights as if they were numbers. Set bnb_4bit_quant_storage={computes_in!r}."
+            " round the bytes of 4-bit weights as if they were numbers.",
+            f"Set bnb_4bit_quant_storage={computes_in!r}.",
         )
 
 
@@ -124,7 +128,8 @@ def unquantized_tuner(kind: type) -> type:
 
     if issubclass(kind, lora.LoraLayer):
         return lora.Linear
-    raise ValueError(
-        f"an adapter of type {kind.__name__} cannot be merged into quantised weights here; LoRA and DoRA can. Send the"
-        " adapter alone (vllm_lora_sync='adapter'), or load the model without `quantization_config`."
+    raise CheckError.of(
+        "weights-whole",
+        f"an adapter of type {kind.__name__} cannot be merged into quantised weights here; LoRA and DoRA can.",
+        "Send the adapter alone (vllm_lora_sync='adapter'), or load the model without `quantization_config`.",
     )

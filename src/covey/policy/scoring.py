@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
+from covey.core.findings import CheckError
 from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of
 from covey.core.records import Rollout
 from covey.core.strands import unfolded
@@ -261,9 +262,11 @@ def _check_head(model: Any, inputs: dict[str, Any], inside_head_call: bool) -> N
         ours.append(head(outputs[0][0][:, -1]).float())
     difference = (ours[0] - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
-        raise ValueError(
+        raise CheckError.of(
+            "model-head",
             f"the logits of {name_of(model)} differ by {difference:.2g} from those of its head as Covey computes them."
-            " Supported: a linear head, logit scaling, soft-capping. Please report the model."
+            " Supported: a linear head, logit scaling, soft-capping.",
+            "Please report the model.",
         )
 
 

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from covey.core.engine import TensorSpec, WeightUpdate
+from covey.core.findings import CheckError
 from covey.core.model import unwrapped
 from covey.policy.adapters import active_adapter, adapter_config, base_model, has_adapter
 from covey.policy.quantization import (
@@ -257,9 +258,11 @@ def _check_can_be_whole(base: Any, is_adapted: bool) -> None:
         if is_adapted
         else "Load it without `quantization_config`"
     )
-    raise ValueError(
-        f"the weights of {type(base).__name__} are quantised with {method} and cannot be sent as a checkpoint; those of"
-        f" bitsandbytes can. {advice}."
+    raise CheckError.of(
+        "weights-whole",
+        f"the weights of {type(base).__name__} are quantised with {method} and cannot be sent as a checkpoint; weights"
+        " that bitsandbytes quantised can.",
+        f"{advice}.",
     )
 
 
@@ -270,11 +273,13 @@ def _check_still_tied(base: Any) -> None:
     for names in tied.items():
         first, second = (name.rpartition(".")[0] for name in names)
         if first in modules and second in modules and _added_to(modules[first]) != _added_to(modules[second]):
-            raise ValueError(
+            raise CheckError.of(
+                "weights-whole",
                 f"{type(base).__name__} ties {first} and {second}: checkpoints, and servers that load them, have a"
-                " single weight for both, and the adapter makes them differ. Let it change both equally"
-                " (ensure_weight_tying=True in the LoraConfig), leave both out of target_modules and modules_to_save,"
-                " or load the model with tie_word_embeddings=False, here and in the server."
+                " single weight for both, and the adapter makes them differ.",
+                "Let it change both equally (ensure_weight_tying=True in the LoraConfig), leave both out of"
+                " target_modules and modules_to_save, or load the model with tie_word_embeddings=False, here and in the"
+                " server.",
             )
 
 

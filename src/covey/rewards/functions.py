@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from covey.core.findings import Finding
+from covey.core.findings import CheckError, Finding
 from covey.core.records import FinishReason, Rollout, StepRewards
 from covey.core.special_tokens import opened_thinking
 from covey.core.transcript import is_messages
@@ -41,11 +41,6 @@ NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns
 Row = dict[str, Any]  # of the dataset
 STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"  # alternative to a number, for messages
 STEPS_ADVICE = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-NOT_ISOLATED = (
-    "reward function {name!r} cannot run in a process of its own: {error}. Import it from a .py file with `def` (or a"
-    " class) at its top level; or leave it in the trainer's process, without @isolated and with"
-    " reward_isolation='thread'."
-)
 NUMBER_ADVICE = " Give finite numbers of ordinary size, None where there is no reward."
 
 
@@ -280,19 +275,28 @@ class FunctionReward:
             )
 
 
-def check_isolated(function: Callable[..., Any], name: str) -> None:
-    """RewardError for a function that cannot be sent to a process of its own."""
+def not_isolated(name: str, error: Exception) -> Finding:
+    return Finding.error(
+        "reward-isolation",
+        f"reward function {name!r} cannot run in a process of its own: {error}.",
+        "Import it from a .py file with `def` (or a class) at its top level; or leave it in the trainer's process,"
+        " without @isolated and with reward_isolation='thread'.",
+    )
+
+
+def check_isolated(function: Callable[..., Any], name: str) -> Iterator[Finding]:
+    """An error for a function that cannot be sent to a process of its own."""
     try:
         check_sendable(function)
     except ValueError as error:
-        raise RewardError(NOT_ISOLATED.format(name=name, error=error)) from error
+        yield not_isolated(name, error)
 
 
 class IsolatedReward(FunctionReward):
     """A callable in a warm worker process; a coroutine is waited for there.
 
     A dead process is replaced with the next call. Arguments are copies: of `trainer_state` its numbers and texts.
-    RewardError when made, if the function cannot be sent or loaded.
+    CheckError when made, if the function cannot be sent or loaded.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, limits: Quota):
@@ -300,11 +304,11 @@ class IsolatedReward(FunctionReward):
         self.is_async = False
         try:
             if "environments" in self._names:
-                raise ValueError("it asks for `environments`, which live in the trainer's process")
+                raise ValueError("it asks for `environments`, which exist only in the trainer's process")
             self.worker = FunctionWorker(function, limits, decode=_reward_of_json)
             self.worker.start()
         except (ValueError, RuntimeError) as error:
-            raise RewardError(NOT_ISOLATED.format(name=name, error=error)) from error
+            raise CheckError(not_isolated(name, error)) from error
         self._until = 0.0
 
     def restart(self, seconds: float) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from covey.core.findings import CheckError
 from covey.core.special_tokens import added_prefix, without_second
 from covey.core.transcript import without_none
 from covey.rewards.contract import RewardError
@@ -37,24 +38,28 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
 
     model_id = os.path.expanduser(model_id)
     if model_id in covey.rewards.__all__:
-        raise RewardError(f"{model_id!r} names no model: pass the function, `covey.rewards.{model_id}`.")
+        advice = f"Give the function, `covey.rewards.{model_id}`."
+        raise CheckError.of("reward-type", f"{model_id!r} names no model.", advice)
     asked = {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
     try:
         if not look_up(model_id, called=f"reward model {model_id!r}", **asked):
             init_kwargs = {**init_kwargs, "local_files_only": True}
     except NotFound as error:
-        raise RewardError(
-            f"{error} A reward *function* is passed as an object, or by import path on the command line."
+        raise CheckError.of(
+            "reward-model",
+            str(error),
+            "A reward *function* is given as an object, or by import path on the command line.",
         ) from error
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             model_id, **{"num_labels": 1, **init_kwargs}, output_loading_info=True
         )
     except Exception as error:  # of half a dozen libraries
-        raise RewardError(
-            f"reward model {model_id!r} could not be loaded as a sequence classifier with one label. It must be the "
-            "hub id or the folder of a model trained with num_labels=1 (a reward *function* is passed as an object, or "
-            f"by import path on the command line). transformers says: {error}"
+        raise CheckError.of(
+            "reward-model",
+            f"reward model {model_id!r} could not be loaded as a sequence classifier with one label.",
+            "It must be the hub id or the folder of a model trained with num_labels=1 (a reward *function* is given as"
+            f" an object, or by import path on the command line). transformers says: {error}",
         ) from error
     if info["missing_keys"]:
         warn(
@@ -79,9 +84,10 @@ class ModelReward:
         self.config: Any = model.config
         num_labels = getattr(self.config, "num_labels", None)
         if num_labels != 1:
-            raise RewardError(
+            raise CheckError.of(
+                "reward-model",
                 f"reward model {name!r} ({type(model).__name__}) has num_labels={num_labels}; a reward model is a "
-                "sequence classifier with num_labels=1."
+                "sequence classifier with num_labels=1.",
             )
         self.tokenizer = self._prepare_tokenizer(processing_class)
         self.model = model if device is None else model.to(device)
@@ -97,9 +103,10 @@ class ModelReward:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if tokenizer.pad_token is None:
-            raise RewardError(
-                f"the tokenizer of reward model {self.name!r} has no pad, eos or unk token to pad with; set "
-                "`tokenizer.pad_token`."
+            raise CheckError.of(
+                "reward-model",
+                f"the tokenizer of reward model {self.name!r} has no pad, eos or unk token to pad with.",
+                "Set `tokenizer.pad_token`.",
             )
         self.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         self.config.pad_token_id = tokenizer.pad_token_id
@@ -115,8 +122,10 @@ class ModelReward:
             return AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise RewardError(
-                f"no tokenizer for reward model {self.name!r}: {reason}. Pass one in `reward_processing_classes`."
+            raise CheckError.of(
+                "reward-model",
+                f"no tokenizer for reward model {self.name!r}: {reason}.",
+                "Give one in `reward_processing_classes`.",
             ) from error
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:

@@ -28,7 +28,7 @@ from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.isolation import DEFAULT_LIMITS, isolation_of
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.safe_text import printable
-from covey.runtime.user_code import call_all, warn
+from covey.runtime.user_code import call_all, report, warn
 
 FAILED_BATCHES = 3  # after this many batches in a row on which a function failed entirely, the run stops
 
@@ -62,7 +62,7 @@ class RewardSuite:
         weights: [F] float64.
 
     Raises:
-        RewardError: something that cannot be a reward function, or lists whose lengths differ.
+        CheckError: something that cannot be a reward function, or lists whose lengths differ.
 
     Example:
         >>> from covey.core.records import FinishReason
@@ -89,16 +89,12 @@ class RewardSuite:
         isolation: str = "thread",
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if not given:
-            raise RewardError("reward_funcs is empty; pass at least one reward function.")
-        if not timeout > 0:
-            raise RewardError(f"timeout={timeout} must be a positive number of seconds.")
-        if batch_size < 1:
-            raise RewardError(f"batch_size={batch_size} must be at least 1.")
+        classes = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes]
+        classes = [None] * len(given) if processing_classes is None else list(classes)
+        report(_check_given(given, weights, classes, timeout, batch_size))
         self.timeout = timeout
         self.names = unique_names([_name(candidate) for candidate in given])
         self.weights = as_weights(weights, len(given))
-        classes = _aligned(processing_classes, len(given))
 
         def adapted(index: int, one: Any) -> FunctionReward | ModelReward:
             kwargs, isolated = model_init_kwargs or {}, isolation == "process"
@@ -182,6 +178,7 @@ class RewardSuite:
 
     def replace(self, index: int, candidate: Any) -> None:
         """Score with another function from the next batch on, under the name and with the weight of the old one."""
+        report(_check_function(candidate))
         made, old = self._adapted(index, candidate), self.functions[index]
         self.functions[index] = made
         if isinstance(old, IsolatedReward):
@@ -307,26 +304,54 @@ def unique_names(names: list[str]) -> list[str]:
 
 
 def as_weights(weights: Sequence[float] | None, count: int) -> Tensor:
+    """Weights [F] float64, 1 each by default; CheckError for others than one finite number for each function."""
+    report(check_weights(weights, count))
+    return torch.tensor([1.0] * count if weights is None else [float(one) for one in weights], dtype=torch.float64)
+
+
+def check_weights(weights: Sequence[float] | None, count: int) -> Iterator[Finding]:
+    """Errors of weights that are not one finite number for each of `count` reward functions."""
     if weights is None:
-        return torch.ones(count, dtype=torch.float64)
+        return
     if len(weights) != count:
-        raise RewardError(f"{len(weights)} reward weights for {count} reward functions; give one each.")
+        evidence = f"{len(weights)} reward weights for {count} reward functions."
+        yield Finding.error("reward-weights", evidence, "Give one each.")
     if not all(math.isfinite(weight) for weight in weights):
-        raise RewardError(f"reward weights must be finite numbers, not {list(weights)}.")
-    return torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+        yield Finding.error("reward-weights", f"reward weights must be finite numbers, not {list(weights)}.")
 
 
-def _aligned(processing_classes: Any, count: int) -> list[Any]:
-    if processing_classes is None:
-        return [None] * count
-    if not isinstance(processing_classes, list | tuple):
-        processing_classes = [processing_classes]
-    if len(processing_classes) != count:
-        raise RewardError(
-            f"{len(processing_classes)} reward processing classes for {count} reward functions; pass a list with one "
-            "for each, None for those that need none."
+def _check_given(
+    given: list[Any], weights: Sequence[float] | None, classes: list[Any], timeout: float, batch_size: int
+) -> Iterator[Finding]:
+    if not given:
+        yield Finding.error("reward-missing", "reward_funcs is empty.", "Give at least one reward function.")
+    if not timeout > 0:
+        yield Finding.error("setting-range", f"timeout={timeout} must be a positive number of seconds.")
+    if batch_size < 1:
+        yield Finding.error("setting-range", f"batch_size={batch_size} must be at least 1.")
+    yield from check_weights(weights, len(given))
+    if len(classes) != len(given):
+        yield Finding.error(
+            "reward-model",
+            f"{len(classes)} reward processing classes for {len(given)} reward functions.",
+            "Give a list with one for each, None for those that need none.",
         )
-    return list(processing_classes)
+    for one in given:
+        yield from _check_function(one)
+
+
+def _check_function(one: Any) -> Iterator[Finding]:
+    if isinstance(one, str) or is_reward_model(one):
+        return
+    if inspect.isclass(one):
+        evidence = f"reward {_name(one)!r} is a class."
+        yield Finding.error("reward-type", evidence, f"Give an object of it, such as {_name(one)}().")
+    elif not callable(one):
+        yield Finding.error(
+            "reward-type",
+            f"{one!r} ({type(one).__name__}) cannot be a reward function.",
+            "Give a callable, a sequence classifier, or the id or path of one.",
+        )
 
 
 def _adapt(
@@ -337,12 +362,5 @@ def _adapt(
         device = None if "device_map" in kwargs else device
     if is_reward_model(candidate):
         return ModelReward(candidate, tokenizer, name, batch_size, device)
-    if inspect.isclass(candidate):
-        raise RewardError(f"reward {name!r} is a class; pass an object of it, such as {name}().")
-    if callable(candidate):
-        limits = isolation_of(candidate) or (DEFAULT_LIMITS if isolate else None)
-        return IsolatedReward(candidate, name, limits) if limits else FunctionReward(candidate, name)
-    raise RewardError(
-        f"{candidate!r} ({type(candidate).__name__}) cannot be a reward function; pass a callable, a sequence "
-        "classifier, or the id or path of one."
-    )
+    limits = isolation_of(candidate) or (DEFAULT_LIMITS if isolate else None)
+    return IsolatedReward(candidate, name, limits) if limits else FunctionReward(candidate, name)

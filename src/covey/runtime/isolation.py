@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from covey.core.findings import CheckError
 from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
 from covey.runtime.definitions import main_script
 
@@ -39,21 +40,23 @@ def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64, 
             calls wait for it until their own deadlines.
 
     Raises:
-        ValueError: a limit that is not positive, or infinite; or an object that takes no mark.
+        CheckError: a limit that is not positive, or infinite; or an object that takes no mark.
     """
     if not (0 < memory < math.inf and processes > 0 and processes % 1 == 0 and 0 < start < math.inf):
-        raise ValueError(
+        raise CheckError.of(
+            "reward-isolation",
             f"isolated(memory={memory!r}, processes={processes!r}, start={start!r}): limits must be positive numbers,"
-            " that of processes a whole one."
+            " that of processes a whole one.",
         )
     if function is None:
         return functools.partial(isolated, memory=memory, processes=processes, start=start)
     try:
         function.covey_isolated = Quota(memory, int(processes), start)
     except AttributeError as error:
-        raise ValueError(
-            f"isolated({function!r}): a {type(function).__name__} takes no mark. Mark a function that calls it, or set"
-            " reward_isolation='process'."
+        raise CheckError.of(
+            "reward-isolation",
+            f"isolated({function!r}): a {type(function).__name__} takes no mark.",
+            "Mark a function that calls it, or set reward_isolation='process'.",
         ) from error
     return function
 

@@ -83,9 +83,11 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
         )
     folder = args.output_dir or ""
     if not folder.strip() or not _can_be_made(os.path.abspath(folder)):
-        raise ValueError(
+        raise CheckError.of(
+            "setting-format",
             f"output_dir={args.output_dir!r} is not a folder that can be written to, so checkpoints and completions"
-            " would be lost. Choose another."
+            " would be lost.",
+            "Choose another.",
         )
     check_trackers(args.report_to)
     fill_unset(args)
@@ -139,12 +141,6 @@ def build_vision(processing_class: Any, model: Any) -> Vision | None:
 
 
 def build_scorer(args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, vision: Vision | None) -> TokenScorer:
-    if vision is not None and args.attn_layout not in ("auto", "padded"):
-        raise ValueError(
-            f"attn_layout={args.attn_layout!r} does not suit images, whose tokens have positions of their own and may"
-            " attend in both directions: rows are padded. Leave attn_layout at 'auto', or pass"
-            " `processing_class=processor.tokenizer` to train on text alone."
-        )
     return TokenScorer(
         unwrapped,
         temperature=args.temperature,
@@ -174,9 +170,11 @@ def build_reference(
     is_new = peft_config is not None and starts_as_identity(peft_config)
     reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
     if args.sync_ref_model and reference.has_adapter:
-        raise ValueError(
+        raise CheckError.of(
+            "reference-adapter",
             "sync_ref_model=True with an adapter: the reference shares the policy's weights under the adapter and"
-            " cannot follow it. Set sync_ref_model=False or train the whole model."
+            " cannot follow it.",
+            "Set sync_ref_model=False, or train the whole model.",
         )
     return reference
 
@@ -319,9 +317,10 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
     args, player = run.args, collector.spec and collector.spec.play
     functions, weights, classes = reward_sources(reward_funcs, args.reward_weights, processing_classes, player)
     if functions is None:
-        raise ValueError(
-            "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
-            " with `get_reward` need none."
+        raise CheckError.of(
+            "reward-missing",
+            "`reward_funcs` is missing.",
+            "Give a reward function, a reward model or a list of them. Environments with `get_reward` need none.",
         )
     with whole_models():
         suite = RewardSuite(
@@ -338,10 +337,11 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
     unused = ["stream_rewards=True"] * args.stream_rewards
     unused += ["reward_isolation='process'"] * (args.reward_isolation == "process")
     if unused and not any(isinstance(function, FunctionReward) for function in suite.functions):
-        warn(
+        evidence = (
             f"`{'`, `'.join(unused)}` has no effect: every reward is a model, and models score a whole rollout batch"
-            " once it is sampled, in this process.",
+            " once it is sampled, in this process."
         )
+        report([Finding.warning("setting-unread", evidence)])
     return suite
 
 

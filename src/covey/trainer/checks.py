@@ -19,7 +19,7 @@ from covey.data.validation import check_dataset, check_prompts, columns_of, firs
 from covey.policy.precision import changed, held_in_half, sample, share_that_moves
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward, check_isolated, function_name
-from covey.rewards.suite import as_weights
+from covey.rewards.suite import check_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.isolation import isolation_of
@@ -46,12 +46,12 @@ def check_datasets(
     functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
     for function in functions:
         if args.reward_isolation == "process" or isolation_of(function):
-            check_isolated(function, function_name(function))
+            found += check_isolated(function, function_name(function))
     if any(one.grave for one in rows):
         return found  # they cannot be read
     found += [] if train_dataset is None else _check_length(args, train_dataset)
     if functions and prompts_required:
-        as_weights(args.reward_weights, len(as_list(reward_funcs)))
+        found += check_weights(args.reward_weights, len(as_list(reward_funcs)))
         for dataset in evaluation_sets(train_dataset) + evaluated:
             for function in functions:
                 found += FunctionReward(function, function_name(function)).check_columns(columns_of(dataset))
@@ -197,8 +197,15 @@ def _check_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) ->
         )
 
 
-def check_policy(policy: Any, optimizer: Any, device: str) -> Iterator[Finding]:
-    """Findings about the weights to train, and an optimizer that was given."""
+def check_policy(policy: Any, optimizer: Any, device: str, layout: str, sees_images: bool) -> Iterator[Finding]:
+    """Findings about the model to train: its optimizer if one was given, its attention, and the layout of its rows."""
+    if sees_images and layout not in ("auto", "padded"):
+        yield Finding.error(
+            "model-layout",
+            f"attn_layout={layout!r} does not suit images, whose tokens have positions of their own and may attend in"
+            " both directions: rows are padded.",
+            "Leave attn_layout at 'auto', or give `processing_class=processor.tokenizer` to train on text alone.",
+        )
     yield from _check_optimizer(optimizer, policy)
     attention = getattr(policy.config, "_attn_implementation", None)
     if device == "cpu" and attention == "flex_attention":

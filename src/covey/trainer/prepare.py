@@ -102,6 +102,7 @@ def build_parts(
     )
     sampling = build.sampling_params(given.args, tokenizer)  # before reward models are loaded
     rewards = build.build_rewards(run, collector, given.reward_funcs, reward_processing_classes)
-    report(check_policy(model, optimizer, run.device.type))
-    report(check_fit(given.args, collector, rewards, given.train_dataset, given.eval_dataset))
+    of_model = check_policy(model, optimizer, run.device.type, str(given.args.attn_layout), vision is not None)
+    of_data = check_fit(given.args, collector, rewards, given.train_dataset, given.eval_dataset)
+    report([*of_model, *of_data])
     return Parts(collector, sampling, rewards)

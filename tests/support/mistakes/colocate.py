@@ -47,13 +47,11 @@ COLOCATION = [
     Mistake(
         "Trained with vLLM where it is not installed",
         lambda bench: _start(None),
-        (r"pip install vllm", "built-in engine needs nothing"),
-        CONFIG,
-        ImportError,
+        ("pip install vllm",),
+        when=CONFIG,
+        kind=ImportError,
     ),
-    Mistake(
-        "Trained with an old vLLM", lambda bench: _start("0.8.5"), (r"vLLM 0\.8\.5", "Upgrade"), CONFIG, ImportError
-    ),
+    Mistake("Trained with an old vLLM", lambda bench: _start("0.8.5"), (r"0\.8\.5",), when=CONFIG, kind=ImportError),
     checked(
         "Gave vLLM a share of the memory that is none",
         lambda bench: bench.config(vllm_gpu_memory_utilization="most"),
@@ -65,8 +63,8 @@ COLOCATION = [
     Mistake(
         "Gave vLLM a GPU that is too small, with the share worked out",
         _too_small,
-        (r"of 3\.0 GiB", r"at least 3\.0 GiB", "vllm_enable_sleep_mode=True"),
-        CONFIG,
+        (r"3\.0", "GiB", "vllm_enable_sleep_mode=True"),
+        when=CONFIG,
     ),
     checked(
         "Chose a depth of sleep that there is not",
@@ -95,9 +93,9 @@ COLOCATION = [
     Mistake(
         "Offloaded, or put vLLM to sleep, on a CPU",
         _sleep_on_a_cpu,
-        ("`vllm_enable_sleep_mode=True` has no effect",),
-        CONFIG,
-        UserWarning,
+        ("`vllm_enable_sleep_mode=True`",),
+        when=CONFIG,
+        kind=UserWarning,
     ),
 ]
 

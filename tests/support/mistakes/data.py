@@ -12,7 +12,7 @@ from covey import isolated
 from covey.core.findings import CheckWarning
 from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, get_regex_reward, per_completion, resolve_reward
 from tests.support import runs, tiny
-from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake, checked
+from tests.support.mistakes.cases import CONFIG, CONSTRUCTION, TRAINING, Mistake, checked
 
 SEVEN = tiny.rows(7)
 CHAT = [{"role": "user", "content": "2+2="}]
@@ -69,13 +69,13 @@ DATASETS = [
     Mistake(
         "Called train() on a trainer without a training dataset",
         lambda b: b.train(train_dataset=None, eval_dataset=tiny.rows()),
-        ("training needs a `train_dataset`", "made without one"),
+        ("`train_dataset`",),
         when=TRAINING,
     ),
     Mistake(
         "Called evaluate() on a trainer without an evaluation dataset",
         lambda b: b.build().evaluate(),
-        ("evaluation needs an `eval_dataset`", "made without one"),
+        ("`eval_dataset`",),
         when=TRAINING,
     ),
     data("Gave a file name instead of a dataset", "questions.jsonl", "dataset-type", "'questions.jsonl'"),
@@ -360,8 +360,8 @@ def reward(what, function, *says, kind=RewardError, when=TRAINING, **settings):
     return Mistake(what, lambda b: b.train(settings, reward_funcs=function), says, when, kind)
 
 
-def early(what, function, *says, **settings):
-    return reward(what, function, *says, when="construction", **settings)
+def early(what, function, code, *says, **settings):
+    return checked(what, lambda b: b.build(settings, reward_funcs=function), code, *says)
 
 
 def three_labels(bench):
@@ -371,12 +371,8 @@ def three_labels(bench):
 SHOWN = r"(First|That) sample:\n  prompt: .*\n  completion: "
 
 REWARDS = [
-    Mistake(
-        "Gave no reward function",
-        lambda b: b.build(reward_funcs=None),
-        ("`reward_funcs` is missing", "give at least one reward function, reward model or list"),
-    ),
-    early("Gave an empty list of reward functions", [], "reward_funcs is empty", "at least one reward function"),
+    checked("Gave no reward function", lambda b: b.build(reward_funcs=None), "reward-missing", "`reward_funcs`"),
+    early("Gave an empty list of reward functions", [], "reward-missing", "reward_funcs"),
     Mistake(
         "Looked for the end-of-sequence token in completions",
         lambda b: b.build(
@@ -384,7 +380,7 @@ REWARDS = [
             processing_class=ends_by("<|eos|>"),
             model=tiny.model(vocab_size=105),
         ),
-        (r"looks for '<\|eos\|>'", "completions are given without it", "Look at `completion_ids`"),
+        (r"'<\|eos\|>'", "`completion_ids`"),
         kind=UserWarning,
     ),
     checked(
@@ -394,19 +390,20 @@ REWARDS = [
         "'self'",
         "'Always'",
     ),
-    early("Gave a reward that cannot be called", [None], r"None \(NoneType\) cannot be a reward", "pass a callable"),
-    early("Gave a reward that cannot be called", [0.5], r"0\.5 \(float\) cannot be a reward", "pass a callable"),
+    early("Gave a reward that cannot be called", [None], "reward-type", r"None \(NoneType\)"),
+    early("Gave a reward that cannot be called", [0.5], "reward-type", r"0\.5 \(float\)"),
     early(
         "Isolated a reward function that no other process can import",
         isolated(lambda completions, **kwargs: [1.0] * len(completions)),
-        "cannot run in a process of its own: .*lambda",
-        r"Import it from a \.py file",
+        "reward-isolation",
+        "lambda",
+        "reward_isolation='thread'",
     ),
-    early(
+    reward(
         "Wrote a reward function with positional-only arguments",
         by_position,
-        "'by_position' takes 'completions' by position only",
-        "called with keyword arguments: prompts, completions",
+        "'by_position' takes 'completions'",
+        when=CONSTRUCTION,
     ),
     checked(
         "Wrote a reward function that asks for a column the dataset does not have",
@@ -418,168 +415,113 @@ REWARDS = [
     early(
         "Gave more or fewer weights than reward functions",
         [runs.longer],
-        "2 reward weights for 1 reward functions",
-        "one each",
+        "reward-weights",
+        "2 reward weights for 1",
         reward_weights=[1.0, 2.0],
     ),
-    Mistake(
+    checked(
         "Gave more or fewer tokenizers than reward functions",
         lambda b: b.build(reward_processing_classes=[None, None]),
-        ("2 reward processing classes for 1", "a list with one for each, None for those that need none"),
-        kind=RewardError,
+        "reward-model",
+        "2 reward processing classes for 1",
     ),
     early(
         "Gave a reward model that does not exist",
         "./no/such/model",
-        r"reward model '\./no/such/model'",
-        "there is no such folder",
-        "or a hub id",
+        "reward-model",
+        r"'\./no/such/model'",
     ),
-    Mistake(
+    checked(
         "Gave a reward model with several labels",
         lambda b: b.build(reward_funcs=three_labels(b), reward_processing_classes=tiny.tokenizer()),
-        ("num_labels=3", "a reward model is a sequence classifier with num_labels=1"),
-        kind=RewardError,
+        "reward-model",
+        "num_labels=3",
+        "num_labels=1",
     ),
-    Mistake(
+    checked(
         "Gave the folder of a reward model with several labels",
         lambda b: b.build(reward_funcs=b.save("judge", three_labels(b), tiny.tokenizer())),
-        ("reward model '.*judge' could not be loaded as a sequence classifier with one label", "num_labels=1"),
-        kind=RewardError,
+        "reward-model",
+        "'.*judge'",
+        "num_labels=1",
     ),
     Mistake(
-        "Gave a language model as a reward model",
-        lambda b: b.build(reward_funcs=b.folder),
-        ("reward model '.*' has no trained weights for score.weight", "random", "Is it a reward model"),
-        kind=UserWarning,
+        "Gave a language model as a reward model", lambda b: b.build(reward_funcs=b.folder), ("'.*'",), kind=UserWarning
     ),
-    reward(
-        "Returned another number of rewards than completions",
-        one_too_few,
-        "'one_too_few' failed on all 8 samples: it returned 7 rewards for 8 completions",
-        "expected a list of 8 numbers",
-        SHOWN,
-    ),
-    reward(
-        "Returned one number, or nothing, instead of a list",
-        one_number,
-        r"'one_number' failed on all 8 samples: it returned 1\.0 \(float\)",
-        "expected a list of 8 numbers",
-        SHOWN,
-    ),
-    reward(
-        "Returned one number, or nothing, instead of a list",
-        nothing,
-        r"'nothing' failed on all 8 samples: it returned None",
-        "Is there a `return`",
-        SHOWN,
-    ),
-    reward("Returned text as rewards", words, r"returned 'good' \(str\) for a completion", "list of 8 numbers", SHOWN),
-    reward("Returned infinite rewards", infinite, r"returned inf \(float\)", "finite numbers of ordinary size", SHOWN),
+    reward("Returned another number of rewards than completions", one_too_few, "'one_too_few'", "7 rewards for 8"),
+    reward("Returned one number, or nothing, instead of a list", one_number, "'one_number'", r"1\.0"),
+    reward("Returned one number, or nothing, instead of a list", nothing, "'nothing'", "`return`"),
+    reward("Returned text as rewards", words, "'good'"),
+    reward("Returned infinite rewards", infinite, "inf"),
     reward(
         "Returned a list for a completion that is none of steps",
         steps_without_ends,
-        r"'steps_without_ends' failed on all 8 samples: it returned \[1\.0, 0\.0\] \(list\) for a completion",
-        r"a list of \(end, reward\) pairs",
-        r"An end is the index of a token, CharEnd\(n\) or TurnEnd\(k\)",
-        SHOWN,
+        "'steps_without_ends'",
+        r"1\.0",
+        r"0\.0",
+        "CharEnd",
+        "TurnEnd",
     ),
-    reward(
-        "Returned a list for a completion that is none of steps",
-        steps_named_in_words,
-        r"returned \[\('first', 1\.0\)\] \(list\)",
-        SHOWN,
-    ),
-    reward(
-        "Ended a step where the completion has no end",
-        step_after_the_last_token,
-        "failed on all 8 samples: it ended a step at token 6, but the completion has 6 tokens",
-        r"from 0 to 5\. For a position in the text, such as the end of a match, give CharEnd",
-        SHOWN,
-    ),
-    reward(
-        "Ended a step where the completion has no end",
-        step_after_the_last_character,
-        r"it ended a step at CharEnd\(7\), but the completion's text has 6 characters",
-        "as match.end.. does",
-        SHOWN,
-    ),
-    reward(
-        "Ended a step where the completion has no end",
-        second_turn_of_one,
-        r"it ended a step at TurnEnd\(1\), but the completion has 1 turn of the policy: turns count from 0",
-        SHOWN,
-    ),
+    reward("Returned a list for a completion that is none of steps", steps_named_in_words, "'first'", r"1\.0"),
+    reward("Ended a step where the completion has no end", step_after_the_last_token, "CharEnd"),
+    reward("Ended a step where the completion has no end", step_after_the_last_character, "CharEnd"),
+    reward("Ended a step where the completion has no end", second_turn_of_one, "TurnEnd"),
     reward(
         "Rewarded steps with a loss that credits whole completions",
         first_token,
-        r"this loss gives all tokens of a completion the same credit \(loss_type='gmpo', or importance_sampling_level",
-        "Set importance_sampling_level='sequence_token' or 'token', or choose another loss_type",
+        "loss_type='gmpo'",
+        "importance_sampling_level='sequence_token'",
+        "'token'",
         kind=ValueError,
         importance_sampling_level="sequence",
     ),
-    reward("Wrote a reward function that always raises", broken, "failed on all 8 samples: KeyError: 'answer'", SHOWN),
-    reward(
-        "Wrote a reward function that always raises",
-        broken_server,
-        "'broken_server' failed on all 8 samples: OSError: connection refused",
-        SHOWN,
-    ),
+    reward("Wrote a reward function that always raises", broken, "KeyError", "'answer'"),
+    reward("Wrote a reward function that always raises", broken_server, "'broken_server'"),
     Mistake(
         "Wrote a reward function that raises on some samples",
         lambda b: b.train(reward_funcs=Fragile()),
-        (
-            r"'fragile' failed on [1-7] of 8 samples \(RuntimeError: cannot parse",
-            "counted in rewards/fragile/failures",
-            "The first of them:\n  prompt: ",
-        ),
-        TRAINING,
-        RewardWarning,
+        ("'fragile'", "RuntimeError"),
+        when=TRAINING,
+        kind=RewardWarning,
     ),
     Mistake(
         "Named a function of a script that trains at its top level",
         from_a_script,
-        (r"line 4 of .*runs something whenever the file is imported", "if __name__ == '__main__'"),
+        ("'__main__'",),
         when=CONFIG,
         kind=UserWarning,
     ),
-    reward(
-        "Returned NaN for some samples",
-        not_a_number,
-        "'not_a_number' failed on 1 of 8 samples",
-        "it returned NaN; None is how to abstain",
-        kind=RewardWarning,
-    ),
+    reward("Returned NaN for some samples", not_a_number, "'not_a_number'", "NaN", kind=RewardWarning),
     reward(
         "Wrote reward functions that all abstain",
         abstaining,
         "no reward function scored 8 of 8 samples; their advantage is 0",
-        "has the columns answer, prompt",
         kind=RewardWarning,
     ),
     Mistake(
         "Marked a method of an object per_completion",
         lambda b: b.build(reward_funcs=per_completion(Judge().score)),
-        ("cannot be marked per_completion", "mark the function where it is defined"),
-        when=CONFIG,  # at the mark, before anything is made
+        ("per_completion",),
+        when=CONFIG,
         kind=RewardError,
     ),
-    Mistake(
+    checked(
         "Asked for stream_rewards with reward models alone",
         lambda b: b.build(
             {"stream_rewards": True},
             reward_funcs=LlamaForSequenceClassification(tiny.config(num_labels=1)),
             reward_processing_classes=tiny.tokenizer(),
         ),
-        ("every reward is a model", "score a rollout batch as a whole"),
-        kind=UserWarning,
+        "setting-unread",
+        "`stream_rewards=True`",
+        kind=CheckWarning,
     ),
     *(
         reward(
             "Wrote a reward function that hangs",
             [function, runs.longer],
-            f"'{function.__name__}' did not score 8 of 8 samples within 0.1 s",
-            f"counted in rewards/{function.__name__}/timeouts",
+            "'hanging'",
+            "0.1",
             kind=RewardWarning,
             reward_timeout=0.1,
         )

@@ -134,9 +134,7 @@ ENVIRONMENTS = [
         r"\[1\]",
     ),
     Mistake(
-        "Gave an environment a method without type hints or docstring",
-        lambda b: acting(b, Undescribed),
-        ("'helper' cannot be described", "Google-style docstring"),
+        "Gave an environment a method without type hints or docstring", lambda b: acting(b, Undescribed), ("'helper'",)
     ),
     checked(
         "Gave an environment whose reset asks for a column that is not there",
@@ -166,29 +164,31 @@ ENVIRONMENTS = [
         "players-several",
         "`rollout_func` .*`environment_factory`",
     ),
-    Mistake(
+    checked(
         "Gave an environment without rewards and no reward_funcs",
         lambda b: acting(b, Silent, reward_funcs=None),
-        ("`reward_funcs` is missing", "Environments with `get_reward` need none"),
+        "reward-missing",
+        "`reward_funcs`",
+        "`get_reward`",
     ),
     Mistake(
         "Gave one environment for all rollouts",
         lambda b: acting(b, lambda: shared).train(),
-        ("rollouts failed", "returned the same Talks twice", "a new object in every call"),
+        ("rollouts failed",),
         when=TRAINING,
         kind=RolloutWarning,
     ),
     Mistake(
         "Ran environments that all fail",
         lambda b: acting(b, Fails).train(),
-        ("all 8 rollouts failed", "Fails.reset raised OSError: no server"),
+        (r"Fails\.reset", "OSError"),
         when=TRAINING,
         kind=RolloutError,
     ),
     Mistake(
         "Ran an environment that cannot be closed",
         lambda b: acting(b, Clings).train(),
-        ("could not be closed", "Clings.close raised OSError: still there"),
+        ("could not be closed",),
         when=TRAINING,
         kind=EnvironmentWarning,
     ),
@@ -203,7 +203,7 @@ ENVIRONMENTS = [
     Mistake(
         "Opened more sessions than an OpenEnv server allows",
         lambda b: acting(b, OpenEnvironment(Full, "message"), train_dataset=[{"reset": {}}] * 8).train(),
-        ("all 8 rollouts failed", "CAPACITY_REACHED", "Set max_environments of OpenEnvironment"),
+        ("CAPACITY_REACHED", "max_environments", "OpenEnvironment"),
         when=TRAINING,
         kind=RolloutError,
     ),

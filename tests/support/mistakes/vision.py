@@ -93,9 +93,9 @@ VISION = [
     Mistake(
         "Gave an image that cannot be read, in a row that is first looked at when it is sampled",
         broken_later,
-        ("of 8 rollouts failed", "row 16 of the dataset", "image 0 cannot be read", "Mend or remove the row"),
-        TRAINING,
-        RolloutWarning,
+        ("16",),
+        when=TRAINING,
+        kind=RolloutWarning,
     ),
     checked(
         "Gave an image of floating-point numbers or of 32 bits",
@@ -107,14 +107,14 @@ VISION = [
     Mistake(
         "Returned from a rollout_func tokens that do not show the images that go with them",
         lambda b: seeing(b, [row(tiny_vision.picture())] * 4, rollout_func=other_images).train(),
-        ("tokens that rollout_func returned for prompt 0", "do not show the images", "in 'images' for each prompt"),
+        ("rollout_func", "'images'"),
         when=TRAINING,
         kind=RolloutError,
     ),
     Mistake(
         "Gave a rollout_func's `generate_completions` the tokens of a prompt with images",
         lambda b: seeing(b, [row(tiny_vision.picture())] * 4, rollout_func=from_tokens).train(),
-        ("a prompt of tokens holds tokens of images", "give `generate_completions` messages"),
+        ("`generate_completions`",),
         when=TRAINING,
         kind=RolloutError,
     ),
@@ -169,15 +169,21 @@ VISION = [
         "row 0 of `train_dataset`",
         "a token that stands for an image",
     ),
-    Mistake(
+    checked(
         "Set freeze_vit, freeze_aligner or freeze_llm for a model that sees no images",
         lambda b: b.build({"freeze_vit": True}),
-        ("freeze_vit=True", "LlamaForCausalLM is no vision-language model", "peft_config"),
+        "model-part",
+        "freeze_vit=True",
+        "LlamaForCausalLM",
+        "peft_config",
     ),
-    Mistake(
+    checked(
         "Set freeze_vit, freeze_aligner or freeze_llm and gave a PeftModel",
         lambda b: seeing(b, [row(None)] * 2, {"freeze_vit": True}, model=adapted(), processing_class=None),
-        ("freeze_vit=True with a PeftModel", "target_modules"),
+        "model-part",
+        "freeze_vit=True",
+        "PeftModel",
+        "target_modules",
     ),
     checked(
         "Froze all parts of a vision-language model",
@@ -185,10 +191,12 @@ VISION = [
         "nothing-trained",
         "freeze_vit, freeze_aligner and freeze_llm",
     ),
-    Mistake(
+    checked(
         "Chose attn_layout for a vision-language model",
         lambda b: seeing(b, [row(None)] * 8, {"attn_layout": "packed"}),
-        ("attn_layout='packed'", "rows are padded", "Leave attn_layout at 'auto'"),
+        "model-layout",
+        "attn_layout='packed'",
+        "'auto'",
     ),
     checked(
         "Chose speculative_reuse for a vision-language model",

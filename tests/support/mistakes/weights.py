@@ -77,25 +77,25 @@ WEIGHTS = [
     Mistake(
         "Sent weights over a group to a server that was not started for it",
         lambda bench: choose_method(VllmWeightApi(), "group", [plain_server()], shared_folder=False),
-        (r"127\.0\.0\.1:8000", "its backend is None", "covey vllm-serve"),
-        kind=ServerRefused,
+        (r"127\.0\.0\.1", "8000"),
         when=CONFIG,
+        kind=ServerRefused,
     ),
     Mistake(
         "Sent weights as files to a server on another machine",
         lambda bench: choose_method(
             VllmWeightApi(), "auto", [plain_server("http://10.1.2.3:8000")], shared_folder=False
         ),
-        (r"10\.1\.2\.3", "vllm_weight_folder", "covey vllm-serve"),
-        kind=ServerRefused,
+        (r"10\.1\.2\.3", "vllm_weight_folder"),
         when=CONFIG,
+        kind=ServerRefused,
     ),
     Mistake(
         "Ran two trainers on one machine with the same vllm_group_port",
         taken_port,
-        ("in use", "Choose a free port with vllm_group_port"),
-        kind=ServerRefused,
+        ("vllm_group_port",),
         when=CONFIG,
+        kind=ServerRefused,
     ),
     checked(
         "Sent an adapter alone that servers cannot load",
@@ -113,12 +113,16 @@ WEIGHTS = [
         "'merged' or 'auto'",
         when=CONFIG,
     ),
-    Mistake("Sent the weights of a quantised model", quantised, ("quantised", "vllm_lora_sync='adapter'"), when=CONFIG),
-    Mistake(
+    checked(
+        "Sent the weights of a quantised model", quantised, "weights-whole", "vllm_lora_sync='adapter'", when=CONFIG
+    ),
+    checked(
         "Adapted the embeddings of a model that ties its head to them, and sampled from a server",
         untied,
-        ("ties lm_head", "ensure_weight_tying=True"),
+        "weights-whole",
+        "lm_head",
+        "ensure_weight_tying=True",
         when=CONFIG,
     ),
-    Mistake("Sent weights through something that changes them", spoiled, ("lm_head.weight", "checksum"), when=CONFIG),
+    Mistake("Sent weights through something that changes them", spoiled, ("lm_head",), when=CONFIG),
 ]

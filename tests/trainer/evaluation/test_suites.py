@@ -7,6 +7,7 @@ import pytest
 
 from covey import EvalSuite
 from covey.core.estimates import interval_of_share
+from covey.core.findings import CheckError
 from covey.observability.record_files import evaluation_files, read_rows
 from covey.rewards import answers, numeric_match_reward
 from covey.trainer.evaluation.suites import Graded, estimates, suite_of
@@ -181,20 +182,17 @@ def two(completions, **kwargs):
 
 
 WRONG = {
-    "more than are sampled": (
-        lambda: EvalSuite(tiny.rows(2), pass_at=8, success_reward="two"),
-        "needs 8 completions of each prompt, and 2",
-    ),
-    "greedy siblings": (lambda: EvalSuite(tiny.rows(2), temperature=0, num_generations=4), "are all the same"),
-    "no number": (lambda: EvalSuite(tiny.rows(2), pass_at="all"), "whole numbers, 1 or more"),
-    "a negative temperature": (lambda: EvalSuite(tiny.rows(2), temperature=-1), "must be a number, 0"),
-    "a temperature below float32": (lambda: EvalSuite(tiny.rows(2), temperature=1e-40), "or 1e-05 or more"),
-    "no probability": (lambda: EvalSuite(tiny.rows(2), top_p=1.5), "must be a number, above 0 and at most 1"),
-    "no rows": (lambda: EvalSuite([]), "eval_dataset"),
-    "which reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1), "set its success_reward to one of: even, two"),
-    "another reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1, success_reward="eve"), "Did you mean 'even'"),
-    "another reward, unread": (lambda: EvalSuite(tiny.rows(2), success_reward="eve"), "Did you mean 'even'"),
-    "no answers": (lambda: EvalSuite(tiny.rows(2), maj_at=1, success_reward="two"), "does not say what a completion's"),
+    "more than are sampled": (lambda: EvalSuite(tiny.rows(2), pass_at=8, success_reward="two"), "suite-setting", "8"),
+    "greedy siblings": (lambda: EvalSuite(tiny.rows(2), temperature=0, num_generations=4), "suite-setting", "=4"),
+    "no number": (lambda: EvalSuite(tiny.rows(2), pass_at="all"), "suite-setting", "'all'"),
+    "a negative temperature": (lambda: EvalSuite(tiny.rows(2), temperature=-1), "setting-range", "temperature=-1"),
+    "a temperature below float32": (lambda: EvalSuite(tiny.rows(2), temperature=1e-40), "setting-range", "1e-05"),
+    "no probability": (lambda: EvalSuite(tiny.rows(2), top_p=1.5), "setting-range", "top_p=1.5"),
+    "no rows": (lambda: EvalSuite([]), "dataset-empty", "eval_dataset"),
+    "which reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1), "suite-reward", "even, two"),
+    "another reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1, success_reward="eve"), "suite-reward", "'even'"),
+    "another reward, unread": (lambda: EvalSuite(tiny.rows(2), success_reward="eve"), "suite-reward", "'even'"),
+    "no answers": (lambda: EvalSuite(tiny.rows(2), maj_at=1, success_reward="two"), "suite-answer", "'two'"),
 }
 
 
@@ -204,16 +202,24 @@ DURING = {"eval_strategy": "steps", "eval_steps": 1}
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_work_is_refused_before_training(tmp_path, name):
-    make, says = WRONG[name]
-    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+    make, code, value = WRONG[name]
+    with pytest.raises(CheckError, match=value) as error:
         runs.trainer(
             tmp_path, parts={"eval_dataset": {"one": make()}, "reward_funcs": [even, two]}, **SETTINGS, **DURING
         )
+    assert error.value.codes == [code]
+
+
+def test_everything_wrong_with_a_suite_is_named_at_once():
+    with pytest.raises(CheckError) as error:
+        EvalSuite(tiny.rows(2), temperature=-1, top_p=1.5, pass_at=0, success_threshold=math.nan)
+    assert error.value.codes == ["suite-setting", "setting-range", "setting-range", "suite-setting"]
 
 
 def test_a_column_that_nobody_logs_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no reward function has logged such a column"):
+    with pytest.raises(CheckError, match="'parsed'") as error:
         evaluated(tmp_path, EvalSuite(tiny.rows(2), maj_at=1, answer="parsed"))
+    assert error.value.codes == ["suite-answer"]
 
 
 def test_settings_of_run_files():

@@ -14,7 +14,6 @@ import torch
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.core.findings import CheckError
-from covey.rewards import RewardError
 from tests.support import runs, tiny
 from tests.support.failing_processes import WAYS
 from tests.support.mistakes.advice import SECTIONS
@@ -93,8 +92,9 @@ def test_rewards_are_checked_before_a_model_is_loaded(tmp_path):
 
 def test_weights_are_counted_before_a_model_is_loaded(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), report_to="none", reward_weights=[1.0, 2.0])
-    with pytest.raises(RewardError, match="2 reward we"):
+    with pytest.raises(CheckError) as raised:
         GRPOTrainer(model="no-such/model", reward_funcs=right, args=args, train_dataset=[{"prompt": "2+2="}] * 8)
+    assert raised.value.codes == ["reward-weights", "data-columns"]  # named together
 
 
 def test_an_eval_batch_size_matters_only_with_an_eval_dataset(bench):

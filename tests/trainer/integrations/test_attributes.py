@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from covey import GRPOTrainer
 from covey.config.aliases import HOOKS, NOT_NEEDED
+from covey.core.findings import CheckError
 from covey.rewards import RewardError
 from covey.trainer.integrations.attributes import FIELDS, VIEWS
 from tests.support import runs, tiny
@@ -212,7 +213,7 @@ def test_weights_and_functions_of_rewards_may_change_while_it_trains(tmp_path):
     assert made.rewards.weights.tolist() == [1.0, 2.0]
     with pytest.raises(AttributeError, match="has 2 functions and cannot become 1"):
         made.reward_funcs = [hundred]
-    with pytest.raises(RewardError):
+    with pytest.raises(CheckError):
         made.reward_funcs[0] = 3
 
 

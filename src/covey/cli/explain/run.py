@@ -17,13 +17,14 @@ from transformers import AutoConfig, AutoProcessor, TrainerState
 from covey.cli.config_file import RunConfig
 from covey.cli.data import load_evaluations, load_rows
 from covey.cli.run_file import evaluation_sets, is_function, is_local
-from covey.cli.train import agent_of, environments, named, quantisation, rewards
+from covey.cli.train import adapter, agent_of, environments, named, quantisation, rewards
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.core.findings import CheckError
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
-from covey.policy.loading import load_processing_class, sees_images
+from covey.policy.adapters import check_adapter_config
+from covey.policy.loading import check_loading, load_processing_class, sees_images
 from covey.rewards.functions import FunctionReward, RewardContext
 from covey.rewards.suite import RewardSuite
 from covey.rollout.collector import Collector
@@ -235,8 +236,10 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     if run.quantization:
         with start.reporting():
             quantisation(run.quantization)
-        if run.peft is None:
-            start.problems.append("`quantization` without `peft`: quantised weights cannot be trained.")
+        with start.reporting():
+            report(check_loading(str(run.model or ""), {}, run.quantization, run.peft))
+    with start.reporting():
+        report(check_adapter_config(adapter(run.peft)))
     if run.model and not Path(run.model).is_dir():
         start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
     if not (start.problems or start.missing) and given["train_dataset"] is not None:

@@ -12,12 +12,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from covey.core.findings import CheckError
 from covey.policy.attention.tree import TokenTree, merged_attention
 
 PACKED_ATTENTION = "covey_packed"  # argument of `model.set_attn_implementation`
 
 UNSUPPORTED = ("position_bias", "sinks", "indices", "block_indices", "block_sequence_ids")
 """Keyword arguments that change attention in ways the layouts do not support."""
+
+PADDED = "Use attn_layout='padded'."
 
 
 def packed_attention(
@@ -36,15 +39,17 @@ def packed_attention(
     """Causal attention within the sequences of a row, or an ordinary call without a token tree; [B, T, heads, D].
 
     query [B, heads, T, D], key and value [B, kv_heads, S, D]; with a tree B is 1, S is T and the mask is ignored.
-    Scores are capped by `softcap` and share probability with the sinks `s_aux` [heads]. ValueError for layers that
+    Scores are capped by `softcap` and share probability with the sinks `s_aux` [heads]. CheckError for layers that
     attend in a way that cannot be laid out in a row.
     """
     if token_tree is None:
         # A mask of one element for many keys is the placeholder that packed layouts pass with their token tree.
         if attention_mask is not None and attention_mask.numel() == 1 and key.shape[2] > 1:
-            raise ValueError(
+            raise CheckError.of(
+                "model-layout",
                 f"{type(module).__name__} did not receive the keyword arguments of the model's forward, among them the"
-                " ends of the sequences of a row; use attn_layout='padded'"
+                " ends of the sequences of a row.",
+                PADDED,
             )
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
@@ -102,14 +107,15 @@ def _ordinary(
 def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} calls attention with {name}, which rows of many sequences do not support;"
-                " use attn_layout='padded'"
+            raise CheckError.of(
+                "model-layout",
+                f"{type(module).__name__} calls attention with {name}, which rows of many sequences do not support.",
+                PADDED,
             )
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise ValueError(f"{type(module).__name__} does not attend causally; use attn_layout='padded'")
+        raise CheckError.of("model-layout", f"{type(module).__name__} does not attend causally.", PADDED)
     if _layer_type(module) == "chunked_attention":
-        raise ValueError(f"{type(module).__name__} attends within fixed chunks; use attn_layout='padded'")
+        raise CheckError.of("model-layout", f"{type(module).__name__} attends within fixed chunks.", PADDED)
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

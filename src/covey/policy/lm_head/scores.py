@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from covey.core.findings import CheckError
 from covey.core.model import patched_forward
 from covey.policy.lm_head.linear import LinearHead, outputs_of, plan_of
 from covey.policy.lm_head.support import SampledSupport, TileSupport
@@ -113,9 +114,11 @@ def score_hidden(
     targets = targets[:, None] if named is None else torch.cat([targets[:, None], named], dim=1)
     linear = plain_linear(head.module, called=head.forward is not None or head.float32)
     if linear is None and head.float32:
-        raise ValueError(
+        raise CheckError.of(
+            "model-head",
             f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head.module).__name__} (an"
-            " adapter or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
+            " adapter or quantised weights).",
+            "Set cast_lm_head_to_fp32=False, or keep the head out of the adapter.",
         )
     if linear is None:
         return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support, top)
@@ -237,9 +240,11 @@ def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: An
     with patched_forward(head, forward_with_scores) as forward:
         output = model(**inputs, use_cache=False)
     if len(found) != 1:
-        raise ValueError(
+        raise CheckError.of(
+            "model-head",
             f"{type(model).__name__} calls its head {len(found)} times in a forward pass; only models that call it once"
-            " can be trained with FSDP or DeepSpeed. Train it with DDP, and please report the model."
+            " can be trained with FSDP or DeepSpeed.",
+            "Train it with DDP, and please report the model.",
         )
     return TokenScores(*_WithOutput.apply(output.logits, *found[0]))
 

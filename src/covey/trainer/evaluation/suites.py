@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,12 @@ from covey.config.algebra import BatchAlgebra
 from covey.config.messages import closest
 from covey.core.engine import SamplingParams, check_setting
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
+from covey.core.findings import CheckError, Finding
 from covey.data.conversations import as_user_messages
 from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
-from covey.runtime.user_code import format_error, format_value, place_of, warn
+from covey.runtime.user_code import format_error, format_value, place_of, report, warn
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # passed to the sampler unchanged
 
@@ -49,7 +50,7 @@ class EvalSuite:
             names (`covey.rewards.answers`), as the built-in ones that compare answers do.
 
     Raises:
-        ValueError: settings that cannot work.
+        CheckError: settings that cannot work.
 
     Example:
         >>> suite = EvalSuite([{"prompt": "1+1="}], num_generations=4, pass_at=(1, 4))
@@ -72,21 +73,26 @@ class EvalSuite:
     answer: Callable[[Any], Hashable | None] | str | None = None
 
     def __post_init__(self) -> None:
+        report(self._check_settings())
+
+    def _check_settings(self) -> Iterator[Finding]:
         for name in ("num_generations", "max_completion_length", "pass_at", "maj_at"):
             given = getattr(self, name)
             if several := name.endswith("_at"):
                 given = tuple(given) if isinstance(given, Sequence | set) and not isinstance(given, str) else (given,)
             values = given if several else () if given is None else (given,)
             if any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in values):
-                raise ValueError(f"EvalSuite({name}={given!r}): whole numbers, 1 or more, are allowed.")
-            if several:
+                yield Finding.error(
+                    "suite-setting", f"EvalSuite({name}={given!r}): whole numbers, 1 or more, are allowed."
+                )
+            elif several:
                 object.__setattr__(self, name, tuple(sorted(set(values))))
         for name in SAMPLING:
             if (value := getattr(self, name)) is not None:
-                check_setting(name, value, f"EvalSuite({name}={value!r})")
+                yield from check_setting(name, value, f"EvalSuite({name}={value!r})")
         threshold = self.success_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not math.isfinite(threshold):
-            raise ValueError(f"EvalSuite(success_threshold={threshold!r}) must be a finite number.")
+            yield Finding.error("suite-setting", f"EvalSuite(success_threshold={threshold!r}) must be a finite number.")
         unread = dict.fromkeys(("top_p", "top_k", "min_p"), "temperature=0 takes the most probable token")
         unread = unread if self.temperature == 0 else {}
         if not self.pass_at and not self.maj_at:
@@ -96,21 +102,28 @@ class EvalSuite:
             unread["answer"] = "maj_at alone counts answers"
         for name, because in unread.items():
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
-                warn(f"EvalSuite({name}={value!r}) has no effect: {because}.")
-        if self.temperature == 0 and (self.num_generations or 1) > 1:
-            raise ValueError(
+                yield Finding.warning("suite-unread", f"EvalSuite({name}={value!r}) has no effect: {because}.")
+        if self.temperature == 0 and self.num_generations not in (None, 1):
+            yield Finding.error(
+                "suite-setting",
                 f"EvalSuite(temperature=0, num_generations={self.num_generations}): greedy completions of a prompt are"
-                " all the same, so more than one tells nothing. Set num_generations=1, or a temperature above 0."
+                " all the same, so more than one tells nothing.",
+                "Set num_generations=1, or a temperature above 0.",
             )
 
     def completions(self, algebra: BatchAlgebra) -> int:
+        """Completions of each prompt; CheckError if an estimate needs more."""
         count = self.num_generations or (1 if self.temperature == 0 else algebra.eval_group)
-        for name in ("pass_at", "maj_at"):
-            if any(k > count for k in getattr(self, name)):
-                raise ValueError(
-                    f"EvalSuite({name}={getattr(self, name)}) needs {max(getattr(self, name))} completions of each"
-                    f" prompt, and {count} are sampled. Raise its num_generations, or leave out what is larger."
-                )
+        report(
+            Finding.error(
+                "suite-setting",
+                f"EvalSuite({name}={getattr(self, name)}) needs {max(getattr(self, name))} completions of each prompt,"
+                f" and {count} are sampled.",
+                "Raise its num_generations, or leave out what is larger.",
+            )
+            for name in ("pass_at", "maj_at")
+            if any(k > count for k in getattr(self, name))
+        )
         return count
 
     def batches(self, algebra: BatchAlgebra) -> BatchAlgebra:
@@ -132,24 +145,28 @@ class EvalSuite:
         if not self.pass_at and not self.maj_at and named in (None, *rewards.names):
             return Grader(None, threshold, None)
         if named is None and len(rewards.names) > 1:
-            raise ValueError(
-                "an EvalSuite with pass_at or maj_at needs to know which reward tells what is right: set its"
-                f" success_reward to one of: {', '.join(rewards.names)}."
+            raise CheckError.of(
+                "suite-reward",
+                "an EvalSuite with pass_at or maj_at needs to know which reward tells what is right.",
+                f"Set its success_reward to one of: {', '.join(rewards.names)}.",
             )
         if named is not None and named not in rewards.names:
-            raise ValueError(
-                f"EvalSuite(success_reward={named!r}): there is no such reward; choose one of:"
-                f" {', '.join(rewards.names)}.{closest(named, rewards.names)}"
+            raise CheckError.of(
+                "suite-reward",
+                f"EvalSuite(success_reward={named!r}): there is no such reward.",
+                f"Choose one of: {', '.join(rewards.names)}.{closest(named, rewards.names)}",
             )
         index = rewards.names.index(named) if named is not None else 0
         answer, asked = self.answer, rewards.functions[index]
         if answer is None and isinstance(asked, FunctionReward):
             answer = extract_of(asked.function)
         if self.maj_at and answer is None:
-            raise ValueError(
+            raise CheckError.of(
+                "suite-answer",
                 f"EvalSuite(maj_at={self.maj_at}) counts votes, and the reward {rewards.names[index]!r} does not say"
-                " what a completion's answer is. Set `answer` to a function from a completion to its answer (None where"
-                " it has none), or to the name of a column that a reward function logs with `log_extra`."
+                " what a completion's answer is.",
+                "Set `answer` to a function from a completion to its answer (None where it has none), or to the name of"
+                " a column that a reward function logs with `log_extra`.",
             )
         return Grader(index, threshold, answer if self.maj_at else None)
 
@@ -185,9 +202,10 @@ class Grader:
         if not isinstance(self.answer, str):
             return [self._answer(self.answer, completion) for completion in completions]
         if self.answer not in columns and scored:
-            raise ValueError(
+            raise CheckError.of(
+                "suite-answer",
                 f"EvalSuite(answer={self.answer!r}): no reward function has logged such a column with `log_extra`;"
-                f" there are: {', '.join(columns) or 'none'}."
+                f" there are: {', '.join(columns) or 'none'}.",
             )
         return [_as_vote(value) for value in columns.get(self.answer, [None] * len(completions))]
 
@@ -196,8 +214,7 @@ class Grader:
             return _as_vote(extract(completion))
         except Exception as error:  # of a user
             warn(
-                f"what reads the answers of an evaluation suite raised {format_error(error)}{place_of(error)} for"
-                f" {format_value(completion)}, which"
+                f"EvalSuite.answer raised {format_error(error)}{place_of(error)} for {format_value(completion)}, which"
                 " counts as no answer. Return None where there is none to silence this.",
             )
             return None
@@ -247,9 +264,15 @@ def with_user_messages(given: Any) -> Any:
 def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
     known = [field.name for field in dataclasses.fields(EvalSuite) if field.name != "dataset"]
     if unknown := [name for name in settings if name not in known]:
-        raise ValueError(
-            f"an evaluation suite has no setting {unknown[0]!r}; it has: dataset, {', '.join(known)}."
-            f"{closest(unknown[0], known)}"
+        raise CheckError(
+            *(
+                Finding.error(
+                    "suite-setting",
+                    f"an evaluation suite has no setting {name!r}; it has: dataset, {', '.join(known)}.",
+                    closest(name, known).strip(),
+                )
+                for name in unknown
+            )
         )
     return EvalSuite(dataset, **settings)
 
