@@ -227,7 +227,7 @@ def test_the_rows_of_local_data_are_counted(run_file, data, capsys):
         (["--reward_funcs", "exact_match"], "did you mean 'exact_match_reward'?"),
         (["--reward_funcs", "get_repetition_penalty_reward"], "is a factory"),
         (["--tools", "none.py:add"], "will fail: tool file"),
-        (["--quantization", "{load_in_4bit: true}"], "will fail: `quantization` without `peft`"),
+        (["--quantization", "{load_in_4bit: true}"], "`quantization` without `peft`): quantised weights"),
         (["--quantization", "{bits: 4}", "--peft", "{r: 2}"], "has bits, which transformers.BitsAndBytesConfig"),
         (["--tools", "os:getcwd", "json:dumps"], "tool 'dumps' cannot be described"),
         (["--rollout_func", "operator.nothing"], "'nothing' does not exist. There: "),
@@ -248,7 +248,7 @@ def test_a_run_that_would_not_start_has_status_two(run_file, data, capsys, flags
     [
         (["--reward_funcs", "own.py:fail"], "reward function 'fail' failed on all 2 samples"),
         (["--reward_funcs", "own.py:strip"], "[data-columns]"),
-        (["--eval_dataset", "{dataset: rows.jsonl, pass_at: 1, success_reward: best}"], "choose one of: exact_match"),
+        (["--eval_dataset", "{dataset: rows.jsonl, pass_at: 1, success_reward: best}"], "Choose one of: exact_match"),
         (["--metric_for_best_model", "eval_x", "--eval_dataset", "{a: rows.jsonl}"], "[best-metric]"),
     ],
 )

@@ -87,7 +87,8 @@ def check_loading(model: Any, init_kwargs: Any, quantization_config: Any, peft_c
     if named and (quantization_config is not None or in_kwargs is not None) and peft_config is None:
         yield Finding.error(
             "quantised-weights",
-            "`quantization_config` without `peft_config`: quantised weights cannot be trained.",
+            "`quantization_config` without `peft_config` (in a run file `quantization` without `peft`): quantised"
+            " weights cannot be trained.",
             "Give a `peft_config` to train an adapter on top of them, or drop `quantization_config`.",
         )
     if not named and quantization_config is not None:

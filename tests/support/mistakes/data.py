@@ -520,7 +520,7 @@ REWARDS = [
         reward(
             "Wrote a reward function that hangs",
             [function, runs.longer],
-            "'hanging'",
+            f"'{function.__name__}'",
             "0.1",
             kind=RewardWarning,
             reward_timeout=0.1,

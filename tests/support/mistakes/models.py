@@ -647,7 +647,7 @@ ARGUMENTS = [
         Mistake(
             "Launched with tensor or context parallelism, Megatron-LM or on TPUs",
             lambda b, set_up=set_up: b.build(trainer=launched_with(**set_up)),
-            ("MEGATRON_LM", "DDP", "FSDP2", "DeepSpeed", "ZeRO"),
+            (name, "DDP", "FSDP2", "ZeRO"),
         )
         for name, set_up in {
             "MEGATRON_LM": {"distributed_type": DistributedType.MEGATRON_LM},
