@@ -88,6 +88,8 @@ KEYS_OF_A_RUN: dict[str, list[dict[str, Any]]] = {
     "rollout_func": [{"rollout_func": "code.py:play"}],
     "environment_factory": [{"environment_factory": "code.py:World", "dataset": "code.py:rows"}],
     "agent": [{"agent": "echo x"}],
+    "seats": [{"seats": {"other": "frozen"}, "rollout_func": "code.py:play"}, {"seats": {"other": "frozen"}}],
+    "eval_seats": [{"eval_seats": {"other": {"url": "http://a/v1"}}, "rollout_func": "code.py:play"}],
     "peft": [{"peft": {"r": 2, "target_modules": ["q_proj"]}}],
     "quantization": [{"quantization": {"load_in_4bit": True}}],
 }

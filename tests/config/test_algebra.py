@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from covey.config.algebra import BatchAlgebra, nearest, planning_for
 from covey.config.grpo import GRPOConfig
+from covey.data.sampler import rank_share
 
 
 def algebra(per_device=4, accumulate=8, steps=8, iterations=1, group=4, world=1, **rest):
@@ -129,3 +130,36 @@ def test_nearest_looks_both_ways():
     assert nearest(5, lambda n: n % 4 == 0) == [4, 8]
     assert nearest(3, lambda n: n % 4 == 0) == [4]
     assert nearest(5, lambda n: False) == []
+
+
+def games(**changes):
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    sizes |= {"num_iterations": 1, "num_generations": 8, "rollouts_per_game": 2}
+    return BatchAlgebra(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_no_game_is_cut_between_processes(processes):
+    """8 rollouts of two-player games on 1, 2 and 4 processes: all of them, in order, an even number on each."""
+    algebra = games(per_device_train_batch_size=8 // processes, steps_per_generation=1, world_size=processes)
+    assert [*algebra.check()] == []
+    shares = [rank_share([7], 8, algebra, rank) for rank in range(processes)]
+    assert [slot for share in shares for slot in share] == [(7, sample) for sample in range(8)]
+    assert all(len(share) % 2 == 0 for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"num_generations": 6, "rollouts_per_game": 4, "per_device_train_batch_size": 6}, ("6", "4", "8")),
+        ({"num_generations_eval": 3}, ("num_generations_eval=3", "2 or 4")),
+        (  # 12 rollouts over 4 processes
+            {"per_device_train_batch_size": 3, "steps_per_generation": 1, "num_generations": 6, "world_size": 4},
+            ("12 rollouts", "4 processes", "2 rollouts", "1 or 2 or 3"),
+        ),
+    ],
+)
+def test_a_game_that_would_be_cut_is_refused_with_numbers(changes, values):
+    (found,) = games(**changes).check()
+    assert found.code == "game-cut"
+    assert all(value in found.sentence for value in values)

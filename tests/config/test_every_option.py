@@ -60,7 +60,14 @@ VALUES: dict[str, Any] = {
         "use_cpu": True,
         "cov_share": 0.5,
     },
-    **{"compare": "role", "pass_at_k": 2, "speculative_reuse": "exact", "max_steps": 3, "vllm_sleep_level": 2},
+    **{
+        "compare": "role",
+        "rollouts_per_game": 2,
+        "pass_at_k": 2,
+        "speculative_reuse": "exact",
+        "max_steps": 3,
+        "vllm_sleep_level": 2,
+    },
     **{"max_tokens_per_micro_batch": 16, "vllm_importance_sampling_clip_min": 0.5, "entropy_target": 1.0},
     **each(("transformers_continuous_batching_config", "vllm_engine_kwargs", "sglang_server_args"), {"a": 1}),
 }
@@ -122,6 +129,11 @@ async def plays(row: Any, engine: Any) -> Any:
     return episode.done(role="first")
 
 
+async def plays_game(row: Any, engine: Any, n: int) -> Any:
+    """Play all rollouts of a game."""
+    return [await plays(row, engine) for _ in range(n)]
+
+
 # Settings with which a field changes the outcome of a run, for fields that no part of a trainer holds
 RUN: dict[str, dict[str, Any]] = {
     **each(("generation_kwargs", "loss_type", "max_grad_norm", "max_steps", "top_entropy_quantile"), {}),
@@ -174,6 +186,8 @@ WITH: dict[str, dict[str, Any]] = {
     "max_resample_times": {"dynamic_sample": True},
     "compare": {"given": {"rollout_func": plays}},
     "role_decay": {"compare": "role_average", "given": {"rollout_func": plays}},
+    "rollouts_per_game": {"given": {"rollout_func": plays_game}},
+    "opponents_kept": {"given": {"rollout_func": plays, "seats": {"other": "policy:1"}}},
     "difficulty_floor": {"prompt_sampler": "difficulty"},
     **each(("speculative_lenience", "speculative_max_tokens"), {"speculative_reuse": "lenient"}),
     "keep_sampling_mask": {"top_p": 0.9},

@@ -481,3 +481,22 @@ def test_templates_are_cached_by_tools_and_arguments():
     one = templates.of([], {"mood": "x"})
     assert templates.of([], {"mood": "x"}) is one and templates.of([], None) is not one
     assert json.loads(next(iter(templates._cache))) == [[], {"mood": "x"}]
+
+
+def test_the_turns_of_an_opponent_are_not_trained():
+    """An episode of a seat holds no token that the policy sampled, and no log-prob of the other policy."""
+
+    class Other:
+        async def generate(self, request):
+            return [Completion([7, 8], [-1.0, -2.0], FinishReason.STOP)]
+
+    made = engine(Says("x"))
+    made.seats = {"other": Other()}
+    assert made.seat("other") is made.seat("other") is not made.seat("other", game=1)
+    episode = made.seat("other").begin("a")
+    asyncio.run(episode.sample())
+    rollout = episode.done()
+    assert (rollout.completion_ids, rollout.sampled, rollout.logprobs) == ([7, 8], [False, False], [0.0, 0.0])
+    made.closed = True
+    with pytest.raises(ValueError, match="has ended"):
+        asyncio.run(made.seat("other").begin("b").sample())

@@ -21,6 +21,13 @@ async def tree(row, engine, n):
     return [branch.done() for branch in branches]
 
 
+async def game(row, engine, n):
+    """Two seats of one game, in prompts of their own; the role is the seat's."""
+    seats = {role: engine.begin(f"{row['prompt']} {role}") for role in ("first", "second")}
+    await asyncio.gather(*(episode.sample() for episode in seats.values()))
+    return [episode.done(role=role) for role, episode in seats.items()]
+
+
 def drafts(prompts, trainer):
     """The second of two completions of every prompt."""
     trainer.generate_completions(prompts, max_tokens=2)

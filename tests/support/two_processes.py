@@ -12,7 +12,7 @@ import torch
 from covey import EvalSuite
 from tests.support import mixtures, runs, tiny
 from tests.support.engines import CopyEngine
-from tests.support.players import PLAYERS
+from tests.support.players import PLAYERS, game
 
 
 def first(text):
@@ -95,6 +95,7 @@ NAMES = (
     *("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max"),
     *("rollouts/turns", "rollouts/failed", "sampling/staleness/mean", "sampling/staleness/max"),
     *("steps/per_completion", "frac_reward_zero_std", "frac_advantage_zero"),
+    *("roles/first/reward", "roles/second/reward_std", "roles/first/baseline", "games/length"),
 )
 
 
@@ -127,7 +128,7 @@ def train(output, settings):
     if "by_steps" in chosen:
         parts["reward_funcs"] = [rewarded_by_steps, runs.longer]
     if player:
-        parts["rollout_func"] = PLAYERS[player]
+        parts["rollout_func"] = (PLAYERS | {"a game": game})[player]
     trained = runs.trainer(output, method, parts=parts, **settings)
     for name, change in (
         ("out_of_memory", run_out_of_memory),

@@ -99,6 +99,8 @@ PARTS: dict[str, dict[str, Any]] = {  # of a trainer, which are held by what it 
     "engine": {"engine": ScriptedEngine(lambda *given: [5, 6])},
     "optimizer_cls_and_kwargs": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
     "agent": {"agent": program},
+    "seats": {"seats": {"other": "frozen"}, "rollout_func": play},
+    "eval_seats": {"eval_seats": {"other": "frozen"}, "rollout_func": play},
     "model_init": {"model": None, "model_init": lambda: tiny.model(seed=1)},
     "reward_funcs": {"reward_funcs": runs.digits},
     "reward_processing_classes": {"reward_processing_classes": tiny.tokenizer()},  # of a function: pointed out

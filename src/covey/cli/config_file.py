@@ -50,6 +50,8 @@ class RunConfig:
     rollout_func: Any = None
     environment_factory: Any = None
     agent: Any = None
+    seats: dict[str, Any] | None = None
+    eval_seats: dict[str, Any] | None = None
     peft: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
 

@@ -31,13 +31,17 @@ RUN_KEYS = {
     "names to such. With `max_steps` it needs no dataset.",
     "agent": "A program that plays each rollout, as a command, or a function named like a tool: what it asks of "
     "OPENAI_BASE_URL or ANTHROPIC_BASE_URL is sampled from the policy. With `max_steps` it needs no dataset.",
+    "seats": "Opponents by name that rollout functions, games and programs play with, not trained: frozen, policy:n, "
+    "{url: ..., model: ...} or a function, named like a tool.",
+    "eval_seats": "The same in evaluations, in the place of those of the same name.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
     "quantization": "Store the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
     "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",
 }
 """Keys of a run file in addition to config fields."""
 
-LISTS, MAPPINGS = ("reward_funcs", "tools"), ("columns", "peft", "quantization")  # keys that take several values
+LISTS = ("reward_funcs", "tools")  # keys that take several values
+MAPPINGS = ("columns", "seats", "eval_seats", "peft", "quantization")  # keys that take values by name
 TEXTS = ("method", "model", "dataset", "dataset_split", "system_prompt")
 
 OTHER_NAMES = {

@@ -159,6 +159,8 @@ def parts_of(run: RunConfig) -> dict[str, Any]:
         "rollout_func": named(run.rollout_func, "rollout_func"),
         "environment_factory": environments(run.environment_factory),
         "agent": agent_of(run.agent),
+        "seats": seats_of(run.seats),
+        "eval_seats": seats_of(run.eval_seats),
     }
 
 
@@ -195,6 +197,22 @@ def agent_of(agent: Any) -> Any:
             f"agent {agent!r} is a {type(agent).__name__}; write a command, or name a function as {FORMS}."
         )
     return named(agent, "agent") if isinstance(agent, str) and is_reference(agent) else agent or None
+
+
+def seats_of(seats: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The seats that a run names: servers by their URL, functions by their place."""
+    from covey.rollout.seats import FROZEN, Seat, past_steps
+
+    def seat(name: str, given: Any) -> Any:
+        if isinstance(given, dict):
+            try:
+                return Seat(**given)
+            except TypeError as error:
+                form = "{url: ..., model: ..., key: ...}"
+                raise ValueError(f"the seat {name!r} is {given!r}: write {form}.") from error
+        return given if given == FROZEN or past_steps(given) is not None else named(given, f"seat {name!r}:")
+
+    return None if seats is None else {name: seat(name, given) for name, given in seats.items()}
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:

@@ -60,6 +60,7 @@ class BatchAlgebra:
     world_size: int = 1  # processes
     per_device_eval_batch_size: int = 8  # completions of one evaluation batch in one process
     num_generations_eval: int | None = None  # completions per prompt in evaluation; None: as in training
+    rollouts_per_game: int = 1  # completions that are never cut between processes
 
     @property
     def micro_batch(self) -> int:
@@ -133,6 +134,7 @@ class BatchAlgebra:
             return changed.num_generations >= 2 and changed.generation_batch_size % changed.num_generations == 0
 
         if self.generation_batch_size % self.num_generations == 0:
+            yield from self._check_games()
             return
         total, whole = self.generation_batch_size, math.lcm(self.num_generations, self.micro_batch)
         accumulated = self.steps_per_generation == self.gradient_accumulation_steps
@@ -176,6 +178,32 @@ class BatchAlgebra:
                 f"{self.per_device_eval_batch_size} * {self.world_size} process(es)) cannot be cut into groups of"
                 f" num_generations_eval={self.eval_group}.",
                 f"Change one of these to the nearest number that divides: {'; '.join(proposals)}.",
+            )
+
+    def _check_games(self) -> Iterator[Finding]:
+        """Errors of groups and of processes' shares that would cut a game."""
+        games, own = self.rollouts_per_game, self.per_device_train_batch_size * self.steps_per_generation
+
+        def whole(number: int) -> bool:
+            return number % games == 0
+
+        for name, group in (("num_generations", self.num_generations), ("num_generations_eval", self.eval_group)):
+            if not whole(group):
+                yield Finding.error(
+                    "game-cut",
+                    f"{name}={group} is no whole number of games of rollouts_per_game={games}.",
+                    f"Change {_proposal(name, group, whole)}.",
+                )
+                return
+        if not whole(own):
+            total, single = self.generation_batch_size, self.per_device_train_batch_size
+            counts = [n for n in range(1, self.world_size + 2) if total % n == 0 and whole(total // n)]
+            yield Finding.error(
+                "game-cut",
+                f"{total} rollouts over {self.world_size} processes are {own} for each, which would cut a game of"
+                f" {games} rollouts.",
+                f"Use {' or '.join(map(str, counts)) or 'fewer'} processes, or change"
+                f" {_proposal('per_device_train_batch_size', single, lambda n: whole(n * self.steps_per_generation))}.",
             )
 
     def _proposal(self, name: str, fits: "Callable[[BatchAlgebra], bool]", label: str = "") -> str:

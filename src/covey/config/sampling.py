@@ -89,6 +89,11 @@ class AgentFields:
     Tools and environments get no turn that was cut off: the rollout ends."""
     trained_turns: str = limited("all", choices=("all", "last"))
     """Turns of such a rollout that are trained on: `all`, or the `last` alone, with the others as its context."""
+    rollouts_per_game: int = limited(1, ge=1, advice="It is the number of trained seats, as 2 for chess.")
+    """Rollouts of one game that a `rollout_func(row, engine, n)` plays: it is called for each game, with n of this
+    size. A game is never cut between processes, and fails alone. 1: the function plays all rollouts of a prompt."""
+    opponents_kept: int = limited(4, ge=1)
+    """With a seat "policy:n", copies of earlier policies that are opponents, one of which is drawn for each game."""
     max_staleness: int = limited(0, ge=0, advice="0 samples and trains by turns, 1 samples one step ahead.")
     """Optimizer steps by which the weights that sample may be older than those that are trained, so that later rollout
     batches are sampled while one is trained on (async rollouts): 1 is one step ahead. 0 samples and trains by turns.

@@ -42,6 +42,7 @@ CHECKED = {
     "batch-search": Code(CONFIG, "the batch size would change in the middle of a run"),
     "batch-split": Code(CONFIG, "batches would be cut within groups"),
     "batch-groups": Code(CONFIG, "a batch is no whole number of groups"),
+    "game-cut": Code(CONFIG, "a game would be cut"),
     "batch-micro-batches": Code(CONFIG, "a rollout batch is no whole number of micro-batches"),
     "nothing-trained": Code(CONFIG, "nothing would be trained"),
     "optimizer-in-backward": Code(CONFIG, "the optimizer changes weights between micro-batches"),
@@ -119,6 +120,7 @@ CHECKED = {
     # engines
     "sampling-in-step": Code(ENGINE, "processes that read images cannot sample in step"),
     "seat-sharded": Code(ENGINE, "a frozen copy of a sharded model is needed"),
+    "seat-async": Code(ENGINE, "an earlier policy is needed while a later one is trained"),
     "server-sleep": Code(ENGINE, "one process would put a server to sleep for all"),
     "server-start": Code(ENGINE, "a server cannot be started for this run"),
     "tensor-parallel": Code(ENGINE, "parts of a model do not divide the processes"),

@@ -82,10 +82,11 @@ def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: 
 
 
 def share_of(count: int, algebra: BatchAlgebra, rank: int) -> slice:
-    """The consecutive part of `count` slots that belongs to one process."""
-    share, extra = divmod(count, algebra.world_size)
+    """The consecutive part of `count` slots that belongs to one process, in whole games."""
+    share, extra = divmod(count // algebra.rollouts_per_game, algebra.world_size)
     start = rank * share + min(rank, extra)
-    return slice(start, start + share + (rank < extra))
+    stop = start + share + (rank < extra)
+    return slice(start * algebra.rollouts_per_game, stop * algebra.rollouts_per_game)
 
 
 class PromptDataset(Dataset):

@@ -16,6 +16,7 @@ from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
+from covey.rollout.seats import PastOpponents
 from covey.rollout.speculation import Speculation
 from covey.rollout.user_batch_function import BatchFunction, BatchSampler
 from covey.runtime.calling_thread import CallingThread
@@ -30,8 +31,16 @@ RunsSampling = Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]]
 class Collector:
     """Runs batches of prompt samples to finished rollouts, each one completion or, with a `spec`, a coroutine."""
 
-    def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, spec: RolloutSpec | None = None):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        codec: PromptCodec,
+        seed: int,
+        spec: RolloutSpec | None = None,
+        opponents: Sequence[PastOpponents] = (),
+    ):
         self.engine, self.codec, self.seed, self.spec = engine, codec, seed, spec
+        self.opponents = opponents  # earlier policies, which are to be kept as training proceeds
         self.run: RunsSampling = run_async
         if spec is not None and spec.calls_functions:
             self.run = CallingThread("covey-sampling").run

@@ -27,6 +27,7 @@ from covey.rollout.prompts import (
     row_tools,
     sample_seed,
 )
+from covey.rollout.seats import Seat, SeatEngine, Seats, TextSeat, seat_named
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded
 
@@ -92,10 +93,14 @@ class EpisodeEngine:
     sibling: int
     expands_images: bool = False  # the engine itself searches for tokens that stand for images
     max_turn_length: int | None = None  # most tokens of one call of `Episode.sample`
+    seats: Seats = field(default_factory=dict)  # opponents by name
+    trains: bool = True  # False: of an opponent, whose turns are not trained on
     episodes: "list[Episode]" = field(default_factory=list, init=False)
     failure: BaseException | None = field(default=None, init=False)
     timeout: asyncio.Timeout | None = field(default=None, init=False)
+    ages: dict[int, int] = field(default_factory=dict, init=False)  # by game: optimizer steps that its opponent is old
     _generate_calls: int = field(default=0, init=False)
+    _opponents: "dict[tuple[str, int], EpisodeEngine | TextSeat]" = field(default_factory=dict, init=False)
     own_ids: list[int] | None = field(default=None, init=False)  # of the row's prompt
     _sent: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False)
     closed: bool = field(default=False, init=False)  # refuses requests, as of tasks that the rollout did not await
@@ -126,6 +131,40 @@ class EpisodeEngine:
         if prompt is None:
             self.own_ids = encoded.ids
         return episode
+
+    def seat(self, name: str, game: int = 0) -> "EpisodeEngine | TextSeat":
+        """An opponent, which begins and samples episodes as this engine does, and is not trained.
+
+        A server or a function answers in text: its `begin(prompt)` returns a conversation with `sample` and `write`.
+
+        Args:
+            name: among the trainer's `seats`.
+            game: number of the game, by which one of several earlier policies is drawn.
+
+        Raises:
+            ValueError: there is no such seat.
+        """
+        if (name, game) not in self._opponents:
+            seat = self.seated(seat_named(self.seats, name), game)
+            text = isinstance(seat, Seat) or not hasattr(seat, "generate")
+            settings = self.params.max_tokens, self.params.temperature
+            self._opponents[name, game] = TextSeat(name, seat, *settings) if text else self._playing(seat, name, game)
+        return self._opponents[name, game]
+
+    def seated(self, seat: Any, game: int = 0) -> Any:
+        """The seat itself, or, of earlier policies, the one that plays this game."""
+        if not hasattr(seat, "chosen"):
+            return seat
+        chosen, self.ages[game] = seat.chosen((*self.seed_key, game))
+        return chosen
+
+    def _playing(self, seat: SeatEngine, name: str, game: int) -> "EpisodeEngine":
+        async def send(request: SampleRequest) -> list[Completion]:
+            if self.closed:
+                raise ValueError("the rollout has ended: nothing is sampled for it any more.")
+            return await seat.generate(request)
+
+        return replace(self, send=send, seed_key=(*self.seed_key, "seat", name, game), seats={}, trains=False)
 
     def seed(self, ids: list[int], path: tuple[int | str, ...] = ()) -> int:
         """Seed of what follows these tokens, whatever else was sampled; after the row's prompt a plain sample's."""
@@ -290,6 +329,8 @@ class Episode:
             self._sampling = False
         if stop:
             completion = _stopped(completion, stop, self.engine.templates.codec.text_of)
+        if not self.engine.trains:  # of another policy
+            train, completion = False, replace(completion, logprobs=[0.0] * len(completion.token_ids))
         self._append_turn(completion, train)
         if completion.finish is not FinishReason.STOP:
             self._open = limit < room and len(completion.token_ids) >= limit

@@ -14,10 +14,11 @@ from covey.core.records import FinishReason, PromptSample, Rollout, SampleGroup
 from covey.rollout.episode import EpisodeEngine, Generate
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.request_coalescing import RequestCoalescer
+from covey.rollout.seats import Seats
 from covey.rollout.tool_agent import Agent
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator
+from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutFunction, RolloutValidator
 from covey.runtime.calling_thread import wait_within
 from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error, place_of
@@ -56,12 +57,24 @@ class RolloutSpec:
     limits: RolloutValidator | None = None  # of tokens that the user's code may have written
     max_turn_length: int | None = None
     trained_turns: str = "all"
+    rollouts_per_game: int = 1  # above 1, a function of groups is called for each game
+    seats: dict[str, Any] = field(default_factory=dict)  # opponents by name
+    eval_seats: dict[str, Any] = field(default_factory=dict)  # in evaluations, in the place of those of the same name
     late: LateCalls = field(default_factory=partial(LateCalls, "reading a failed rollout"))
 
     @property
     def calls_functions(self) -> bool:
         """True if ordinary functions or methods of users may be called while rollouts are played."""
         return not isinstance(self.play, RolloutFunction | GroupFunction)
+
+    def rollouts_at_once(self, group: int) -> int:
+        """Rollouts of a group that one call plays."""
+        if not isinstance(self.play, GroupFunction):
+            return 1
+        return group if self.rollouts_per_game == 1 else self.rollouts_per_game
+
+    def seats_of(self, mode: tuple[int | str, ...]) -> Seats:
+        return {**self.seats, **self.eval_seats} if mode == ("eval",) else self.seats
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Release rollouts that have been scored, and do what waits for the end of their batch."""
@@ -100,7 +113,7 @@ class GroupRunner:
             self.callbacks.on_rollouts(group.start + begin, group.rows[begin : begin + len(samples)], rollouts)
             return rollouts
 
-        size = len(group.samples) if isinstance(self.spec.play, GroupFunction) else 1
+        size = self.spec.rollouts_at_once(len(group.samples))
         begins = range(0, len(group.samples), size)
         tasks = [asyncio.ensure_future(play(begin, group.samples[begin : begin + size])) for begin in begins]
         try:
@@ -126,7 +139,8 @@ class GroupRunner:
         key = (*self.seed_key, first.prompt, first.sample)
         expands = traits_of(self.engine).expands_images
         most = self.spec.max_turn_length
-        engine = EpisodeEngine(generate, self.spec.templates, self.params, key, row, first.sample, expands, most)
+        seats, together = self.spec.seats_of(self.seed_key[1:2]), self.spec.rollouts_per_game
+        engine = EpisodeEngine(generate, self.spec.templates, self.params, key, row, first.sample, expands, most, seats)
         began = perf_counter()
         try:
             async with asyncio.timeout(timeout) as engine.timeout:
@@ -135,6 +149,7 @@ class GroupRunner:
                     rollouts = await play(row, engine, len(samples))
                 else:
                     rollouts = [await play(row, engine)]
+            _refuse_untrained(rollouts, seats)
         except Exception as error:
             text = error.release() if isinstance(error, UserCodeError) else format_error(error) + place_of(error)
             if isinstance(error, StillRunning):
@@ -148,6 +163,10 @@ class GroupRunner:
             raise engine.failure
         for rollout in rollouts:
             rollout.seconds = perf_counter() - began
+            if (age := engine.ages.get(rollout.game if together == 1 else 0)) is not None:
+                rollout.extras["opponent_age"] = age
+            if together > 1:
+                rollout.game = first.sample // together
             if self.spec.trained_turns == "last" and rollout.turn_ends:
                 _train_last_turn(rollout)
         return rollouts
@@ -167,6 +186,14 @@ class GroupRunner:
             return failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)
         except ValueError as no_prompt:
             return failed_rollout(self.codec, row, f"{error} (and {no_prompt})")
+
+
+def _refuse_untrained(rollouts: Iterable[Rollout], seats: Seats) -> None:
+    for rollout in rollouts:
+        if rollout.role in seats:
+            raise RolloutError(
+                f"role {rollout.role!r} is a seat (not trained), but the function returned its rollout: leave it out."
+            )
 
 
 def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_ids: list[int] | None = None) -> Rollout:

@@ -45,7 +45,8 @@ from covey.runtime.user_code import report, warn
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
-from covey.trainer.engines.build import build_engine, freeze_seats
+from covey.trainer.engines.build import build_engine
+from covey.trainer.engines.opponents import PastPolicies, build_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.attributes import listed
@@ -213,6 +214,8 @@ def build_collector(
     vision: Vision | None = None,
     reward_funcs: Any = None,
     trainer: Any = None,
+    seats: Any = None,
+    eval_seats: Any = None,
 ) -> Collector:
     """The collector with the given engine or the one that the config names, a codec and a rollout spec.
 
@@ -235,12 +238,16 @@ def build_collector(
         consequence = "they are part of the text of completions, which other special tokens are left out of."
         report([Finding.warning("reward-tokens", f"{tokens} {consequence}")])
     spec = build_rollout_spec(
-        run.args, model, codec, tools, rollout_func, environment_factory, trainer
+        run.args, model, codec, tools, rollout_func, environment_factory, trainer, seats, eval_seats
     )  # an engine is slow
     if engine is None:
         engine = build_engine(run, model, tokenizer, lambda: run.policy, context, vision)
+    past: list[PastPolicies] = []
     if hasattr(engine, "generate"):  # `covey explain` starts none
-        freeze_seats(environment_factory, run, model, tokenizer, context, vision)
+        programs = environment_factory.values() if isinstance(environment_factory, dict) else [environment_factory]
+        own = [one.seats for one in programs if hasattr(one, "seats")]
+        of_trainer = [] if spec is None else [spec.seats, spec.eval_seats]
+        past = build_seats([*own, *of_trainer], run, model, tokenizer, context, vision, build_engine)
         if args.keep_sampling_mask and not traits_of(engine).returns_masks:
             raise CheckError.of(
                 "sampling-mask",
@@ -248,7 +255,7 @@ def build_collector(
                 " sampled from (`EngineTraits.returns_masks`).",
                 "Sample with the built-in engine, or leave keep_sampling_mask False.",
             )
-    return Collector(engine, codec, args.seed, spec)
+    return Collector(engine, codec, args.seed, spec, past)
 
 
 def _check_context(args: OnlineConfig, context: int | None) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ from covey.rollout.environments.pool import EnvironmentPool
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptCodec, row_images, row_tools
 from covey.rollout.runner import RolloutSpec
+from covey.rollout.seats import checked_seats, past_steps
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
 from covey.rollout.tools.toolbox import Toolbox
@@ -40,9 +41,12 @@ def build_rollout_spec(
     rollout_func: Any,
     environment_factory: Any,
     trainer: Any,
+    seats: Any = None,
+    eval_seats: Any = None,
 ) -> RolloutSpec | None:
     """The spec of rollouts that are more than one completion; None where each is one. `codec` gets tools' schemas."""
     report(_check_combinations(args, tools, rollout_func, environment_factory))
+    report(_check_seats(args, rollout_func, environment_factory, seats, eval_seats))
     if not tools and rollout_func is None and environment_factory is None:
         return None
     tools = list(tools or [])
@@ -63,7 +67,17 @@ def build_rollout_spec(
     else:
         kind = RolloutFunction if form == "rollout" else GroupFunction
         play = kind(rollout_func, args.rollout_timeout, limits)
-    return RolloutSpec(play, templates, args.rollout_timeout, limits, args.max_turn_length, args.trained_turns)
+    return RolloutSpec(
+        play,
+        templates,
+        args.rollout_timeout,
+        limits,
+        args.max_turn_length,
+        args.trained_turns,
+        args.rollouts_per_game,
+        checked_seats(seats, functions=True),
+        checked_seats(eval_seats, functions=True),
+    )
 
 
 def _check_combinations(
@@ -121,6 +135,31 @@ def _check_combinations(
             f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"
             " `environment_factory`.",
         )
+
+
+def _check_seats(
+    args: OnlineConfig, rollout_func: Any, environment_factory: Any, seats: Any, eval_seats: Any
+) -> Iterator[Finding]:
+    """Warnings about seats, and settings of games, that nothing plays with."""
+    programs = environment_factory.values() if isinstance(environment_factory, dict) else [environment_factory]
+    by_name = any(hasattr(one, "seats") for one in programs) or (rollout_func and form_of(rollout_func) != "batch")
+    for name, given in (("seats", seats), ("eval_seats", eval_seats)):
+        if given and not by_name:
+            evidence = f"`{name}={given!r}` has no effect:"
+            fix = (
+                "only rollout functions of the forms (row, engine) and (row, engine, n), games and programs have seats."
+            )
+            yield Finding.warning("setting-unread", evidence, fix)
+    if not (rollout_func and form_of(rollout_func) == "group"):
+        because = "no function of the form (row, engine, n) plays several rollouts of a game"
+        yield from ignored(args, ["rollouts_per_game"], because)
+    past = [one for one in (*(seats or {}).values(), *(seats_of_programs(programs))) if past_steps(one) is not None]
+    if not past:
+        yield from ignored(args, ["opponents_kept"], 'no seat is an earlier policy ("policy:n")')
+
+
+def seats_of_programs(programs: Iterable[Any]) -> list[Any]:
+    return [seat for one in programs for seat in getattr(one, "seats", {}).values()]
 
 
 def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str, Any]]) -> ToolParser:

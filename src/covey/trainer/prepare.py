@@ -31,6 +31,8 @@ class Arguments:
     tools: Any
     rollout_func: Any
     environment_factory: Any
+    seats: Any = None
+    eval_seats: Any = None
 
     @property
     def prompts_required(self) -> bool:
@@ -60,6 +62,8 @@ def read_arguments(
     environment_factory: Any = None,
     agent: Any = None,
     engine: Any = None,
+    seats: Any = None,
+    eval_seats: Any = None,
 ) -> Arguments:
     """Arguments as a run uses them, after the checks of stages `config` and `data` that need no model."""
     args = build.resolve_args(args, model, config_class)
@@ -70,7 +74,8 @@ def read_arguments(
         train_dataset, eval_dataset = map(with_user_messages, (train_dataset, eval_dataset))
     judged = None if rollout_func else reward_funcs  # rollouts of the user's own may give further arguments
     report(check_datasets(args, train_dataset, eval_dataset, environment_factory is None, judged))
-    return Arguments(args, train_dataset, eval_dataset, reward_funcs, tools, rollout_func, environment_factory)
+    players = tools, rollout_func, environment_factory, seats, eval_seats
+    return Arguments(args, train_dataset, eval_dataset, reward_funcs, *players)
 
 
 def build_parts(
@@ -99,6 +104,8 @@ def build_parts(
         vision,
         given.reward_funcs,
         trainer,
+        given.seats,
+        given.eval_seats,
     )
     sampling = build.sampling_params(given.args, tokenizer)  # before reward models are loaded
     rewards = build.build_rewards(run, collector, given.reward_funcs, reward_processing_classes)

@@ -123,6 +123,7 @@ class RolloutPhase:
         reused = reuse_stats(rollouts) if reuse is not None else {}
         stats.append({**result.stats, **log.metrics, **reused})
         rewards = reports.without_failed_games(samples, rollouts, result.rewards)
+        stats.append(reports.opponent_stats(rollouts, rewards, self.rewards.weights))
         return RolloutBatch(samples, rollouts, rewards, log.columns, result.steps, key, stats=stats)
 
     def next_key(self, mode: Mode) -> tuple[str, int]:
@@ -209,6 +210,8 @@ class RolloutPhase:
 
     def send_weights(self, mode: Mode) -> Stats:
         """Send the current weights before sampling; what is in flight continues with its own. Metrics; collective."""
+        for opponents in self.collector.opponents if mode == "train" else ():
+            opponents.keep(self.run.step)
         if self.async_rollouts is None:
             return self._send_weights(self.run.step)
         if mode == "eval":
@@ -226,6 +229,7 @@ class RolloutPhase:
             "async_rollouts": self.async_rollouts.state_dict() if self.async_rollouts is not None else None,
             "prompts": self.chooser.state_dict() if self.chooser is not None else None,
             "speculation": self.speculation.state_dict() if self.speculation is not None else None,
+            "opponents": [one.state_dict() for one in self.collector.opponents],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,6 +237,8 @@ class RolloutPhase:
         self._saved_async = state["async_rollouts"]
         if self._saved_async is not None and self.run.args.max_staleness == 0:  # these are sampled again
             self.rollout_batches["train"] -= len(self._saved_async["flights"])
+        for opponents, kept in zip(self.collector.opponents, state.get("opponents", ()), strict=False):
+            opponents.load_state_dict(kept)
         for name, part in (("prompts", self.chooser), ("speculation", self.speculation)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])

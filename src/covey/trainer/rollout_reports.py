@@ -165,6 +165,13 @@ def without_failed_games(samples: Sequence[PromptSample], rollouts: Sequence[Rol
     return rewards
 
 
+def opponent_stats(rollouts: Sequence[Rollout], rewards_NF: Tensor, weights_F: Tensor) -> dict[str, Stat]:
+    """Mean reward against each earlier policy, by the optimizer steps that it is old."""
+    ages = [str(rollout.extras.get("opponent_age", "")) for rollout in rollouts]
+    totals = weighted_total(rewards_NF.double(), weights_F.double()).tolist()
+    return stats_by_label("opponents", ages, {"reward": totals}, {})
+
+
 def game_stats(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> dict[str, Stat]:
     """Failures by role, turns of a game over all of its seats, and draws, of this process's rollouts."""
     games = [[rollouts[number] for number in seats] for seats in games_of(samples, rollouts)]

@@ -23,6 +23,7 @@ from covey.core.stats import Max
 from covey.data.sampler import train_loader
 from covey.observability.completions import CompletionLog
 from covey.policy.loading import load_processing_class, set_up_to_train, use_cache_as_it_is
+from covey.rollout.seats import Seats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.data_files import refusing_objects
@@ -87,6 +88,10 @@ class OnlineTrainer(TrainingLoop):
             `covey.rollout.agents.AgentProgram`. What it asks of the URL is sampled from the policy.
         engine: samples in the place of the one that the config names (`covey.core.engine.RolloutEngine`).
         optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
+        seats: opponents that rollout functions and programs play with, by name, which are not trained: "frozen" (the
+            policy as it is now), "policy:n" (as it was n optimizer steps ago), a `covey.rollout.seats.Seat` with a URL,
+            or a function of messages.
+        eval_seats: in evaluations, in the place of those of the same name.
         model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.
 
     Raises:
@@ -129,6 +134,8 @@ class OnlineTrainer(TrainingLoop):
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
         model_init: Callable[..., Any] | None = None,
         agent: Any = None,
+        seats: Seats | None = None,
+        eval_seats: Seats | None = None,
     ):
         refuse_while_loading(f"a {type(self).__name__} was made")
         if model is not None and model_init is not None:
@@ -146,6 +153,8 @@ class OnlineTrainer(TrainingLoop):
             environment_factory=environment_factory,
             agent=agent,
             engine=engine,
+            seats=seats,
+            eval_seats=eval_seats,
         )
         args = given.args
         set_seed(args.seed)  # before an adapter is initialised

@@ -255,6 +255,8 @@ class CommonEvaluation:
                 *(run, trainer.model, tokenizer, collector.engine, tools, function, factory),
                 reward_funcs=functions,
                 trainer=trainer,
+                seats=trainer.made_of.get("seats"),
+                eval_seats=trainer.made_of.get("eval_seats"),
             )
             collector.run_by(trainer.collector.run)
         if self.has_own_rewards:

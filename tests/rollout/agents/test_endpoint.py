@@ -13,7 +13,8 @@ from covey.core.records import FinishReason
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.agents import endpoint as module
 from covey.rollout.agents.endpoint import AgentEndpoint
-from covey.rollout.agents.session import MAX_STRANDS, AgentSession, Seat, checked_seats
+from covey.rollout.agents.session import MAX_STRANDS, AgentSession
+from covey.rollout.seats import Seat, checked_seats
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support.playing import TOKENIZER, call, play, says
 

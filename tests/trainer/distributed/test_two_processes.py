@@ -69,6 +69,15 @@ CASES = {
         "player": "one rollout",
         "max_completion_length": 16,
     },
+    "games, a group over both processes": {
+        "method": "grpo",
+        "num_generations": 8,
+        "player": "a game",
+        "rollouts_per_game": 2,
+        "compare": "role_average",
+        "max_completion_length": 16,
+        "max_steps": 3,
+    },
     "trees, sampled ahead": {
         "method": "rloo",
         "player": "a group",

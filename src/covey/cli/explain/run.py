@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoProcessor, TrainerState
 from covey.cli.config_file import RunConfig
 from covey.cli.data import load_evaluations, load_rows
 from covey.cli.run_file import evaluation_sets, is_function, is_local
-from covey.cli.train import adapter, agent_of, environments, named, quantisation, rewards
+from covey.cli.train import adapter, agent_of, environments, named, quantisation, rewards, seats_of
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.core.findings import CheckError
@@ -233,6 +233,9 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
             given[kind] = read(getattr(run, kind), kind)
     with start.reporting(f"agent {run.agent!r}"):
         given["agent"] = agent_of(run.agent) if run.agent else None
+    for kind in ("seats", "eval_seats"):
+        with start.reporting(kind):
+            given[kind] = seats_of(getattr(run, kind))
     if run.quantization:
         with start.reporting():
             quantisation(run.quantization)

@@ -3,4 +3,4 @@
 from covey.rollout.agents.program import AgentProgram as AgentProgram
 from covey.rollout.agents.program import RemoteAgents as RemoteAgents
 from covey.rollout.agents.program import with_agent as with_agent
-from covey.rollout.agents.session import Seat as Seat
+from covey.rollout.seats import Seat as Seat

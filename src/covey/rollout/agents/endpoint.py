@@ -14,9 +14,10 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from covey.rollout.agents.session import FULL, AgentSession, RequestError, Seat
+from covey.rollout.agents.session import FULL, AgentSession, RequestError
 from covey.rollout.agents.wire import APIS, Api, read_request
 from covey.rollout.environments.pool import EnvironmentWarning
+from covey.rollout.seats import Seat
 from covey.runtime.user_code import format_error, warn
 
 MAX_BODY = 16 << 20  # bytes of a request

@@ -24,10 +24,11 @@ from aiohttp import web
 from covey.core.records import Rollout
 from covey.rollout.agents.descriptors import OutputPipe, RewardSocket
 from covey.rollout.agents.endpoint import AgentEndpoint, Service
-from covey.rollout.agents.session import AgentSession, checked_seats
+from covey.rollout.agents.session import AgentSession
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number
 from covey.rollout.episode import EpisodeEngine
+from covey.rollout.seats import checked_seats
 from covey.runtime.child_process import OVER_LIMITS, ChildProcess, Quota
 from covey.runtime.user_code import warn
 
@@ -59,7 +60,8 @@ class _ServedAgent:
             self._service = self._start()
         service = self._service
         await asyncio.shield(service.ready)
-        session = AgentSession(engine, seats=self.seats)
+        names = {**engine.seats, **self.seats}
+        session = AgentSession(engine, seats={name: engine.seated(seat) for name, seat in names.items()})
         key = service.endpoint.open(session)
         try:
             reward = await self._play(row, service.endpoint.url, key, session)
@@ -90,8 +92,9 @@ class AgentProgram(_ServedAgent):
             gets PATH and the URLs and keys; HOME and TMPDIR are a folder that is deleted after the rollout.
         memory: GiB that the command and all its descendants may use.
         processes: how many these may be.
-        seats: other models, by the name that requests give as `model`: a `Seat`, or "frozen" for the policy as it is
-            when the trainer is made. What they answer is not trained on.
+        seats: other models, by the name that requests give as `model`: a `Seat`, "frozen" for the policy as it is
+            when the trainer is made, or "policy:n" for the policy as it was n optimizer steps ago. What they answer is
+            not trained on. Those of the trainer's `seats` are there, too.
 
     Raises:
         ValueError: the agent is neither a command nor a coroutine function.

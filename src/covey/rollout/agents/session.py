@@ -7,11 +7,11 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from covey.core.special_tokens import opened_thinking
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, are_messages
+from covey.rollout.seats import Seats, text_of
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 
@@ -52,38 +53,6 @@ class ChatRequest:
 
     def digest(self) -> bytes:
         return self.digests()[-1]
-
-
-class SeatEngine(Protocol):
-    """Samples in the place of the policy."""
-
-    async def generate(self, request: SampleRequest) -> list[Completion]: ...
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A model on a server of the API that the program talks in, asked in the policy's place.
-
-    Args:
-        url: with its `/v1`.
-        model: name that the server knows; that of the seat by default.
-        key: sent to the server.
-    """
-
-    url: str
-    model: str | None = None
-    key: str = field(default="", repr=False)
-
-
-Seats = Mapping[str, Any]  # each a Seat, "frozen" or a SeatEngine
-
-
-def checked_seats(seats: Seats | None) -> dict[str, Any]:
-    """A copy; ValueError for a seat that cannot be asked."""
-    for name, seat in (seats or {}).items():
-        if not isinstance(seat, Seat) and seat != "frozen" and not hasattr(seat, "generate"):
-            raise ValueError(f'the seat {name!r} is {seat!r}; give Seat(url=...), "frozen", or an engine.')
-    return dict(seats or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +139,12 @@ class AgentSession:
         found = zip(strands, replies, strict=True)
         return [self._record(request, digest, strand, reply) for strand, reply in found if reply is not None]
 
-    async def answer_from(self, seat: SeatEngine, request: ChatRequest) -> list[Answer]:
-        """Completions of another engine, with the policy's tokenizer, that are no part of the rollout."""
+    async def answer_from(self, seat: Any, request: ChatRequest) -> list[Answer]:
+        """Completions of another engine with the policy's tokenizer, or of a function: no part of the rollout."""
+        if not hasattr(seat, "generate"):
+            texts = [await text_of(seat, request.messages) for _ in range(request.n)]
+            replies = [Reply(text, [], FinishReason.STOP) for text in texts]
+            return [self._answer({"role": "assistant", "content": one.text}, one, 0) for one in replies]
         kwargs = self.engine.row.get("chat_template_kwargs")
         try:
             encoded = self.engine.templates.codec.read(request.messages, kwargs, request.tools)

@@ -1,24 +1,19 @@
 """Engine of a run, built from its config; a further engine is a further branch of `build_engine`."""
 
-import asyncio
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from covey.config.base import OnlineConfig
-from covey.core.engine import RolloutEngine, SampleRequest
-from covey.core.findings import CheckError, Finding
-from covey.core.records import Completion
+from covey.core.engine import RolloutEngine
+from covey.core.findings import Finding
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.inference_contexts import lockstep
 from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
 from covey.policy.loading import end_token_ids
 from covey.policy.replicas import FullCopy
 from covey.rollout.vision import Vision
-from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import report
 from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.run import Run
@@ -57,50 +52,6 @@ def build_engine(
     if needs_recurrent_engine(model) or vision is not None:
         return RecurrentEngine(policy, filler_id=tokenizer.pad_token_id, **common)
     return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
-
-
-class FrozenEngine:
-    """The policy as it is when this is made, on a thread of its own."""
-
-    def __init__(self, engine: RolloutEngine):
-        self._engine, self._thread = engine, LoopThread("covey-frozen", no_grad=True)
-        self._awake, self._requests = ExitStack(), 0
-
-    async def generate(self, request: SampleRequest) -> list[Completion]:
-        return await asyncio.wrap_future(self._thread.start(self._generate(request)))
-
-    async def _generate(self, request: SampleRequest) -> list[Completion]:
-        if not self._requests:
-            self._awake.enter_context(self._engine.awake())
-        self._requests += 1
-        try:
-            return await self._engine.generate(request)
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                self._awake.close()
-
-
-def freeze_seats(agents: Any, run: Run, model: Any, tokenizer: Any, context: int | None, vision: Vision | None) -> None:
-    """Give the seats "frozen" of one or several programs an engine with a copy of the model; CheckError if sharded."""
-    seats = [one.seats for one in (agents.values() if isinstance(agents, dict) else [agents]) if hasattr(one, "seats")]
-    names = [
-        (each, name)
-        for each in seats
-        for name, seat in each.items()
-        if seat == "frozen" or isinstance(seat, FrozenEngine)  # of an earlier trainer of the same agent
-    ]
-    if not names:
-        return
-    if run.sharding.weights:
-        evidence = 'a seat "frozen" needs a copy of the model, and its weights are sharded:'
-        raise CheckError.of("seat-sharded", evidence, "give Seat(url=...).")
-    args = copy.copy(run.args)
-    args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    engine = FrozenEngine(build_engine(replace(run, args=args), frozen, tokenizer, lambda: frozen, context, vision))
-    for each, name in names:
-        each[name] = engine
 
 
 @contextmanager

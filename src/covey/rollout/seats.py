@@ -1,0 +1,157 @@
+"""Seats of a game that are not trained: other models, servers and functions that play with the policy or against it."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+from covey.core.engine import SampleRequest
+from covey.core.records import Completion, FinishReason, Message
+
+FROZEN = "frozen"  # the seat of the policy as it is when the trainer is made
+PAST = re.compile(r"policy:([1-9]\d*)")  # of the policy as it was that many optimizer steps ago, or earlier
+
+
+class SeatEngine(Protocol):
+    """Samples in the place of the policy."""
+
+    async def generate(self, request: SampleRequest) -> list[Completion]: ...
+
+
+class PastOpponents(Protocol):
+    """Engines of earlier versions of the policy."""
+
+    def keep(self, step: int) -> None:
+        """Note that the policy has taken so many optimizer steps, and take a copy of it if it is time for one."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def chosen(self, key: tuple[int | str, ...]) -> tuple[SeatEngine, int]:
+        """The engine for the game of this key, and the optimizer steps that its policy is old."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A model on a server of the API that the program talks in, asked in the policy's place.
+
+    Args:
+        url: with its `/v1`.
+        model: name that the server knows; that of the seat by default.
+        key: sent to the server.
+    """
+
+    url: str
+    model: str | None = None
+    key: str = field(default="", repr=False)
+
+
+SeatFunction = Callable[[list[Message]], str | Awaitable[str]]  # the conversation so far -> the seat's turn
+Seats = Mapping[str, Any]  # each a Seat, "frozen", "policy:n", a SeatFunction or a SeatEngine
+
+
+def past_steps(seat: Any) -> int | None:
+    """The n of "policy:n"; None for other seats."""
+    match = PAST.fullmatch(seat) if isinstance(seat, str) else None
+    return int(match[1]) if match else None
+
+
+def checked_seats(seats: Seats | None, functions: bool = False) -> dict[str, Any]:
+    """A copy; ValueError for a seat that cannot be asked. `functions` may be seats where text is not sent by HTTP."""
+    for name, seat in (seats or {}).items():
+        known = isinstance(seat, Seat) or seat == FROZEN or past_steps(seat) is not None or hasattr(seat, "generate")
+        known = known or hasattr(seat, "chosen") or (functions and callable(seat))
+        if not known:
+            raise ValueError(
+                f'the seat {name!r} is {seat!r}; give Seat(url=...), "frozen", "policy:n" for the policy as it was n'
+                f" optimizer steps ago{', a function of messages' if functions else ''}, or an engine."
+            )
+    return dict(seats or {})
+
+
+def seat_named(seats: Seats, name: str) -> Any:
+    """The seat of a name; ValueError with the closest one."""
+    if name in seats:
+        return seats[name]
+    close = difflib.get_close_matches(name, seats, n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    known = f"there are {', '.join(map(repr, seats))}" if seats else "the trainer was given none"
+    raise ValueError(f"there is no seat {name!r}: {known}.{meant} Give the trainer seats={{{name!r}: ...}}.")
+
+
+async def text_of(function: SeatFunction, messages: list[Message]) -> str:
+    """The turn of a seat that is a function; ValueError if it is no text."""
+    said = function(messages)
+    text = await said if inspect.isawaitable(said) else said
+    if not isinstance(text, str):
+        name = getattr(function, "__name__", function)
+        raise ValueError(f"the function {name!r} of a seat returned a {type(text).__name__}; it must return text.")
+    return text
+
+
+@dataclass(eq=False)
+class TextSeat:
+    """An opponent that answers in text: a server, or a function."""
+
+    name: str
+    seat: Seat | SeatFunction
+    max_tokens: int
+    temperature: float
+
+    def begin(self, prompt: str | list[Message]) -> "TextConversation":
+        """Start a conversation; a prompt that is a string is a message of the user."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        return TextConversation(self, messages)
+
+    async def answer(self, messages: list[Message], max_tokens: int | None, stop: Sequence[str]) -> tuple[str, str]:
+        """The seat's turn, and why it ended."""
+        if not isinstance(self.seat, Seat):
+            return await text_of(self.seat, messages), "stop"
+        body: dict[str, Any] = {"model": self.seat.model or self.name, "messages": messages}
+        body |= {"max_tokens": max_tokens or self.max_tokens, "temperature": self.temperature}
+        body |= {"stop": [*stop]} if stop else {}
+        headers = {"Authorization": f"Bearer {self.seat.key}"} if self.seat.key else {}
+        where = f"the seat {self.name!r} at {self.seat.url}"
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=None)) as client,
+                client.post(f"{self.seat.url}/chat/completions", json=body, headers=headers) as got,
+            ):
+                if got.status != 200:
+                    raise ValueError(f"{where} answers with status {got.status}: {(await got.text())[:300]}")
+                choice = (await got.json())["choices"][0]
+        except ClientError as error:
+            raise ValueError(f"{where} does not answer: {error}") from error
+        return choice["message"].get("content") or "", choice.get("finish_reason") or "stop"
+
+
+@dataclass(eq=False)
+class TextConversation:
+    """A conversation of a `TextSeat`, with the methods of an `Episode` that a game needs.
+
+    Attributes:
+        messages: of the whole conversation.
+    """
+
+    seat: TextSeat
+    messages: list[Message]
+
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = False) -> Any:
+        """The seat's next turn, as a `Reply` without tokens."""
+        from covey.rollout.episode import Reply
+
+        text, ended = await self.seat.answer([dict(one) for one in self.messages], max_tokens, stop)
+        self.messages.append({"role": "assistant", "content": text})
+        return Reply(text, [], FinishReason.LENGTH if ended == "length" else FinishReason.STOP)
+
+    def write(self, content: str | Message | Sequence[Message]) -> bool:
+        """Append messages; a string is a message of the user."""
+        if isinstance(content, str):
+            content = {"role": "user", "content": content}
+        self.messages += [dict(content)] if isinstance(content, dict) else [dict(one) for one in content]
+        return True
