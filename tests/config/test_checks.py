@@ -210,6 +210,7 @@ REFUSED_BY_NAME = [
 
 ELSEWHERE = [  # settings whose findings other tests look at
     {"num_generations": 3},
+    {"rollouts_per_game": 3},
     {"generation_batch_size": 7},
     {"vllm_server_base_url": "http://me:secret@a:8000", **SERVER},
     {"advantages": "opo", "multi_objective_aggregation": "normalize_then_sum"},
