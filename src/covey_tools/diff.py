@@ -68,7 +68,7 @@ STAGES = (
     Stage(
         (
             *("advantages", "advantage", "fate", "weights", "entropy_weights", "mismatch_weights"),
-            *("old_logprobs", "ref_logprobs"),
+            *("old_logprobs", "ref_logprobs", "teacher_logprobs"),
         ),
         "the same rewards became other advantages or weights",
         (),

@@ -55,6 +55,7 @@ def config(**changes):
         "outcome_weight": 1.0,
         "step_discount": 1.0,
         "step_baseline": "group",
+        "teacher": None,
     }
     return SimpleNamespace(**{**fields, **changes})
 

@@ -68,6 +68,9 @@ VALUES: dict[str, Any] = {
         "max_steps": 3,
         "vllm_sleep_level": 2,
     },
+    **{"teacher": "start", "teacher_prompt": "answer", "teacher_prompt_template": "{prompt} {answer}"},
+    **{"teacher_schedule": {"warmup": 1, "peak": 0.5, "decay": 2, "valley": 0.1}},
+    **{"teacher_model_init_kwargs": {"dtype": "bfloat16"}, "teacher_advantage": "tests/support/gaps.py:none"},
     **{"max_tokens_per_micro_batch": 16, "vllm_importance_sampling_clip_min": 0.5, "entropy_target": 1.0},
     **each(("transformers_continuous_batching_config", "vllm_engine_kwargs", "sglang_server_args"), {"a": 1}),
 }
@@ -174,6 +177,8 @@ RUN_VALUES: dict[str, Any] = {
 # Settings with which a field that is pointed out alone is held by a part
 RECOMPUTED = {"gradient_checkpointing": True}
 STEP_BY_STEP = {"gradient_accumulation_steps": 1, "num_iterations": 2}  # off-policy, so that ratios are not 1
+TAUGHT = {"teacher": "start"}
+NAMED_ROWS = [{**row, "teacher": "a", "x": "a"} for row in ROWS]
 SGLANG = {"use_sglang": True, "sglang_base_url": "http://a:1"}
 TOOLS: dict[str, Any] = {"given": {"tools": [lookup], "train_dataset": tiny.rows(conversational=True)}}
 WITH: dict[str, dict[str, Any]] = {
@@ -191,6 +196,11 @@ WITH: dict[str, dict[str, Any]] = {
     "difficulty_floor": {"prompt_sampler": "difficulty"},
     **each(("speculative_lenience", "speculative_max_tokens"), {"speculative_reuse": "lenient"}),
     "keep_sampling_mask": {"top_p": 0.9},
+    **each(("teacher_loss", "teacher_advantage", "teacher_coef", "teacher_schedule", "teacher_clip"), TAUGHT),
+    **each(("teacher_prompt", "teacher_prompt_template"), TAUGHT),
+    "teacher_success_reward": {**TAUGHT, "teacher_prompt_template": "{prompt} {solution}"},
+    "teacher_column": {"teacher": {"a": "start"}, "given": {"train_dataset": NAMED_ROWS}},
+    **each(("teacher_mixup_alpha", "teacher_sync_steps"), {"teacher": "follower"}),
     "log_unique_prompts": {"log_completions": True},
     "log_completions_total_limit": {"export_completions": True},
     "warmup_steps": {"lr_scheduler_type": "linear"},
@@ -241,6 +251,7 @@ NEED_MORE = {
     "log_multimodal": "images: tests/observability/test_image_logging.py",
     "optim_target_modules": "an optimizer of another package",
     "replay_from": "a record: tests/trainer/test_replay.py",
+    **{f"teacher_model_{name}": "a folder: tests/trainer/test_teachers.py" for name in ("init_kwargs", "revision")},
     "torch_empty_cache_steps": "a GPU",
 }
 

@@ -96,6 +96,7 @@ NAMES = (
     *("rollouts/turns", "rollouts/failed", "sampling/staleness/mean", "sampling/staleness/max"),
     *("steps/per_completion", "frac_reward_zero_std", "frac_advantage_zero"),
     *("roles/first/reward", "roles/second/reward_std", "roles/first/baseline", "games/length"),
+    *("teacher/loss", "teacher/kl", "teacher/tokens", "teacher/fraction", "teacher/old/kl"),
 )
 
 
@@ -104,7 +105,7 @@ def train(output, settings):
     settings = dict(settings)
     method = settings.pop("method")
     flags = ("lora", "settled", "out_of_memory", "perturbed", "by_steps", "pads_at_the_last", "environments")
-    flags += ("experts", "suites")
+    flags += ("experts", "suites", "taught")
     chosen = {name for name in flags if settings.pop(name, False)}
     player = settings.pop("player", None)
     parts = {}
@@ -125,6 +126,13 @@ def train(output, settings):
         }
     if "settled" in chosen:
         parts["reward_funcs"] = longer_for_odd
+    if "taught" in chosen:  # rows with and without a teacher, at one process more than at the other
+        who = ["old", "hinted", "old", "hinted"]
+        rows = [
+            {**row, "teacher": who[number % 4] if number % 8 else None, "privileged_context": "9"}
+            for number, row in enumerate(tiny.rows())
+        ]
+        parts["train_dataset"] = rows
     if "by_steps" in chosen:
         parts["reward_funcs"] = [rewarded_by_steps, runs.longer]
     if player:

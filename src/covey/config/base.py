@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages
 from covey.algorithms.registered import register_loss_of_file
-from covey.config import engines, objective, rules, sampling, training
+from covey.config import engines, objective, rules, sampling, teachers, training
 from covey.config.algebra import PLANNED, BatchAlgebra, planning_for, steps_of
 from covey.config.aliases import AcceptsAliases, OldNames
 from covey.config.fields import DICT_FIELDS, FILE_FIELDS, SAMPLING_FIELDS, none_means_unset
@@ -83,6 +83,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     objective.LossFields,
     objective.KLFields,
     objective.EntropyFields,
+    teachers.TeacherFields,
     engines.MismatchFields,
     engines.VllmFields,
     engines.SglangFields,
@@ -160,6 +161,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     def resolved_data_seed(self) -> int:
         """Seed of the order of prompts: `data_seed`, or the seed of everything."""
         return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Source of each teacher (a folder, a hub id or a word of `OF_THE_POLICY`) by name; "" is the only one."""
+        if self.teacher is None:
+            return {}
+        return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher)
 
     @property
     def vllm_urls(self) -> list[str]:
@@ -255,6 +263,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 read = as_dict(name, value, ", or name a file that is there" * takes_file) if value else None
                 setattr(self, name, read and value.strip())  # transformers reads numbers and words within, too
         set_fields_from_generation_kwargs(self)
+        if isinstance(self.teacher, str):
+            text = self.teacher.strip()
+            self.teacher = as_dict("teacher", text) if text.startswith("{") else os.path.expanduser(text) or None
         for name in ("replay_from", "resume_from_checkpoint", "vllm_weight_folder", "checkpoint_path"):
             if isinstance(folder := getattr(self, name), str):
                 setattr(self, name, os.path.expanduser(folder))

@@ -82,6 +82,8 @@ HELP: dict[str, str] = {}  # by the name of the field
 
 DICT_FIELDS = (
     "model_init_kwargs",
+    "teacher_model_init_kwargs",
+    "teacher_schedule",
     "generation_kwargs",
     "chat_template_kwargs",
     "transformers_continuous_batching_config",

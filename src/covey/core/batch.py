@@ -25,6 +25,7 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "mismatch_weights",
 )
 WIDE_FIELDS = ("named_ids",)  # several numbers of each token, [N, K]
+TEACHER_FIELDS = ("teacher_logprobs",)  # of each token, NaN for one without a teacher
 TOKEN_FIELDS = ("token_ids", "sampled", "jumps", "kept_counts", "chosen", "origin", *LOSS_FIELDS, *WIDE_FIELDS)
 
 UNREPORTED = {
@@ -34,6 +35,7 @@ UNREPORTED = {
     "jumps": 0,
     "origin": -1,
     "named_ids": -1,
+    "teacher_logprobs": math.nan,
 }
 """Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it,
 and for rows of `WIDE_FIELDS` that are narrower than others."""
@@ -73,6 +75,7 @@ class TrainBatch:
     engine_logprobs: Tensor | None = None  # [N] float32 or None, by the sampling engine; NaN for rollouts without any
     mismatch_weights: Tensor | None = None  # [N] float32 or None, weights that correct the engine's distribution
     chosen: Tensor | None = None  # [N] bool or None, tokens that `Objective.choice` named
+    teacher_logprobs: Tensor | None = None  # [N] float32 or None, by the rollout's teacher; NaN: it has none
     # Tokens of the loss's further terms (`covey.core.terms`) by the term's name: [N] float32, 0 for a token that is not
     # part of it, else its share (1, or a factor of its own); and [B] float32, the normaliser of each rollout over one
     # optimizer step and all ranks. A token's weight in the term is their product.
@@ -118,7 +121,7 @@ class TrainBatch:
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
         return TrainBatch(
-            **self.of_tokens(TOKEN_FIELDS, tokens),
+            **self.of_tokens((*TOKEN_FIELDS, *TEACHER_FIELDS), tokens),
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -162,7 +165,8 @@ class TrainBatch:
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
             **self._each(
-                (*TOKEN_FIELDS, "term_tokens", "term_scales"), lambda values: values.new_zeros(1, *values.shape[1:])
+                (*TOKEN_FIELDS, *TEACHER_FIELDS, "term_tokens", "term_scales"),
+                lambda values: values.new_zeros(1, *values.shape[1:]),
             ),
             **self._each(["kept_ids"], methodcaller("new_zeros", 0)),
             lengths=length,
@@ -282,7 +286,7 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         assert len({(*part,) for part in parts}) == 1, "some batches have tokens of a term that others have not"
         return {term: torch.cat([part[term] for part in parts]) for term in parts[0]}
 
-    per_token: dict[str, Any] = {name: joined(name) for name in TOKEN_FIELDS}
+    per_token: dict[str, Any] = {name: joined(name) for name in (*TOKEN_FIELDS, *TEACHER_FIELDS)}
     media = [images for batch in batches for images in (batch.media or [()] * len(batch))]
     kept = [batch.kept_ids for batch in batches if batch.kept_ids is not None]
     return TrainBatch(

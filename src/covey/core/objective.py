@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
+from covey.core.distillation import TeacherAdvantage
 from covey.core.losses import (
     MAX_LOG_RATIO,
     KLEstimator,
@@ -52,6 +53,7 @@ class Objective:
     # (log-probs, advantages, random keys from 0 to 1) of all trained tokens of a step -> those that are `chosen`, [N]
     choice: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     terms: tuple[TokenTerm, ...] = ()  # further terms, each over tokens of its own
+    teacher: TeacherAdvantage | None = None  # adds a teacher's gap to the advantages
     surrogate_coef: Coefficient | None = None  # weight of surrogate and KL term next to the others; None: 1
 
     @property
@@ -103,7 +105,8 @@ def policy_loss(
     if rho is None and batch.engine_logprobs is not None and objective.correction is not None:
         rho, corrected = objective.correction(old, batch.engine_logprobs, sampled, batch.lengths)
     more = batch.skipped_tokens, batch.skipped_rows, entropies, batch.ref_logprobs, batch.chosen
-    x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *more)
+    advantages = batch.advantages if objective.teacher is None else objective.teacher(batch, logprobs, step)
+    x = SurrogateInputs(log_ratio, logprobs, old, advantages, sampled, batch.lengths, rho, *more)
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
     keep = _filters(x, batch, objective)
@@ -124,6 +127,8 @@ def policy_loss(
     if objective.surrogate_coef is not None:
         loss = objective.surrogate_coef(step) * loss
     for term in objective.terms:
+        if term.name not in batch.term_tokens:  # of a batch that no stage of a run has made
+            continue
         value, found = term_loss(term, term_inputs(batch, term.name, of_terms, rho), step)
         loss, stats = loss + value, stats | found
     without_bonus = loss.detach()

@@ -7,6 +7,7 @@ neither its sum nor its count. To add one, write a `TokenTerm` and name it in `c
 Letters: N tokens of B rollouts.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,7 +104,7 @@ def term_sizes(batch: TrainBatch) -> dict[str, Tensor]:
 def term_weights(batch: TrainBatch, name: str) -> Tensor:
     """[N] weights of the tokens in a term, 0 for those that are not part of it."""
     shares = batch.term_tokens[name]
-    return shares * expand(batch.term_scales[name], batch.lengths, len(shares)).to(shares)
+    return shares * expand(batch.term_scales[name], batch.lengths, len(shares))
 
 
 def term_inputs(batch: TrainBatch, name: str, logprobs: Tensor, rho: Tensor | None) -> TermInputs:
@@ -124,3 +125,20 @@ def term_loss(term: TokenTerm, x: TermInputs, step: int) -> tuple[Tensor, dict[s
     if term.stats is not None:
         stats |= term.stats(x)
     return term.coef(step) * (term_weights(x.batch, term.name) * values).sum(), stats
+
+
+def constant(value: float) -> Coefficient:
+    """The same weight in every step."""
+    return lambda step: value
+
+
+def peak_and_valley(step: int, *, warmup: int, peak: float, decay: int, valley: float) -> float:
+    """Weight of a term in a step: linear from 0 to `peak` in `warmup` steps, by a cosine to `valley` in `decay` more.
+
+    CHORD's schedule (arXiv 2508.11408, §3.2).
+    """
+    if step < warmup:
+        return peak * step / warmup
+    if step >= warmup + decay:
+        return valley
+    return valley + (peak - valley) * (1 + math.cos(math.pi * (step - warmup) / decay)) / 2

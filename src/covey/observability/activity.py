@@ -10,6 +10,7 @@ WORDS = {
     "generate": "sampling",
     "reward": "rewards",
     "score": "log-probs",
+    "teacher": "teachers",
     "train": "training",
     "sync": "sending weights",
     "wait": "waiting for rollouts",

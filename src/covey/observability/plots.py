@@ -21,6 +21,7 @@ PHASES = {
     "train": "#15936b",
     "reward": "#9b4dca",
     "score": "#e07a1f",
+    "teacher": "#d4a017",
     "sync": "#5b6b7d",
     "wait": "#c2344b",
     "evaluate": "#8a6d1f",

@@ -58,7 +58,10 @@ AS_THEY_ARE = ("group", "role", "game", "prompt", "completion", "reused", "calls
 LISTS = dict.fromkeys(("turn_ends", "prompt_ids", "versions"), "int32") | {"sampled": "bool"}
 LISTS |= dict.fromkeys(("logprobs", "entropies"), "float32")
 """Fields of a rollout that hold lists, and the type of their values."""
-OF_TOKENS = ("old_logprobs", "ref_logprobs", "advantages", "weights", "entropy_weights", "mismatch_weights")
+OF_TOKENS = (
+    *("old_logprobs", "ref_logprobs", "teacher_logprobs"),
+    *("advantages", "weights", "entropy_weights", "mismatch_weights"),
+)
 """Columns of `TrainBatch` [N]; a column that the run does not compute is missing."""
 GIGABYTE = 10**9
 Grades = Sequence[

@@ -41,7 +41,7 @@ class UpdateLog:
         return replace(batch, origin=torch.arange(first, first + batch.num_tokens, device=batch.token_ids.device))
 
     def on_micro_batch(
-        self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective
+        self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective, step: int = 0
     ) -> None:
         """Keep the values of a micro-batch; of one that is repeated, as memory ran out, the last."""
         if batch.origin is None or not batch.num_tokens:
@@ -50,7 +50,7 @@ class UpdateLog:
         if entropies is not None and self._entropies:
             kept["entropies"] = entropies
         if batch.old_logprobs is not None:
-            kept["clipped"] = clipped_tokens(batch, logprobs, entropies, objective)
+            kept["clipped"] = clipped_tokens(batch, logprobs, entropies, objective, step)
             if objective.ratio_level is not token_level:
                 kept["log_ratios"] = objective.ratio_level(logprobs, batch.old_logprobs, batch.sampled, batch.lengths)
         of_each = {name: values.detach().cpu().split(batch.lengths.tolist()) for name, values in kept.items()}
@@ -79,13 +79,15 @@ class UpdateLog:
         return write_table(self.folder / file_name(step, self.rank, self.processes, "update"), columns)
 
 
-def clipped_tokens(batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective) -> Tensor:
+def clipped_tokens(
+    batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective, step: int = 0
+) -> Tensor:
     """Trained tokens with credit that do not move the surrogate, as a clip or a filter cuts them off: [N] bool."""
     assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
     constant = None if entropies is None else entropies.detach()
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
-        loss = policy_loss(batch, leaf, constant, replace(objective, beta=0.0, terms=())).loss
+        loss = policy_loss(batch, leaf, constant, replace(objective, beta=0.0, terms=()), step=step).loss
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     still = torch.ones_like(batch.sampled) if gradient is None else gradient == 0
     return still & batch.sampled & (batch.weights != 0) & (batch.advantages != 0)

@@ -4,7 +4,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,36 @@ def check_loading(model: Any, init_kwargs: Any, quantization_config: Any, peft_c
             f" loaded model was given ({type(model).__name__}).",
             "Give the model's id or folder, or drop it.",
         )
+
+
+def load_teacher(name: str, *, init_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False) -> Any:
+    """Load a frozen model, which only scores: a hub id or folder, in fewer bits too (`quantization_config`)."""
+    init_kwargs, name = init_kwargs or {}, os.path.expanduser(name)
+    quantization = init_kwargs.get("quantization_config")
+    model = _from_pretrained(name, init_kwargs, trust_remote_code, quantization, lambda config: None)
+    report(_check_generates(model))
+    if "attn_implementation" not in init_kwargs:
+        keep_soft_caps(base_model(model))
+    return model.requires_grad_(False).eval()
+
+
+def tokenizer_of_source(name: str, location: dict[str, Any]) -> Any:
+    """The tokenizer of a hub id or folder; None where there is none that can be loaded."""
+    with suppress(OSError, ValueError, TypeError, KeyError, ImportError):
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name), **_located(name, location))
+    return None
+
+
+def config_of_source(name: str, location: dict[str, Any]) -> Any:
+    """The config of a hub id's or folder's model; None where there is none that can be loaded."""
+    with suppress(OSError, ValueError, TypeError, KeyError, ImportError):
+        return AutoConfig.from_pretrained(os.path.expanduser(name), **_located(name, location))
+    return None
+
+
+def _located(name: str, init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    location = _location(init_kwargs)
+    return location if look_up(os.path.expanduser(name), **_asked(location)) else {**location, "local_files_only": True}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Replicas of the policy: its reference for the KL penalty, and a full copy of a sharded policy for sampling.
 
-The reference is a frozen copy of a whole model, which may follow the policy; a model with a new adapter switched off;
-or one with the initial state of a trained adapter in place while it is scored.
+The reference is a frozen copy of a whole model, a model with a new adapter switched off, or one with an earlier state
+of a trained adapter in place while it is scored. A copy and an adapter's state may follow the policy.
 """
 
 import copy
@@ -45,9 +45,7 @@ class Reference:
             with policy.disable_adapter():
                 yield policy
         else:  # the trained parameters of the first call, within the context
-            reshard(policy)
-            trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
-            current = {name: own_shard(weight).detach().clone() for name, weight in trained}
+            current = _trained_shards(policy)
             self._adapter = current if self._adapter is None else self._adapter
             _set_shards(policy, self._adapter)
             try:
@@ -58,7 +56,12 @@ class Reference:
     @torch.no_grad()
     def follow(self, policy: Any, alpha: float) -> None:
         """reference = (1 - alpha) reference + alpha policy: TR-DPO's soft update (arXiv 2404.09656, eq. 2)."""
-        assert self.copy is not None, "checked with the config: an adapter's reference cannot follow it"
+        if self.copy is None:
+            assert self.stores_adapter, "an adapter that is switched off cannot follow the policy"
+            current = _trained_shards(policy)
+            before = current if self._adapter is None else self._adapter
+            self._adapter = {name: shard.lerp(current[name], alpha) for name, shard in before.items()}
+            return
         self.has_moved = True
         reshard(self.copy)
         reshard(policy)
@@ -121,6 +124,13 @@ def frozen_sample(model: Any) -> Sample:
 def _few(weight: Tensor) -> Tensor:
     few = weight.flatten()[:: max(1, weight.numel() // 8)].to("cpu", torch.float32)
     return few.clone()  # torch saves the whole of what a view is of
+
+
+def _trained_shards(policy: Any) -> dict[str, Tensor]:
+    """Copies of this process's shards of what is trained."""
+    reshard(policy)
+    trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
+    return {name: own_shard(weight).detach().clone() for name, weight in trained}
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class MemoryEstimate:
     """
 
     weights: int  # in their type, quantised ones with scales, or the shard; adapters and what is not quantised: float32
-    reference: int  # a second copy if there is a KL penalty; 0 with adapters, which are switched off
+    reference: int  # copies for a KL penalty and for teachers; 0 with adapters, which are switched off or exchanged
     gradients: int  # one number per trainable parameter of the shard
     optimizer: int  # `optimizer_states(optim)` numbers per trainable parameter of the shard
     # Saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; of layers that
@@ -242,7 +242,7 @@ def _estimate(
     outer, layer = unit_parameters(config) if sharded else (0, 0)
     sampled = MemoryEstimate(
         weights=weights,
-        reference=weights if args.beta and whole else 0,
+        reference=weights * _copies_of_policy(args) if whole else 0,
         gradients=trainable * updated // spread.gradients,
         optimizer=int(trainable * updated * optimizer_states(str(args.optim))) // spread.optimizer,
         activations=tokens * activation_bytes(text, precision, kept),
@@ -317,6 +317,13 @@ def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) 
     """Bytes between what layers save; tokens and patches count once for each layer that saves."""
     of_patches = patches * counts.vision.passing * (counts.vision.channels > 0)
     return (tokens * precision.saved.passing + of_patches) * precision.computed
+
+
+def _copies_of_policy(args: Any) -> int:
+    """Frozen copies: the reference of a KL penalty, which is the teacher "start" as well unless it moves; followers."""
+    kinds = [*args.teachers.values()]
+    first = bool(args.beta) + kinds.count("start")
+    return (min(first, 1) if not args.sync_ref_model else first) + kinds.count("follower")
 
 
 def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:

@@ -28,9 +28,9 @@ from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
-from covey.policy.loading import disable_dropout, load_policy, max_context
+from covey.policy.loading import disable_dropout, load_policy, load_teacher, max_context
 from covey.policy.precision import held_in_half
-from covey.policy.quantization import check_shardable
+from covey.policy.quantization import check_shardable, quantization_method
 from covey.policy.replicas import Reference, starts_as_identity
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
@@ -42,6 +42,7 @@ from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report, warn
+from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
@@ -56,6 +57,13 @@ from covey.trainer.integrations.report import RunReport, changed, provenance
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.rollout_reports import logs_completions
 from covey.trainer.run import Run
+from covey.trainer.teachers import (
+    Teacher,
+    TeacherScorer,
+    loaded_teacher,
+    policy_teacher,
+    prompt_maker,
+)
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -168,16 +176,83 @@ def build_reference(
 ) -> Reference | None:
     if algorithm.beta == 0:
         return None
-    is_new = peft_config is not None and starts_as_identity(peft_config)
-    reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
-    if args.sync_ref_model and reference.has_adapter:
-        raise CheckError.of(
-            "reference-adapter",
-            "sync_ref_model=True with an adapter: the reference shares the policy's weights under the adapter and"
-            " cannot follow it.",
-            "Set sync_ref_model=False, or train the whole model.",
-        )
-    return reference
+    return make_reference(model, accelerator, peft_config, follows=args.sync_ref_model)
+
+
+def make_reference(model: Any, accelerator: Any, peft_config: Any, *, follows: bool) -> Reference:
+    """The policy as it is now, for later; one that `follows` it keeps a state of its adapter."""
+    is_new = peft_config is not None and starts_as_identity(peft_config) and not follows
+    return Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
+
+
+def build_teachers(
+    run: Run,
+    model: Any,
+    collector: Collector,
+    rewards: RewardSuite,
+    scorer: BatchScorer,
+    peft_config: Any = None,
+    reference: Reference | None = None,
+    given: Any = None,
+) -> TeacherScorer | None:
+    """The teachers that the config names, or the model that was `given`; None without any.
+
+    `reference` is that of a KL penalty, which is the teacher "start" as well where it does not move.
+    """
+    args, teachers = run.args, dict[str, Teacher]()
+    for name, source in sources_of_teachers(args, given).items():
+        if source == "policy":
+            teachers[name] = policy_teacher(name, source, None)
+        elif source in ("start", "follower"):
+            shared = reference is not None and source == "start" and not args.sync_ref_model
+            own = reference if shared else None
+            if own is None:
+                own = make_reference(model, run.accelerator, peft_config, follows=source == "follower")
+            teachers[name] = policy_teacher(name, source, own)
+        else:
+            teachers[name] = loaded_teacher(name, _placed_teacher(run, source), unwrapped(model))
+    if not teachers:
+        return None
+    template = args.teacher_prompt_template or ""
+    reads_solutions = "{solution}" in template or (bool(template) and "{" not in template)
+    return TeacherScorer(
+        run,
+        scorer,
+        teachers,
+        collector.codec,
+        prompt_maker(args),
+        reads_solutions,
+        rewards.weights,
+        column=args.teacher_column,
+        success_reward=args.teacher_success_reward,
+        alpha=args.teacher_mixup_alpha,
+    )
+
+
+def sources_of_teachers(args: OnlineConfig, given: Any) -> dict[str, Any]:
+    """Folders, hub ids, words and models of teachers, by name."""
+    return dict(args.teachers) if given is None else {"": given}
+
+
+def teacher_kwargs(args: OnlineConfig) -> dict[str, Any]:
+    """Arguments with which teachers are loaded."""
+    revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
+    own: Any = args.teacher_model_init_kwargs  # a config parses JSON
+    return {**revision, **(own or {})}
+
+
+@without_bars()
+def _placed_teacher(run: Run, source: Any) -> Any:
+    """A teacher on the run's device, sharded if the policy is."""
+    with whole_models():
+        if isinstance(source, str):
+            kwargs = teacher_kwargs(run.args)
+            source = load_teacher(source, init_kwargs=kwargs, trust_remote_code=run.args.trust_remote_code)
+        else:
+            source = source.requires_grad_(False).eval()
+    if not (run.sharding.weights or quantization_method(source)):
+        source = source.to(run.device)
+    return prepare_frozen(run.accelerator, source)
 
 
 def check_engine_choice(args: OnlineConfig, engine: Any) -> Iterator[Finding]:
@@ -477,7 +552,10 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     trainer.stop.say = display.announce if args.process_index == 0 else lambda line: None
     trainer.add_callback(Advice(lambda: {**trainer.metrics.end_step(), "grad_norm": trainer.finite.norm}))
     if trainer.reference is not None and args.sync_ref_model:
-        trainer.add_callback(FollowPolicy(trainer.reference, trainer.run))
+        move = partial(trainer.reference.follow, trainer.policy, args.ref_model_mixup_alpha)
+        trainer.add_callback(FollowPolicy(move, args.ref_model_sync_steps))
+    if (teachers := trainer.behaviour.teachers) is not None and teachers.follows:
+        trainer.add_callback(FollowPolicy(teachers.follow, args.teacher_sync_steps))
     trainer.add_callback(trainer.stop)
     if held_in_half(trainer.policy):
         trainer.add_callback(MovedWeights(trainer.run, warned=check_precision(trainer.run)))
@@ -496,11 +574,11 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
 
 @dataclass(eq=False)
 class FollowPolicy(TrainerCallback):
-    """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
+    """Moves a reference or teacher towards the policy every few optimizer steps."""
 
-    reference: Reference
-    run: Run
+    move: Callable[[], None]
+    every: int
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:
-            self.reference.follow(self.run.policy, args.ref_model_mixup_alpha)
+        if state.global_step % self.every == 0:
+            self.move()

@@ -37,6 +37,7 @@ from covey.trainer.rollout_reports import (
     token_ages,
 )
 from covey.trainer.run import Run
+from covey.trainer.teachers import TeacherScorer
 
 Stats = dict[str, Stat]
 
@@ -49,10 +50,11 @@ class BehaviourScorer:
     scorer: BatchScorer
     reference: Reference | None  # of the KL penalty, or None
     engine_check: EngineCheck  # compares the engine's first log-probs with the scorer's
+    teachers: TeacherScorer | None = None
 
-    def score(self, given: Sequence[Rollout], mode: Mode) -> Behaviour:
+    def score(self, scored: RolloutBatch, mode: Mode) -> Behaviour:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty. Collective."""
-        run = self.run
+        run, given = self.run, scored.rollouts
         batch = collate(given, mask_truncated=run.args.mask_truncated_completions).to(run.device)
         with run.phases("score"):
             self.scorer.settle_layout(batch)
@@ -63,8 +65,12 @@ class BehaviourScorer:
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch = replace(batch, engine_logprobs=None)
             batch, kl, measured, stats = self.with_logprobs(batch, mode, measures_entropy=not entropy)
-            batch = replace(batch, term_tokens=tokens_of_terms(run.algorithm.objective.terms, batch))
-            return Behaviour(rollouts, batch, kl, [entropy] if entropy else measured, stats)
+        if self.teachers is not None:
+            with run.phases("teacher"):
+                batch, found = self.teachers(scored, batch, mode)
+                stats = [*stats, found]
+        batch = replace(batch, term_tokens=tokens_of_terms(run.algorithm.objective.terms, batch))
+        return Behaviour(rollouts, batch, kl, [entropy] if entropy else measured, stats)
 
     def with_logprobs(
         self, batch: TrainBatch, mode: Mode, measures_entropy: bool = False
@@ -122,11 +128,14 @@ class BehaviourScorer:
             self.engine_check(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reference": self.reference and self.reference.state_dict()}
+        teachers = None if self.teachers is None else self.teachers.state_dict()
+        return {"reference": self.reference and self.reference.state_dict(), "teachers": teachers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["reference"] is not None and self.reference is not None:
             self.reference.load_state_dict(state["reference"])
+        if self.teachers is not None and state.get("teachers"):  # none in earlier checkpoints
+            self.teachers.load_state_dict(state["teachers"])
 
 
 @dataclass(eq=False)

@@ -152,7 +152,7 @@ class TrainingLoop(Trainer):
     @torch.no_grad()
     def gather_experience(self, rollouts: RolloutBatch, mode: Mode, log: CompletionLog | None) -> Experience:
         """Score rollouts, assign credit and weights: training data. `log` gets the completions. Collective."""
-        behaviour = self.behaviour.score(rollouts.rollouts, mode)  # old and reference log-probs, where needed
+        behaviour = self.behaviour.score(rollouts, mode)  # log-probs of the old policy, reference, teachers
         rollouts = replace(rollouts, rollouts=behaviour.rollouts)  # with the entropies that were measured
         experience = self.credit.experience(rollouts, behaviour, mode, log)  # advantages and token weights
         if self.recorder is None:

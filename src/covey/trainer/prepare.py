@@ -18,6 +18,7 @@ from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checks import check_datasets, check_fit, check_policy
 from covey.trainer.evaluation.suites import with_user_messages
 from covey.trainer.run import Run
+from covey.trainer.teachers import check_columns, check_prompts, check_teachers
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def read_arguments(
     if args.prompts_as_messages:
         train_dataset, eval_dataset = map(with_user_messages, (train_dataset, eval_dataset))
     judged = None if rollout_func else reward_funcs  # rollouts of the user's own may give further arguments
-    report(check_datasets(args, train_dataset, eval_dataset, environment_factory is None, judged))
+    found = check_datasets(args, train_dataset, eval_dataset, environment_factory is None, judged)
+    report([*found, *check_columns(args, train_dataset, "train_dataset")])
     players = tools, rollout_func, environment_factory, seats, eval_seats
     return Arguments(args, train_dataset, eval_dataset, reward_funcs, *players)
 
@@ -109,7 +111,9 @@ def build_parts(
     )
     sampling = build.sampling_params(given.args, tokenizer)  # before reward models are loaded
     rewards = build.build_rewards(run, collector, given.reward_funcs, reward_processing_classes)
+    teachers = build.sources_of_teachers(given.args, getattr(trainer, "teacher_model", None))
+    of_teachers = check_teachers(teachers, model, tokenizer, build.teacher_kwargs(given.args))
     of_model = check_policy(model, optimizer, run.device.type, str(given.args.attn_layout), vision is not None)
     of_data = check_fit(given.args, collector, rewards, given.train_dataset, given.eval_dataset)
-    report([*of_model, *of_data])
+    report([*of_model, *of_teachers, *check_prompts(given.args, vision is not None), *of_data])
     return Parts(collector, sampling, rewards)

@@ -108,6 +108,7 @@ class OnlineTrainer(TrainingLoop):
     report: Any  # `covey.trainer.integrations.report.RunReport`
     own_callbacks: frozenset[int]  # ids of those that the user has not given
     loss_is_scaled_for_ga = True  # an average over the accumulation window is in the weights already
+    teacher_model: Any = None  # a model that was given in the place of `args.teacher`
     evaluates_alone = False  # the policy was sharded for an evaluation without training
     generations_asked = 0  # calls of `generate`
     on_evaluated: Callable[[dict[str, float], int], bool] | None = None  # of a search: metrics, step -> stop training
@@ -193,10 +194,10 @@ class OnlineTrainer(TrainingLoop):
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
         report(check_unread(self))
-        self._build_step(parts.sampling, given.prompts_required)
+        self._build_step(parts.sampling, given.prompts_required, peft_config)
         build.add_callbacks(self, build.as_callbacks(callbacks))
 
-    def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
+    def _build_step(self, sampling: SamplingParams, prompts_required: bool, peft_config: Any) -> None:
         args, run, engine, rows = self.args, self.run, self.collector.engine, self.train_dataset
         replay, traits = build.build_replay(run, self.collector, self.rewards)
         entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
@@ -204,7 +205,10 @@ class OnlineTrainer(TrainingLoop):
         runner = MicroBatchRunner(run, self.scorer)
         scorer = self.batch_scorer = BatchScorer(run, self.scorer, runner)
         check = EngineCheck(run, self.collector, sampling, traits, scorer.rescore)
-        self.behaviour = BehaviourScorer(run, scorer, self.reference, check)
+        teachers = build.build_teachers(
+            run, self.model, self.collector, self.rewards, scorer, peft_config, self.reference, self.teacher_model
+        )
+        self.behaviour = BehaviourScorer(run, scorer, self.reference, check, teachers)
         energies = functools.partial(token_energies, scorer) if run.algorithm.token_baseline else None
         self.credit = CreditAssigner(run, self.rewards, entropy is not None, build.unread_settings(args), energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())

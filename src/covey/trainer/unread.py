@@ -5,6 +5,7 @@ its findings and call it in `check_unread`.
 """
 
 import copy
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
 from covey.config.messages import closest, default_of, ignored, is_set
+from covey.config.teachers import TeacherFields
 from covey.core.findings import Finding
 from covey.data.templates import unread_arguments
 from covey.data.validation import first_rows
@@ -28,6 +30,7 @@ from covey.runtime.user_code import is_async
 from covey.trainer.checks import evaluation_sets
 from covey.trainer.evaluation.suites import rows_of
 from covey.trainer.integrations.attributes import listed
+from covey.trainer.teachers import columns_read
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 EVENTS = {name.removeprefix("on_").replace("_", ""): name for name in dir(TrainerCallback) if name.startswith("on_")}
@@ -41,6 +44,7 @@ OF_THE_TRAINER = frozenset(
 def check_unread(trainer: Any) -> Iterator[Finding]:
     """Warnings of what was given to a trainer and changes nothing."""
     args, given = trainer.args, trainer.made_of
+    yield from check_teacher_settings(trainer)
     yield from check_optimizer_settings(trainer)
     yield from check_callbacks(listed(given.get("callbacks")))
     yield from check_rewards(trainer)
@@ -57,6 +61,14 @@ def check_unread(trainer: Any) -> Iterator[Finding]:
     yield from check_prompt_settings(trainer, [row.get("prompt") for _, some in rows for row in some])
     for role, some in rows:
         yield from check_columns(trainer, {column for row in some for column in row}, role)
+
+
+def check_teacher_settings(trainer: Any) -> Iterator[Finding]:
+    """Warnings of settings of a teacher where there is none."""
+    args = trainer.args
+    if args.teacher is None:
+        names = [field.name for field in dataclasses.fields(TeacherFields) if field.name != "teacher"]
+        yield from ignored(args, names, "there is no teacher")
 
 
 def check_prompt_settings(trainer: Any, prompts: Sequence[Any]) -> Iterator[Finding]:
@@ -224,7 +236,7 @@ def check_columns(trainer: Any, columns: set[str], role: str) -> Iterator[Findin
     functions = [one for one in trainer.rewards.functions if isinstance(one, FunctionReward)]
     if any(one.names is None for one in functions):
         return
-    read = {name for one in functions for name in one.names or ()}
+    read = {name for one in functions for name in one.names or ()} | columns_read(trainer.args)
     unread = columns - read - OF_THE_TRAINER
     for function in functions:
         for name in sorted(function.unfilled(columns)):

@@ -193,7 +193,7 @@ class UpdatePhase:
         coef = 0.0 if self.entropy is None else self.entropy.effective
         result = policy_loss(batch, scores.logprobs, scores.entropies, objective, coef, run.step)
         if self.updates is not None and plan.training:
-            self.updates.on_micro_batch(batch, scores.logprobs, scores.entropies, objective)
+            self.updates.on_micro_batch(batch, scores.logprobs, scores.entropies, objective, run.step)
         stats, scale = dict(result.stats), plan.scale
         if plan.training and not math.isfinite(without_bonus := result.without_bonus.item()):
             scale *= self.finite.check_loss(without_bonus, number)

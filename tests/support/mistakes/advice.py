@@ -54,7 +54,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a reward function twice": "",
         "Loaded the weights to train in bfloat16, at a small learning rate": "",
         "Loaded the weights to train in float16": "",
-        "Used sync_ref_model with an adapter": "",
         "Asked for speculative_reuse with linear attention, state-space or convolution layers": "",
         "Sampled with the built-in engine from a model whose state cannot be copied": (
             "Sample from a server, or train another model. RWKV and RecurrentGemma are such models."

@@ -519,13 +519,6 @@ MODELS = [
         kind=CheckWarning,
     ),
     checked(
-        "Used sync_ref_model with an adapter",
-        lambda b: b.build({"beta": 0.1, "sync_ref_model": True}, peft_config=lora()),
-        "reference-adapter",
-        "sync_ref_model=True",
-        "sync_ref_model=False",
-    ),
-    checked(
         "Asked for speculative_reuse with linear attention, state-space or convolution layers",
         lambda b: b.build({"speculative_reuse": "exact"}, model=hybrids.model("Lfm2")),
         "draft-reuse",

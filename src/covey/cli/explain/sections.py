@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
-from covey.config.objective import BUILT_IN, CLIPPED
+from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
+from covey.config.teachers import OF_THE_POLICY
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 
 
@@ -203,6 +204,7 @@ def loss(run: ExplainedRun) -> Iterator[str]:
         where = "subtracted from the reward" if args.penalises_reward else f"added to the loss ({args.kl_estimator})"
         yield f"""beta={args.beta:g}: {args.beta:g} * KL to the reference model is {where}. kl starts at 0. beta=0
         removes the penalty and the reference model."""
+    yield from _teachers(run)
     if args.beta and args.sync_ref_model:
         yield f"The reference moves towards the policy every {args.ref_model_sync_steps} updates."
     if args.max_completion_length is None:
@@ -235,6 +237,38 @@ def _comparison(compare: Any, decay: float) -> Iterator[str]:
         for role, by in compare.items():
             yield f"A rollout of the role {role!r} is compared with {with_whom[by]} (compare)."
         yield f"One of any other role is compared with {with_whom['role']}."
+
+
+def _teachers(run: ExplainedRun) -> Iterator[str]:
+    """Terms of teachers, each with its denominator, and their cost."""
+    args = run.args
+    kinds = args.teachers
+    if not kinds:
+        return
+    whom = ", ".join(f"{name} ({source})" if name else str(source) for name, source in kinds.items())
+    coef = f"{args.teacher_coef:g}" + (" times its schedule" if args.teacher_schedule else "")
+    if args.teacher_loss == "advantage":
+        yield f"""Teacher {whom}: {coef} * (its log-prob - the policy's) is added to the advantage of every token that
+        has a teacher; loss_type={args.loss_type} averages both together."""
+    else:
+        unit = "those tokens" if args.loss_type in OVER_TOKENS else "rollouts that have such tokens"
+        yield f"""Teacher {whom}: {coef} * the divergence from it is a term of its own, averaged over the tokens of an
+        update that have a teacher, as loss_type={args.loss_type} averages: its denominator counts {unit} alone."""
+    if args.teacher_prompt or args.teacher_prompt_template:
+        what = f"column {args.teacher_prompt!r}" if args.teacher_prompt else "teacher_prompt_template"
+        yield f"""It reads the prompt of {what}, then the completion. A row without it has no teacher
+        (teacher/fraction)."""
+    loaded = [source for source in kinds.values() if source not in OF_THE_POLICY]
+    copies = [source for source in kinds.values() if source in ("start", "follower")]
+    adapter = run.model.peft is not None
+    whole = "the adapter's weights" if adapter else "a copy of the policy's weights"
+    memory = [f"the weights of {source}" for source in loaded]
+    memory += [
+        "none for 'start' with a new adapter" if adapter and source == "start" else f"{whole} for {source!r}"
+        for source in copies
+    ]
+    yield f"""Each teacher costs one forward pass over its rollouts, without a gradient, once per rollout batch
+    (phase/teacher), and memory: {", ".join(memory) or "none"}."""
 
 
 def _values_of_loss(run: ExplainedRun) -> str:

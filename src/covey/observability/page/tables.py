@@ -32,6 +32,8 @@ COLUMNS = {
     "current": ("current log-prob", "log-prob in the last update that trained on the token", "low"),
     "ref_logprobs": ("reference log-prob", "log-prob under the reference", "low"),
     "drift": ("log-prob minus reference", "log-prob minus the reference's: their mean is the KL divergence", "both"),
+    "teacher_logprobs": ("teacher's log-prob", "log-prob by the rollout's teacher, in nats", "low"),
+    "teacher_gap": ("teacher gap", "teacher's log-prob minus the policy's: what it would have more or less of", "both"),
     "advantages": ("advantage", "credit of the token", "both"),
     "weights": ("weight", "share of the token in the loss; 0 where nothing is learned from it", "high"),
     "entropy_weights": ("entropy weight", "share of the token in the entropy bonus", "high"),
@@ -40,6 +42,13 @@ COLUMNS = {
     "turn": ("turn", "turn of the policy", "each"),
 }
 """Columns of tokens by name: title, meaning, and scale: which end stands out, `both` from 0, `each` value by itself."""
+
+OF_TWO = (
+    ("gap", "trainer", "logprobs"),
+    ("drift", "trainer", "ref_logprobs"),
+    ("teacher_gap", "teacher_logprobs", "trainer"),
+)
+"""Columns that are the difference of two others."""
 
 
 def described(name: str) -> tuple[str, str, str]:
@@ -136,7 +145,7 @@ class RecordedBatch:
                 found["ratio"] = np.exp(found["log_ratios"])
             if clipped := in_updates("clipped"):
                 found["clipped"] = np.nan_to_num(np.stack(clipped)).mean(0)
-        for name, one, other in (("gap", "trainer", "logprobs"), ("drift", "trainer", "ref_logprobs")):
+        for name, one, other in OF_TWO:
             if one in found and other in found:
                 found[name] = found[one] - found[other]
         turns = self.table["turn_ends"].to_pylist()

@@ -1,0 +1,146 @@
+"""Fields and rules about teachers: models that score the policy's own tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from covey.algorithms import LOSS_TYPES
+from covey.config.fields import Args, describe_fields, limited
+from covey.config.messages import ignored
+from covey.core.findings import Finding
+
+OF_THE_POLICY = ("start", "policy", "follower")
+"""Teachers that are the policy, at some time or with another prompt."""
+SCHEDULE = ("warmup", "peak", "decay", "valley")
+
+
+@dataclass
+class TeacherFields:
+    """Teachers: distillation of another model, or of the policy itself with another prompt."""
+
+    teacher: dict[str, str] | str | None = None
+    """The teacher, which scores the tokens that the policy has sampled: a folder or hub id; `start`, the policy as it
+    was when the run began (with a new adapter: without it, which takes no memory); `policy`, the policy itself, reading
+    another prompt; `follower`, the policy as it was some steps ago, or an average; or several by name, as JSON, which
+    rows choose by `teacher_column`."""
+    teacher_model_init_kwargs: dict[str, Any] | str | None = None
+    """Arguments of `from_pretrained` for teachers that are loaded, such as dtype or quantization_config."""
+    teacher_model_revision: str | None = None
+    """Revision of a teacher from the hub."""
+    teacher_column: str = "teacher"
+    """Column with the name of a row's teacher, where there are several. A row without a name has none."""
+    teacher_prompt: str | None = None
+    """Column with the prompt (text or messages) that the teacher reads instead of the row's. A row without one has no
+    teacher."""
+    teacher_prompt_template: str | None = None
+    """The prompt that the teacher reads instead: text with {prompt}, the row's (of messages: the last one), and any of
+    {context} (column `privileged_context`), {solution} (a rewarded answer of the group), {feedback} (a column, or what
+    the environment said) and other columns; or path/to/file.py:name, a function of `TeacherPrompt`. A rollout that
+    lacks one of them has no teacher."""
+    teacher_success_reward: float = 1.0
+    """{solution}: smallest total reward of an answer that is shown to the teacher of the others."""
+    teacher_loss: str = limited("advantage", choices=("advantage", "divergence"))
+    """`advantage`: the teacher's log-prob minus the policy's is added to each token's advantage. `divergence`: a term
+    of its own in the loss, averaged over the tokens that have a teacher."""
+    teacher_advantage: str | None = None
+    """Function of the gap and the advantages, path/to/file.py:name, in the place of their weighted sum."""
+    teacher_coef: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 measures the teacher alone.")
+    """Weight of the teacher; 0 measures it without learning from it."""
+    teacher_schedule: dict[str, float] | str | None = None
+    """Factor of `teacher_coef` by the optimizer step: {"warmup": steps, "peak": a, "decay": steps, "valley": b}, linear
+    from 0 to the peak, then by a cosine to the valley."""
+    teacher_clip: float | None = limited(None, gt=0, advice="1 to 10 nats are usual.")
+    """Largest gap between the teacher's log-prob and the policy's that counts, in nats; unset: no bound."""
+    teacher_mixup_alpha: float = limited(1.0, gt=0, le=1, advice="1.0 copies; 0.05 averages.")
+    """Of `follower`: teacher = (1 - alpha) * teacher + alpha * policy."""
+    teacher_sync_steps: int = limited(1, ge=1)
+    """Of `follower`: optimizer steps between two moves."""
+
+
+describe_fields(__name__)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def teacher_schedule_is_whole(args: Args) -> Iterator[Finding]:
+    yield from _check_schedule("teacher_schedule", args.teacher_schedule)
+
+
+def _check_schedule(name: str, given: Any) -> Iterator[Finding]:
+    """Errors of a schedule of four numbers."""
+    if given is None:
+        return
+    known = isinstance(given, dict) and {*given} == {*SCHEDULE}
+    numbers = known and all(isinstance(value, int | float) and 0 <= value < 1e9 for value in given.values())
+    if not numbers or not all(float(given[key]).is_integer() for key in ("warmup", "decay")):
+        yield Finding.error(
+            "setting-format",
+            f"{name}={given!r} must have the keys {', '.join(SCHEDULE)}: two whole numbers of steps and two weights of"
+            " 0 or more.",
+            f"Write {name}={{'warmup': 10, 'peak': 1.0, 'decay': 100, 'valley': 0.1}}.",
+        )
+
+
+def teachers_are_named(args: Args) -> Iterator[Finding]:
+    given = args.teacher
+    texts = [*given, *given.values()] if isinstance(given, dict) else []
+    if isinstance(given, dict) and not (texts and all(isinstance(one, str) and one for one in texts)):
+        yield Finding.error(
+            "teacher-unknown",
+            f"teacher={given!r} must map names to folders, hub ids, 'start', 'policy' or 'follower'.",
+            'Write teacher={"math": "folder-of-one", "code": "folder-of-another"}.',
+        )
+
+
+def teachers_read_a_prompt(args: Args) -> Iterator[Finding]:
+    kinds = [*args.teachers.values()]
+    own = args.teacher_prompt or args.teacher_prompt_template
+    if args.teacher_prompt and args.teacher_prompt_template:
+        yield Finding.error(
+            "settings-contradict",
+            f"teacher_prompt={args.teacher_prompt!r} and teacher_prompt_template={args.teacher_prompt_template!r} are"
+            " two prompts for one teacher.",
+            "Leave one of them out; a template reads columns by their names.",
+        )
+    if "policy" in kinds and not own:
+        yield Finding.error(
+            "teacher-itself",
+            "teacher='policy' without a prompt of its own compares the policy with itself: every gap is 0.",
+            "Name the column with the teacher's prompt (teacher_prompt), or give a teacher_prompt_template.",
+        )
+    for url in (kind for kind in kinds if str(kind).startswith(("http://", "https://"))):
+        yield Finding.error(
+            "teacher-unknown",
+            f"teacher={url!r}: teachers are scored in this process, and a server cannot be one.",
+            "Give the folder or hub id of its model.",
+        )
+
+
+def teachers_credit_tokens(args: Args) -> Iterator[Finding]:
+    """The gap is an advantage of each token, which some losses replace by that of the completion."""
+    shares = args.importance_sampling_level == "sequence" and not LOSS_TYPES[args.loss_type].credits_tokens
+    shares = shares and LOSS_TYPES[args.loss_type].ratio_level is None
+    if args.teacher is not None and args.teacher_loss == "advantage" and (args.loss_type == "gmpo" or shares):
+        yield Finding.error(
+            "advantages-tokens",
+            "teacher_loss='advantage' gives each token an advantage of its own, but this loss gives all tokens of a"
+            " completion the same (loss_type='gmpo', or importance_sampling_level='sequence').",
+            "Set teacher_loss='divergence', importance_sampling_level='sequence_token' or 'token', or choose another"
+            " loss_type.",
+        )
+
+
+def teacher_options_are_read(args: Args) -> Iterator[Finding]:
+    kinds = [*args.teachers.values()]
+    if not kinds:
+        return  # `check_unread` says so, once it is known that the trainer was given none either
+    if "follower" not in kinds:
+        yield from ignored(args, ["teacher_mixup_alpha", "teacher_sync_steps"], "no teacher is the 'follower'")
+    if all(kind in ("start", "policy", "follower") for kind in kinds):
+        yield from ignored(args, ["teacher_model_init_kwargs", "teacher_model_revision"], "no teacher is loaded")
+    if isinstance(args.teacher, str):
+        yield from ignored(args, ["teacher_column"], "there is one teacher, which all rows have")
+    if args.teacher_loss != "advantage":
+        yield from ignored(args, ["teacher_advantage"], f"teacher_loss is {args.teacher_loss!r}")
+    if "{solution}" not in (args.teacher_prompt_template or "") and ".py" not in (args.teacher_prompt_template or ""):
+        yield from ignored(args, ["teacher_success_reward"], "the teacher's prompt has no {solution}")

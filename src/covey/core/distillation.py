@@ -1,0 +1,102 @@
+"""Formulas of teachers: the gap of a sampled token added to its advantage, or a divergence as a term of the loss.
+
+A teacher T gives log T(o_t) of tokens that the student P has sampled. All functions are pure, on flat vectors `[N]`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.stats import Mean, Stat
+from covey.core.terms import Coefficient, TermInputs
+
+
+@dataclass(frozen=True, slots=True)
+class GapInputs:
+    """Inputs of a teacher's advantage, all `[N]` but `lengths [B]`; constants, without a gradient."""
+
+    gap: Tensor  # log T(o_t) - log P(o_t) under the policy as it is now, bounded by `teacher_clip`; 0 without a teacher
+    advantages: Tensor  # credit by the rewards
+    tokens: Tensor  # mask of the trained tokens that have a teacher
+    sampled: Tensor  # mask of trained tokens
+    lengths: Tensor  # tokens of each rollout
+    coef: float  # weight of the teacher in this step
+
+
+GapAdvantage = Callable[[GapInputs], Tensor]
+"""Gap and credit -> advantages [N] of the tokens that have a teacher; the others keep theirs."""
+
+
+def added_gap(x: GapInputs) -> Tensor:
+    """A_t + c (log T(o_t) - sg log P(o_t)): on-policy distillation, alone or next to rewards.
+
+    Without rewards its expected gradient is that of Σ_t KL(P || T) at the visited prefixes (Qwen3, arXiv 2505.09388;
+    MiniLLM, arXiv 2306.08543, is its sequence form). P is the policy as it is now: with the log-probs of the policy
+    that sampled, the second update of a batch would also be rewarded for leaving that policy.
+    """
+    return x.advantages + x.coef * x.gap
+
+
+def bounded(gap: Tensor, clip: float | None) -> Tensor:
+    return gap if clip is None else gap.clamp(-clip, clip)
+
+
+@dataclass(frozen=True)
+class TeacherAdvantage:
+    """Advantages of a micro-batch with a teacher's part (`Objective.teacher`)."""
+
+    advantage: GapAdvantage
+    coef: Coefficient
+    clip: float | None = None  # bound of the gap, in nats
+
+    def __call__(self, batch: TrainBatch, logprobs: Tensor, step: int) -> Tensor:
+        """Advantages [N] of a silenced batch, from the policy's log-probs [N]."""
+        assert batch.advantages is not None, "credit comes before the loss"
+        if batch.teacher_logprobs is None:
+            return batch.advantages
+        tokens = batch.sampled & ~batch.teacher_logprobs.isnan()
+        gap = torch.where(tokens, batch.teacher_logprobs - logprobs.detach(), 0.0)
+        x = GapInputs(bounded(gap, self.clip), batch.advantages, tokens, batch.sampled, batch.lengths, self.coef(step))
+        return torch.where(tokens, self.advantage(x), batch.advantages).to(batch.advantages)
+
+
+def tokens_with_a_teacher(batch: TrainBatch) -> Tensor:
+    """[N] shares of tokens in a teacher's term: 1 for trained tokens that have one."""
+    if batch.teacher_logprobs is None:
+        return torch.zeros_like(batch.token_ids, dtype=torch.float32)
+    return (batch.sampled & ~batch.teacher_logprobs.isnan()).float()
+
+
+def teacher_gap(x: TermInputs) -> Tensor:
+    """log P(o_t) - log T(o_t), whose mean over sampled tokens estimates KL(P || T); 0 without a teacher."""
+    if x.batch.teacher_logprobs is None:  # a batch without any
+        return torch.zeros_like(x.logprobs)
+    return torch.where(x.tokens, x.logprobs - x.batch.teacher_logprobs.to(x.logprobs), 0.0)
+
+
+def sampled_divergence(x: TermInputs, *, clip: float | None = None) -> Tensor:
+    """r sg(log P(o_t) - log T(o_t)) with the importance ratio r of the token, corrected for the engine.
+
+    Its expected gradient is that of KL(P || T) at the prefixes that the sampling policy visited. The difference has no
+    gradient of its own: backward through an estimator in the loss would give none (k1), the right one only for k2, and
+    for k3 that of the forward KL(T || P).
+    """
+    value = x.ratio * bounded(teacher_gap(x).detach(), clip)
+    return value if x.mismatch_weights is None else value * x.mismatch_weights
+
+
+def measured_gap(x: TermInputs) -> Tensor:
+    """The difference log P(o_t) - log T(o_t) without a gradient, where it acts through the advantages."""
+    return teacher_gap(x).detach()
+
+
+def gap_stats(x: TermInputs, *, clip: float | None = None) -> dict[str, Stat]:
+    """`teacher/kl`, and with a bound `teacher/gap_clipped`, the share of tokens whose gap it cuts."""
+    gap, count = teacher_gap(x).detach(), x.tokens.sum()
+    stats: dict[str, Stat] = {"teacher/kl": Mean(gap.sum(), count)}
+    if clip is not None:
+        stats["teacher/gap_clipped"] = Mean((gap.abs() > clip).sum(), count)
+    return stats

@@ -1,0 +1,372 @@
+"""Teachers in a run: what they score, by which prompt, and how that reaches the loss."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from covey.core.batch import collate
+from covey.core.findings import CheckError, CheckWarning
+from covey.core.records import FinishReason, Rollout
+from covey.trainer.teachers import TeacherPrompt, check_tokenizer, check_vocabulary, fields_of, template_prompt
+from tests.support import runs, tiny
+
+PARTS = {"reward_funcs": runs.longer}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two teachers with other weights than the policy's, and a smaller one."""
+    home = tmp_path_factory.mktemp("teachers")
+    for seed, name in ((1, "one"), (2, "two")):
+        tiny.model(seed=seed).save_pretrained(home / name)
+        tiny.tokenizer().save_pretrained(home / name)
+    return home
+
+
+def trained(folder, rows=None, **changes):
+    """A trainer after a step, and its training data."""
+    parts = {} if rows is None else {"train_dataset": rows}
+    trainer = runs.trainer(folder, parts={**parts, **changes.pop("parts", {})}, **{"max_steps": 1, **changes})
+    found = runs.experiences(trainer)
+    trainer.train()
+    return trainer, found
+
+
+def direct(model, prompts, batch, temperature=1.0):
+    """Log-probs [N] by plain calls of the model on the concatenated tokens."""
+    values = []
+    for prompt, completion in zip(prompts, batch.completions(), strict=True):
+        ids = torch.cat([torch.as_tensor(prompt), completion])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : len(ids) - 1] / temperature
+        values.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
+    return torch.cat(values)
+
+
+def own_prompts(batch):
+    return [batch.prompts()[group] for group in batch.groups.tolist()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+def test_a_folder_scores_the_policys_tokens(tmp_path, folders, layout, temperature):
+    settings = {"teacher": str(folders / "one"), "attn_layout": layout, "temperature": temperature}
+    trainer, (batch,) = trained(tmp_path, **settings, learning_rate=0.0)
+    expected = direct(tiny.model(seed=1), own_prompts(batch), batch, temperature)
+    torch.testing.assert_close(batch.teacher_logprobs, expected, rtol=0, atol=2e-5)
+    assert runs.history(trainer, "teacher/fraction") == [1.0]
+    own = direct(trainer.policy, own_prompts(batch), batch, temperature)
+    assert runs.history(trainer, "teacher/kl") == pytest.approx([(own - expected).mean().item()], abs=1e-4)
+
+
+def test_the_start_equals_the_policy_at_first_and_then_not(tmp_path):
+    trainer, _ = trained(tmp_path, teacher="start", teacher_loss="divergence", max_steps=3)
+    gaps = runs.history(trainer, "teacher/kl")
+    assert gaps[0] == pytest.approx(0.0, abs=1e-6) and gaps[-1] > 1e-4
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_follower_is_the_policy_of_some_steps_ago(tmp_path, lora):
+    parts = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)} if lora else {}
+    trainer = runs.trainer(tmp_path, parts=parts, teacher="follower", teacher_sync_steps=2, max_steps=5)
+    teachers, policies, seen = trainer.behaviour.teachers.teachers, [], []
+    teacher = teachers[""]
+
+    @contextmanager
+    def within(policy):
+        policies.append(runs.weights(trainer))
+        with teacher.within(policy) as model:
+            seen.append([one.detach().clone() for one in model.parameters()])
+            yield model
+
+    teachers[""] = replace(teacher, within=within)
+    trainer.train()
+    for step, expected in enumerate([0, 0, 2, 2, 4]):
+        assert all(map(torch.equal, seen[step], policies[expected])), step
+    assert not all(map(torch.equal, policies[0], policies[2]))
+
+
+def test_an_average_starts_from_the_policys_adapter(tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    settings = {"teacher": "follower", "teacher_mixup_alpha": 0.25, "max_steps": 1, "learning_rate": 0.1}
+    trainer = runs.trainer(tmp_path, parts={"peft_config": adapter}, **settings)
+    before = {name: one.detach().clone() for name, one in trainer.policy.named_parameters() if one.requires_grad}
+    trainer.train()
+    kept = trainer.behaviour.teachers.teachers[""].reference.state_dict()
+    now = dict(trainer.policy.named_parameters())
+    for name, first in before.items():
+        torch.testing.assert_close(kept[name], first.lerp(now[name].detach(), 0.25), rtol=0, atol=0)
+    assert any(not torch.equal(kept[name], before[name]) for name in before)
+
+
+def test_the_policy_reading_its_own_prompt_has_no_gap(tmp_path):
+    rows = [{**row, "hint": row["prompt"]} for row in tiny.rows()]
+    trainer, (batch,) = trained(tmp_path, rows, teacher="policy", teacher_prompt="hint")
+    assert batch.teacher_logprobs.isfinite().all()
+    assert runs.history(trainer, "teacher/kl") == pytest.approx([0.0], abs=1e-6)
+
+
+def test_the_policy_reads_the_teachers_prompt(tmp_path):
+    """Rows without one have no teacher."""
+    rows = [{**row, "hint": f"{row['prompt']}!" if number % 2 else None} for number, row in enumerate(tiny.rows())]
+    _, (batch,) = trained(tmp_path, rows, teacher="policy", teacher_prompt="hint", shuffle_dataset=False, max_steps=1)
+    exclamation = tiny.tokenizer()("!")["input_ids"]
+    prompts = [torch.cat([prompt, torch.tensor(exclamation)]) for prompt in own_prompts(batch)]
+    expected = direct(tiny.model(), prompts, batch)
+    has = torch.repeat_interleave(torch.arange(len(batch)) // 4 % 2 == 1, batch.lengths)
+    assert batch.teacher_logprobs[~has].isnan().all()
+    torch.testing.assert_close(batch.teacher_logprobs[has], expected[has], rtol=0, atol=2e-5)
+    assert torch.equal(batch.term_tokens["teacher"], has.float())
+
+
+def test_rows_choose_among_several_teachers(tmp_path, folders):
+    names = ["one", "two", None, ""]
+    rows = [{**row, "who": names[number % 4]} for number, row in enumerate(tiny.rows())]
+    given = {"teacher": {name: str(folders / name) for name in ("one", "two")}, "teacher_column": "who"}
+    changes = {"per_device_train_batch_size": 8, "shuffle_dataset": False}
+    trainer, (batch,) = trained(tmp_path, rows, **given, **changes)
+    of = {name: direct(tiny.model(seed=seed), own_prompts(batch), batch) for name, seed in (("one", 1), ("two", 2))}
+    row_names = [names[row // 4 % 4] for row in range(len(batch))]
+    for row, (values, start) in enumerate(
+        zip(
+            batch.teacher_logprobs.split(batch.lengths.tolist()), (batch.lengths.cumsum(0) - batch.lengths), strict=True
+        )
+    ):
+        name = row_names[row]
+        if not name:
+            assert values.isnan().all()
+        else:
+            expected = of[name][start : start + len(values)]
+            torch.testing.assert_close(values, expected, rtol=0, atol=2e-5)
+    assert runs.history(trainer, "teacher/one/kl") and runs.history(trainer, "teacher/two/kl")
+
+
+@pytest.mark.parametrize("loss", ["advantage", "divergence"])
+def test_a_teacher_moves_the_policy_towards_itself(tmp_path, folders, loss):
+    """Without any signal of the rewards."""
+    settings = {"teacher": str(folders / "one"), "teacher_loss": loss, "max_steps": 12, "learning_rate": 3e-3}
+    nothing = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    trainer, _ = trained(tmp_path, parts=nothing, **settings)
+    gaps = runs.history(trainer, "teacher/kl")
+    assert sum(gaps[-3:]) < 0.8 * sum(gaps[:3])
+
+
+def test_a_weight_of_zero_only_measures(tmp_path, folders):
+    measured, _ = trained(tmp_path / "a", teacher=str(folders / "one"), teacher_coef=0.0)
+    without, _ = trained(tmp_path / "b")
+    assert all(map(torch.equal, runs.weights(measured), runs.weights(without)))
+    assert runs.history(measured, "teacher/kl")[0] > 0
+
+
+def test_truncated_completions_that_are_masked_have_no_teacher(tmp_path, folders):
+    settings = {"teacher": str(folders / "one"), "mask_truncated_completions": True, "teacher_loss": "divergence"}
+    _, (batch,) = trained(tmp_path, **settings)
+    assert not batch.sampled.all()
+    assert torch.equal(batch.teacher_logprobs.isnan(), ~batch.sampled)
+
+
+def test_a_teacher_is_restricted_as_the_policy_was(tmp_path, folders):
+    """Log-probs over what each token was sampled from, after the repetition penalty."""
+    settings = {"teacher": str(folders / "one"), "keep_sampling_mask": True, "top_k": 4, "max_steps": 1}
+    _, (batch,) = trained(tmp_path, **settings, learning_rate=0.0, attn_layout="padded")
+    model, position, kept = tiny.model(seed=1), 0, batch.kept_ids.split(batch.kept_counts.tolist())
+    for prompt, completion in zip(own_prompts(batch), batch.completions(), strict=True):
+        ids = torch.cat([prompt, completion])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+        for row, token in zip(logits, completion, strict=True):
+            allowed = kept[position].long()
+            expected = row[token] - row[allowed].logsumexp(0)
+            assert batch.teacher_logprobs[position].item() == pytest.approx(expected.item(), abs=2e-5)
+            position += 1
+
+
+def test_evaluations_measure_the_teacher(tmp_path, folders):
+    trainer, _ = trained(tmp_path, teacher=str(folders / "one"), parts={"eval_dataset": tiny.rows(4)})
+    assert trainer.evaluate()["eval_teacher/kl"] > 0
+
+
+def test_the_record_holds_the_teachers_log_probs(tmp_path, folders):
+    import pyarrow.parquet as pq
+
+    from covey.observability.page.tables import RecordedBatch
+
+    _, (batch,) = trained(tmp_path, teacher=str(folders / "one"), teacher_loss="divergence", record="tokens")
+    (path,) = (tmp_path / "record").glob("generation*.parquet")
+    table = pq.read_table(path)
+    recorded = [value for row in table["teacher_logprobs"].to_pylist() for value in row]
+    assert recorded == batch.teacher_logprobs.tolist()
+    assert "term/teacher" in table.column_names
+    columns = RecordedBatch(table, []).rollout(0, "x", [b"?"] * 104)["tokens"]["columns"]
+    titles = {column["name"]: column["title"] for column in columns}
+    assert titles["term/teacher"] == "weight in teacher" and "teacher_logprobs" in titles
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def facts(prompt="2+2=", solution=None, feedback=None, **row):
+    rollout = Rollout([1], [5], [True], None, "", FinishReason.STOP)
+    return TeacherPrompt(prompt, {"prompt": prompt, **row}, rollout, 1.0, solution, feedback)
+
+
+def test_a_template_writes_the_text_or_the_last_message():
+    template = "{prompt} Hint: {context}"
+    assert template_prompt(template, facts(privileged_context="four")) == "2+2= Hint: four"
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]
+    written = template_prompt(template, facts(messages, privileged_context="four"))
+    assert written == [messages[0], {"role": "user", "content": "2+2= Hint: four"}]
+    assert template_prompt("{prompt} {answer}", facts(answer=4)) == "2+2= 4"
+
+
+@pytest.mark.parametrize("template", ["{prompt} {context}", "{solution}", "{feedback}", "{answer}"])
+def test_a_rollout_that_lacks_a_field_has_no_teacher(template):
+    assert template_prompt(template, facts(answer=None, privileged_context=float("nan"))) is None
+
+
+def test_fields_of_a_template():
+    assert fields_of("{prompt} {{x}} {solution}") == {"prompt", "solution"}
+
+
+def test_a_rewarded_answer_of_the_group_is_shown_to_the_others(tmp_path):
+    """The best answer for the others, the second best for the one that gave it."""
+    template = "{prompt}|{solution}"
+    settings = {"teacher": "policy", "teacher_prompt_template": template, "teacher_success_reward": 3.0}
+    trainer = runs.trainer(tmp_path, **settings)
+    given = []
+    read = trainer.behaviour.teachers.codec.read
+    trainer.behaviour.teachers.codec.read = lambda prompt, *a, **k: (given.append(prompt), read(prompt, *a, **k))[1]
+    batches = []
+    gather = trainer.credit.experience
+    trainer.credit.experience = lambda rollouts, *a: (batches.append(rollouts), gather(rollouts, *a))[1]
+    trainer.args.max_steps = 1
+    trainer.train()
+    shown = [prompt.partition("|")[2] for prompt in given if "|" in prompt][: len(batches[0].rollouts)]
+    rewards = batches[0].rewards[:, 0].tolist()
+    expected = []
+    for number in range(len(rewards)):
+        group = range(number // 4 * 4, number // 4 * 4 + 4)
+        others = [place for place in group if place != number and rewards[place] >= 3.0]
+        if others:
+            expected.append(batches[0].rollouts[max(others, key=lambda place: rewards[place])].completion)
+    assert shown == expected[: len(shown)] and len(shown) > 4
+
+
+def test_a_function_makes_the_prompt(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def hint(x):\n    return x.prompt + '?' if x.row['prompt'][0] in '01' else None\n"
+    )
+    settings = {"teacher": "policy", "teacher_prompt_template": f"{tmp_path}/own.py:hint", "shuffle_dataset": False}
+    _, (batch,) = trained(tmp_path / "run", **settings)
+    question = torch.tensor(tiny.tokenizer()("?")["input_ids"])
+    expected = direct(tiny.model(), [torch.cat([prompt, question]) for prompt in own_prompts(batch)], batch)
+    known = ~batch.teacher_logprobs.isnan()
+    assert known.any()
+    torch.testing.assert_close(batch.teacher_logprobs[known], expected[known], rtol=0, atol=2e-5)
+
+
+def test_rollouts_that_are_too_long_for_the_teacher_have_none(tmp_path):
+    rows = [{**row, "hint": "x" * (300 if number % 2 else 3)} for number, row in enumerate(tiny.rows())]
+    changes = {"teacher": "policy", "teacher_prompt": "hint", "shuffle_dataset": False}
+    trainer, (batch,) = trained(tmp_path, rows, **changes)
+    assert runs.history(trainer, "teacher/too_long") == [4.0]
+    assert batch.teacher_logprobs.isnan().any() and not batch.teacher_logprobs.isnan().all()
+
+
+# ---- wrong use -------------------------------------------------------------------------------------------------------
+
+
+def codes(folder, rows=None, **changes):
+    with pytest.raises(CheckError) as error:
+        trained(folder, rows, **changes)
+    return {finding.code for finding in error.value.findings}
+
+
+HINTED = [{**row, "hint": "x"} for row in tiny.rows()]
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("teacher-itself", {"teacher": "policy"}),
+        ("teacher-unknown", {"teacher": "https://api.example.com"}),
+        ("teacher-unknown", {"teacher": {}}),
+        ("settings-contradict", {"teacher": "policy", "teacher_prompt": "hint", "teacher_prompt_template": "{prompt}"}),
+        ("setting-format", {"teacher": "start", "teacher_schedule": {"peak": 1.0}}),
+        ("setting-format", {"teacher": "policy", "teacher_prompt_template": "no field"}),
+        ("advantages-tokens", {"teacher": "start", "loss_type": "gmpo"}),
+        ("advantages-tokens", {"teacher": "start", "loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("teacher-column", {"teacher": "policy", "teacher_prompt": "absent"}),
+        ("teacher-column", {"teacher": "policy", "teacher_prompt_template": "{prompt} {context}"}),
+        ("teacher-column", {"teacher": {"a": "start"}}),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, code, changes):
+    assert code in codes(tmp_path, HINTED, **changes)
+
+
+def test_a_row_that_names_no_teacher_there_is(tmp_path):
+    rows = [{**row, "teacher": "maths"} for row in tiny.rows()]
+    assert codes(tmp_path, rows, teacher={"math": "start"}) == {"teacher-name"}
+
+
+def test_a_run_in_which_no_rollout_has_a_teacher(tmp_path):
+    rows = [{**row, "hint": None} for row in tiny.rows()]
+    given = {"teacher": "policy", "teacher_prompt": "hint"}
+    trained(tmp_path / "two", rows, **given, max_steps=2)
+    assert codes(tmp_path / "three", rows, **given, max_steps=3) == {"teacher-nothing"}
+
+
+def test_answers_that_a_teacher_would_be_shown_may_come_later(tmp_path):
+    template = {"teacher": "policy", "teacher_prompt_template": "{solution}", "teacher_success_reward": 99.0}
+    with pytest.warns(CheckWarning) as caught:
+        trained(tmp_path, **template, max_steps=3)
+    codes = [one.message.finding.code for one in caught if isinstance(one.message, CheckWarning)]
+    assert codes.count("teacher-nothing") == 1
+
+
+def test_another_tokenizer_is_refused(tmp_path, folders):
+    other = tiny.tokenizer()
+    other.add_tokens(["<new>"])
+    assert [one.code for one in check_tokenizer("b", tiny.tokenizer(), other)] == ["teacher-tokenizer"]
+    assert not [*check_tokenizer("b", tiny.tokenizer(), tiny.tokenizer())]
+    assert not [*check_tokenizer("b", other, tiny.tokenizer())]  # one token more, which the policy never samples
+
+
+def test_a_teacher_without_logits_for_some_tokens_is_refused(tmp_path):
+    small = tmp_path / "small"
+    tiny.model(vocab_size=50).save_pretrained(small)
+    assert codes(tmp_path / "run", teacher=str(small)) == {"teacher-vocabulary"}
+    assert not [*check_vocabulary("b", 104, 128, tiny.tokenizer())]  # rows beyond the tokenizer's last id
+
+
+def test_a_teacher_may_have_fewer_rows_than_the_policy(tmp_path, folders):
+    """Rollouts with ids that it has no logits for have no teacher."""
+    trainer = runs.trainer(
+        tmp_path, parts={"model": tiny.model(vocab_size=128)}, teacher=str(folders / "one"), max_steps=1
+    )
+    assert trainer.behaviour.teachers.teachers[""].vocabulary == 104
+    rollout = Rollout([5, 6], [7, 110], [True, True], None, "", FinishReason.STOP)
+    teachers = trainer.behaviour.teachers
+    samples = [type("S", (), {"row": {}, "prompt": 0})()] * 2
+    scored = type("R", (), {"rollouts": [rollout, replace(rollout, completion_ids=[7, 8])], "samples": samples})()
+    batch, _ = teachers(scored, collate(scored.rollouts), "train")
+    assert batch.teacher_logprobs[:2].isnan().all() and batch.teacher_logprobs[2:].isfinite().all()
+
+
+def test_settings_of_a_teacher_without_one_are_pointed_out(tmp_path):
+    with pytest.warns(UserWarning, match="teacher_clip=2.0"):
+        runs.trainer(tmp_path, teacher_clip=2.0)
+
+
+def test_sync_ref_model_moves_the_state_of_an_adapter(tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer, _ = trained(tmp_path, parts={"peft_config": adapter}, **settings, max_steps=2)
+    kept = trainer.reference.state_dict()
+    for name, one in trainer.policy.named_parameters():
+        if one.requires_grad:
+            assert torch.equal(kept[name], one.detach())
