@@ -55,6 +55,9 @@ def counts_repetitions(completions, **kwargs):
 def cannot_read(completions, **kwargs):
     return [float(text.encode("latin-1") != b"It is six") for text in completions]
 
+made = [lambda completions, answer, **kwargs: right(completions, answer)]  # which no pickle can hold
+unsendable = made[0]
+
 def jitters(completions, **kwargs):
     return [("4" in text) + next(COUNT) * 1e-9 for text in completions]
 
@@ -98,6 +101,10 @@ def test_a_sound_function_passes(examined):
     status, verdicts = examined("right")
     assert status == 0 and set(verdicts.values()) == {"ok", "note"}
     assert [check for check, verdict in verdicts.items() if verdict == "note"] == ["only the answer"]
+
+
+def test_a_function_that_cannot_be_sent_is_examined_in_this_process(examined):
+    assert examined("unsendable")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import parsers
+from covey.core.findings import CheckError
 from covey.core.records import FinishReason, Rollout
 from covey.observability.record_files import FOLDER, files, read_rows, read_run
 from covey.rewards import RewardContext, RewardError, RewardSuite, completion_text, resolve_reward
@@ -48,7 +49,7 @@ def _suite(function: Any, timeout: float) -> RewardSuite:
     """The function in a process of its own, which it may end or crash, if it can be sent to one."""
     try:
         return RewardSuite(function, timeout=timeout, isolation="process")
-    except RewardError:
+    except CheckError:  # it cannot be sent
         return RewardSuite(function, timeout=timeout)
 
 
