@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.claims.claim import Result, Runs
+from benchmarks.claims.rewards import REWARDS
 from benchmarks.halving import SETTINGS, TASKS, right_number
 from benchmarks.machine import model_path
 
@@ -23,14 +24,9 @@ Arms = Mapping[str, Mapping[str, Any]]
 LOGS = (
     "reward", "entropy", "kl", "reverse_kl", "num_tokens", "frac_reward_zero_std", "kept_token_fraction",
     "chosen_token_fraction", "clip_ratio/high_mean", "clip_ratio/low_mean", "completions/mean_length",
-    "completions/clipped_ratio",
+    "completions/clipped_ratio", "rewards/all_or_nothing/mean",
 )  # fmt: skip
 """Metrics of a run that are written down, where it logs them."""
-
-
-def all_or_nothing(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 if the completion begins with the right number, else 0."""
-    return [float(reward == 1.0) for reward in right_number(completions, answer)]
 
 
 def quiet(**settings: Any) -> dict[str, Any]:
@@ -54,7 +50,7 @@ class StudyBed:
     tasks: tuple[tuple[str, int], ...] = (("sum", 0),)  # of `TASKS` or `MORE_TASKS`, with a number of rows (0: all)
     held_out: int = 32  # prompts of evaluations, an equal share of each task
     evaluations: tuple[int, ...] = (2, 4, 8)  # steps, and the last one
-    binary: bool = False  # rewards 0 and 1; else .2 for a wrong number
+    rewards: str = "graded"  # a name of `REWARDS`
     settings: Mapping[str, Any] = field(default_factory=dict)  # fixed for all arms; over `halving.SETTINGS`
 
     def rows(self) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -88,7 +84,7 @@ class StudyBed:
             model_path(None),
             variants,
             {**self.config({}), "output_dir": folder},
-            reward_funcs=all_or_nothing if self.binary else right_number,
+            reward_funcs=REWARDS[self.rewards],
             train_dataset=train,
             eval_dataset=held_out,
             eval_steps=list(self.evaluations),

@@ -18,6 +18,7 @@ from benchmarks.claims.statistic import (
     Interval,
     Kind,
     crossed,
+    fisher,
     median,
     ratio_of_means,
     seeds_to_decide,
@@ -97,12 +98,27 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """A hypothesis that more seeds of an arm than of another are above a bound (Fisher's exact test at 2.5%)."""
+
+    name: str
+    hypothesis: str
+    measure: Measure
+    arm: str
+    against: str
+    above: float = 0.0
+
+
+@dataclass(frozen=True)
 class Enumerated:
     """A hypothesis that an enumeration answers; its figures are not a sample."""
 
     name: str
     hypothesis: str
     check: Callable[[], Exact]
+
+
+AnyPart = Part | Count | Shares | Enumerated
 
 
 @dataclass(frozen=True)
@@ -123,7 +139,7 @@ class Claim:
     number: int
     statement: str
     source: str  # papers, as Markdown
-    parts: tuple[Part | Count | Enumerated, ...]
+    parts: tuple[AnyPart, ...]
     other_reading: str
     minutes: float  # of two cores without other work, estimated before the first run
     bed: Bed | None = None
@@ -147,7 +163,8 @@ class Claim:
 
     def planned(self, seeds: int) -> list[tuple[str, int]]:
         """Runs of so many seeds, pilots first."""
-        arms = list(self.arms or ())
+        compared = {name for part in self.parts if not isinstance(part, Enumerated) for name in arms_of(part)}
+        arms = [name for name in self.arms or () if name in compared or name not in self.pilots]
         return [(arm, PILOT) for arm in self.pilots] + [(arm, seed) for seed in range(seeds) for arm in arms]
 
 
@@ -155,7 +172,7 @@ class Claim:
 class Answer:
     """Verdict of one part, its interval at 95% (None without one) and a sentence."""
 
-    part: Part | Count | Enumerated
+    part: AnyPart
     verdict: str | None  # None: not run
     interval: Interval | None
     sentence: str
@@ -173,6 +190,8 @@ def answers(claim: Claim, runs: Runs, enumerated: Mapping[str, Exact]) -> list[A
             found.append(Answer(part, word, None, "not run yet" if one is None else one.sentence))
         elif isinstance(part, Count):
             found.append(_counted(claim, part, runs))
+        elif isinstance(part, Shares):
+            found.append(_shared(claim, part, runs))
         else:
             found.append(_measured(claim, part, runs))
     return found
@@ -198,13 +217,18 @@ def failed_conditions(claim: Claim, runs: Runs) -> list[str]:
     return found
 
 
+def arms_of(part: Part | Count | Shares) -> tuple[str, ...]:
+    """Arms that a part compares."""
+    return (*_arms(part.arm), *_arms(part.against))
+
+
 def _arms(arm: Arm | None) -> tuple[str, ...]:
     return () if arm is None else (arm,) if isinstance(arm, str) else arm.arms
 
 
-def _complete(claim: Claim, part: Part | Count, runs: Runs) -> int:
+def _complete(claim: Claim, part: Part | Count | Shares, runs: Runs) -> int:
     """Seeds that all arms of a part have: 0, `seeds` or twice as many."""
-    arms = (*_arms(part.arm), *_arms(part.against))
+    arms = arms_of(part)
     has = [all((arm, seed) in runs for arm in arms) for seed in range(2 * claim.seeds)]
     if not all((arm, PILOT) in runs for arm in claim.pilots) or not all(has[: claim.seeds]):
         return 0
@@ -283,7 +307,7 @@ def _paired(part: Part, runs: Runs) -> Answer:
 
 
 def _counted(claim: Claim, part: Count, runs: Runs) -> Answer:
-    if not _complete(claim, Part(part.name, "", "superiority", 0, part.measure, part.arm, part.against), runs):
+    if not _complete(claim, part, runs):
         return Answer(part, None, None, "not run yet")
     pilots = [runs[name, PILOT] for name in claim.pilots]
     values = [
@@ -294,6 +318,27 @@ def _counted(claim: Claim, part: Count, runs: Runs) -> Answer:
     figures = ", ".join(f"{value:.4g}" for value in values)
     word = HOLDS if part.at_least <= count <= part.at_most else FAILS
     return Answer(part, word, None, f"{figures}: {count} of {claim.seeds} above {part.above:g}", claim.seeds)
+
+
+def _shared(claim: Claim, part: Shares, runs: Runs) -> Answer:
+    seeds = _complete(claim, part, runs)
+    if not seeds:
+        return Answer(part, None, None, "not run yet")
+
+    def count(arm: str, number: int) -> int:
+        return sum(np.mean(part.measure(runs[arm, seed], None, [])) > part.above for seed in range(number))
+
+    word, used = OPEN, 0
+    for used in sorted({claim.seeds, seeds}):
+        more, fewer = count(part.arm, used), count(part.against, used)
+        if fisher(more, fewer, used) <= (0.0125 if claim.extends else 0.025):
+            word = HOLDS
+        elif fisher(fewer, more, used) <= (0.0125 if claim.extends else 0.025) or more == fewer == 0:
+            word = FAILS
+        if word != OPEN:
+            break
+    sentence = f"{more} of {used} seeds against {fewer} of {used}, p = {fisher(more, fewer, used):.3f}"
+    return Answer(part, word, None, sentence, used)
 
 
 def _plain(value: Any) -> Any:

@@ -321,6 +321,40 @@ def kl_gradients() -> Exact:
     )
 
 
+# ---- 22: roles ---
+
+PAYOFFS = torch.tensor([[0.9, 0.2, 0.5], [0.4, 0.7, 0.1], [0.8, 0.3, 0.6]], dtype=torch.float64)
+
+
+def role_baselines() -> Exact:
+    """Claim 22: mean and variance of the gradient of both seats of a zero-sum game, without and with a role's baseline.
+
+    Each seat has three moves by a softmax; the first one's payoff is `PAYOFFS`, the second one gets its negative. The
+    mean over both seats is 0, so that a group of both has no baseline.
+    """
+    first = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64).softmax(0)
+    second = torch.tensor([-0.3, 0.1, 0.0], dtype=torch.float64).softmax(0)
+    worth = first @ PAYOFFS @ second
+    chances = first[:, None] * second[None]  # [3, 3]
+    eye = torch.eye(3, dtype=torch.float64)
+
+    def moments(baseline: Tensor | float) -> tuple[Tensor, float]:
+        own = (PAYOFFS - baseline)[:, :, None] * (eye - first)[:, None]  # of the first seat's logits, [3, 3, 3]
+        theirs = (baseline - PAYOFFS)[:, :, None] * (eye - second)[None]
+        slopes = torch.cat([own, theirs], 2)
+        mean = (chances[:, :, None] * slopes).sum((0, 1))
+        return mean, float((chances * (slopes**2).sum(2)).sum() - mean @ mean)
+
+    without, with_role = moments(0.0), moments(worth)
+    gap = float((without[0] - with_role[0]).abs().max())
+    return Exact(
+        gap < 1e-14 and with_role[1] < without[1],
+        {"difference of the means": gap, "variance without": without[1], "variance by role": with_role[1]},
+        f"a baseline by role changes the mean of the gradient by {gap:.0e} and its variance from {without[1]:.2f} to"
+        f" {with_role[1]:.2f}",
+    )
+
+
 # ---- 17, 19, 21 ------------------------------------------------------------------------------------------------------
 
 

@@ -52,12 +52,28 @@ class PassAt:
 
 
 @dataclass(frozen=True)
+class HardestThird:
+    """Last score of each prompt of the hardest third, by the scores of the first pilot; the difference of two runs.
+
+    The samples that choose the prompts are those of neither run, and both are compared on the same prompts.
+    """
+
+    def __call__(self, run: Result, other: Result | None, pilots: Sequence[Result]) -> Sequence[float]:
+        start = Score().scores(pilots[0])
+        hard = np.argsort(start, kind="stable")[: len(start) // 3]
+        return list(np.array(Score()(run, other, []))[hard])
+
+
+@dataclass(frozen=True)
 class Logged:
-    """Mean of a metric over the last `share` of a run; the difference of two runs, of their logarithms with `log`."""
+    """Mean of a metric over the last `share` of a run; the difference of two runs, with `logit` of their log odds.
+
+    Shares of 0 and 1 count as .005 and .995.
+    """
 
     metric: str
     share: float = 0.25
-    log: bool = False
+    logit: bool = False
 
     def __call__(self, run: Result, other: Result | None, pilots: Sequence[Result]) -> Sequence[float]:
         own = self.mean(run)
@@ -67,7 +83,10 @@ class Logged:
         values = [value for _, value in run["logs"].get(self.metric, [])]
         late = values[len(values) - max(1, round(self.share * len(values))) :]
         mean = float(np.mean(late)) if late else math.nan
-        return math.log(max(mean, 1e-12)) if self.log else mean
+        if not self.logit:
+            return mean
+        mean = min(max(mean, 0.005), 0.995)
+        return math.log(mean / (1 - mean))
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,22 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.claims.claim import (
     PILOT,
     Answer,
+    AnyPart,
     Claim,
     Count,
     Enumerated,
     Part,
+    Shares,
     answers,
     failed_conditions,
     verdict_of,
@@ -226,13 +229,18 @@ def picture_data(claim: Claim, records: ClaimRecords) -> dict[str, list[tuple[li
         if "evaluations" in result:
             curve = [step for step, _ in result["evaluations"]], [float(np.mean(r)) for _, r in result["evaluations"]]
         elif "curves" in result:
-            name = "wrong length" if result["curves"]["wrong length"] else "accuracy"
+            name = shown_curve(result)
             values = [np.nan if value is None else value for value in result["curves"][name]]
             curve = list(range(1, len(values) + 1)), running(values, 5)
         else:
             continue
         found.setdefault(arm, []).append(curve)
     return found
+
+
+def shown_curve(result: Mapping[str, Any]) -> str:
+    """Curve of a tiny model's run that its picture shows."""
+    return next(name for name in ("wrong length", "against a coin", "accuracy") if result["curves"].get(name))
 
 
 def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
@@ -249,8 +257,8 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
         steps = curves[0][0][:length]
         axes.fill_between(steps, values.min(0), values.max(0), color=f"C{number}", alpha=0.15, lw=0)
         axes.plot(steps, values.mean(0), color=f"C{number}", linewidth=1.6, label=f"{arm} ({len(curves)})")
-    tiny = any("curves" in one and one["curves"]["wrong length"] for one in records.runs(claim).values())
-    axes.set(xlabel="optimizer steps", ylabel="tokens of wrong completions" if tiny else "mean reward")
+    result = next(iter(records.runs(claim).values()))
+    axes.set(xlabel="optimizer steps", ylabel=shown_curve(result) if "curves" in result else "mean held-out reward")
     axes.grid(alpha=0.3)
     axes.legend(title="arm (seeds)", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,13 +277,14 @@ def with_verdicts(text: str, records: ClaimRecords) -> str:
 
 
 def write(records: ClaimRecords, root: Path) -> None:
-    """Write docs/claims.md, its pictures, and the verdicts in docs/algorithms.md."""
+    """Write docs/claims.md, its pictures, and the verdicts on other pages."""
     (root / "docs" / "claims.md").write_text(render(records))
     for claim in CLAIMS:
         if picture_data(claim, records):
             draw(claim, records, root / "docs" / PICTURES / f"claim-{claim.number}.png")
-    algorithms = root / "docs" / "algorithms.md"
-    algorithms.write_text(with_verdicts(algorithms.read_text(), records))
+    for path in (root / "docs").glob("*.md"):
+        if VERDICT_ELSEWHERE.search(text := path.read_text()):
+            path.write_text(with_verdicts(text, records))
 
 
 def simulated_sentence() -> str:
@@ -286,11 +295,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _kind(part: Part | Count | Enumerated) -> str:
+def _kind(part: AnyPart) -> str:
     if isinstance(part, Enumerated):
         return "exact"
     if isinstance(part, Count):
         return "count of seeds"
+    if isinstance(part, Shares):
+        return "shares of seeds"
     return f"{part.kind}, {part.delta:.3g}"
 
 

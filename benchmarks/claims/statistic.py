@@ -128,6 +128,18 @@ def verdict(kind: Kind, interval: Interval, delta: float) -> str:
     return FAILS if abs(mean) > delta and beside_zero else OPEN
 
 
+def fisher(more: int, fewer: int, seeds: int) -> float:
+    """One-sided p of `more` against `fewer` of `seeds` each, by Fisher's exact test.
+
+    Example:
+        >>> round(fisher(4, 0, 4), 4)
+        0.0143
+    """
+    both = more + fewer
+    ways = [math.comb(seeds, k) * math.comb(seeds, both - k) for k in range(more, min(seeds, both) + 1)]
+    return sum(ways) / math.comb(2 * seeds, both)
+
+
 def weakest(verdicts: Sequence[str]) -> str:
     """Verdict of a claim in several parts: one that fails decides, then one that is open."""
     return next((word for word in (FAILS, OPEN) if word in verdicts), HOLDS) if verdicts else OPEN

@@ -5,7 +5,8 @@ from math import log
 
 from benchmarks.claims import exact
 from benchmarks.claims.beds import RoundingBed, StudyBed, TinyBed, WeightsBed
-from benchmarks.claims.claim import Best, Claim, Condition, Count, Enumerated, Part
+from benchmarks.claims.claim import Best, Claim, Condition, Count, Enumerated, Part, Shares
+from benchmarks.claims.games import KuhnBed
 from benchmarks.claims.measures import (
     Arrival,
     AtEqualScore,
@@ -14,11 +15,13 @@ from benchmarks.claims.measures import (
     EntropyLaw,
     Fall,
     Growth,
+    HardestThird,
     Listed,
     Logged,
     PassAt,
     Score,
 )
+from benchmarks.claims.rewards import LIMIT
 
 DELTA = 0.05
 """Smallest difference of mean rewards that is called an effect."""
@@ -482,7 +485,7 @@ CLAIMS = (
         ),
         "Temperature: a higher one gives GRPO's model the same spread; evaluations of a study have one temperature.",
         70,
-        StudyBed(held_out=48, evaluations=(), binary=True, settings={"num_generations": 32, "max_steps": 32}),
+        StudyBed(held_out=48, evaluations=(), rewards="binary", settings={"num_generations": 32, "max_steps": 32}),
         {
             "grpo": {"num_generations": 8},
             "pass_at_k": {"num_generations": 8, "advantages": "pass_at_k", "pass_at_k": 4},
@@ -675,41 +678,118 @@ CLAIMS = (
                 "Rewards (1, 0) and (0, 1) get one advantage by their sum and two by GDPO.",
                 exact.distinct_advantages,
             ),
+            Part(
+                "H2",
+                "The rarer reward (right numbers) over the last quarter, GDPO - sum > 0.",
+                "superiority",
+                DELTA,
+                Logged("rewards/all_or_nothing/mean"),
+                "gdpo",
+                "sum",
+            ),
         ),
-        "More distinct advantages need not be better ones.",
-        1,
-        missing="The training part (the rarer of two rewards, learnt with and without) has no arms yet.",
+        "More distinct advantages need not be better ones; the batch's deviation changes the step size too.",
+        20,
+        StudyBed(tasks=(("sums of 1 to 3 digits", 0),), rewards="two"),
+        {"sum": {}, "gdpo": {"multi_objective_aggregation": "normalize_then_sum"}},
         methods=("multi_objective_aggregation",),
     ),
     Claim(
         20,
         "A soft penalty of long completions lowers cut-offs at equal accuracy",
         f"DAPO, {arxiv('2503.14476')}",
-        (),
-        "A longer limit has fewer cut-offs too.",
+        (
+            Part(
+                "H1",
+                "Log odds of a cut-off over the last quarter, without - with the penalty > 0.",
+                "superiority",
+                0.4,
+                Logged("completions/clipped_ratio", logit=True),
+                "off",
+                "penalty",
+                "in log odds",
+            ),
+            Part("H2", "Last score, with - without > -.05.", "non-inferiority", DELTA, Score(), "penalty", "off"),
+        ),
+        "A longer limit has fewer cut-offs too: the arm `longer` has twice the limit.",
         30,
-        missing="The comparison needs one reward for training and another for evaluation, with a penalty from the"
-        " length in"
-        " tokens; its arms are not written yet.",
+        StudyBed(
+            tasks=(("sums of 2 digits", 0),),
+            rewards="binary",
+            settings={"max_completion_length": LIMIT, "per_device_train_batch_size": 64, "learning_rate": 1.5e-4},
+        ),
+        {
+            "off": {},
+            "penalty": {
+                "reward_funcs": [f"benchmarks/claims/rewards.py:{one}" for one in ("all_or_nothing", "short_enough")]
+            },
+            "longer": {"max_completion_length": 2 * LIMIT},
+        },
+        conditions=(
+            Condition(
+                "share of cut-offs without the penalty at least 5%",
+                Logged("completions/clipped_ratio", 1.0),
+                "off",
+                0.05,
+            ),
+        ),
+        methods=("get_soft_overlong_punishment",),
     ),
     Claim(
         21,
         "MaxRL helps hard prompts",
         f"MaxRL, {arxiv('2602.02710')}",
-        (Enumerated("H1", "The expected weight of a prompt is 1/p.", exact.weight_by_pass_rate),),
-        "The step size: a mean of weights above 1 is a larger rate.",
-        1,
-        missing="The training part (the gain of the hardest third of prompts) has no arms yet.",
+        (
+            Enumerated("H1", "The expected weight of a prompt is 1/p.", exact.weight_by_pass_rate),
+            Part(
+                "H2",
+                "Last score of the hardest third of prompts, `maxrl` - GRPO > 0.",
+                "superiority",
+                DELTA,
+                HardestThird(),
+                "maxrl",
+                "grpo",
+            ),
+        ),
+        "The step size: a mean of weights above 1 is a larger rate, which the arm `grpo, 2x` has.",
+        20,
+        StudyBed(tasks=(("sums of 1 to 3 digits", 0),), held_out=48, rewards="binary"),
+        {
+            "grpo": {},
+            "maxrl": {"advantages": "maxrl"},
+            "grpo, 2x": {"learning_rate": 1e-3},
+            "start": {"learning_rate": 0.0, "max_steps": 1},
+        },
+        pilots=("start",),
         methods=("advantages=maxrl",),
     ),
     Claim(
         22,
         "Self-play collapses, and a baseline for each role prevents it",
         f"SPIRAL, {arxiv('2506.24119')}",
-        (),
-        "A baseline changes the variance and not the mean: small models may collapse for other reasons.",
-        90,
-        missing="Roles of a conversation as learners are not in this version.",
+        (
+            Enumerated(
+                "H1", "A role's baseline changes the variance of the gradient, and not its mean.", exact.role_baselines
+            ),
+            Shares(
+                "H2",
+                "Runs that fall by .2 chips against a coin from their best: more with `group` than with `role`.",
+                Fall("against a coin", 0.2),
+                "group",
+                "role",
+            ),
+            Shares(
+                "H3", "The same, `group` against `role_average`.", Fall("against a coin", 0.2), "group", "role_average"
+            ),
+        ),
+        "Against better opponents one wins less against a coin: NashConv, which is exact too, tells these apart.",
+        30,
+        KuhnBed(),
+        {name: {"compare": name} for name in ("group", "role", "role_average")},
+        seeds=8,
+        changed="Kuhn poker alone, whose equilibria are known, without tic-tac-toe. Scores are exact, from the policy's"
+        " probabilities, in place of played games.",
+        methods=("compare=role_average",),
     ),
 )
 

@@ -10,9 +10,32 @@ import numpy as np
 import pytest
 from benchmarks.claims import losses, page, simulation
 from benchmarks.claims.beds import StudyBed, TinyBed, WeightsBed, history_logs
-from benchmarks.claims.claim import Best, Claim, Condition, Count, Enumerated, Part, answers, verdict_of
+from benchmarks.claims.claim import (
+    Best,
+    Claim,
+    Condition,
+    Count,
+    Enumerated,
+    Part,
+    Shares,
+    answers,
+    arms_of,
+    verdict_of,
+)
 from benchmarks.claims.exact import Exact
-from benchmarks.claims.measures import Arrival, AtEqualScore, EntropyLaw, Fall, Growth, Logged, PassAt, Score, running
+from benchmarks.claims.games import EVEN, KuhnBed, against_even, nash_conv, value, winnings
+from benchmarks.claims.measures import (
+    Arrival,
+    AtEqualScore,
+    EntropyLaw,
+    Fall,
+    Growth,
+    HardestThird,
+    Logged,
+    PassAt,
+    Score,
+    running,
+)
 from benchmarks.claims.records import ClaimRecords
 from benchmarks.claims.statistic import (
     FAILS,
@@ -20,6 +43,7 @@ from benchmarks.claims.statistic import (
     OPEN,
     Interval,
     crossed,
+    fisher,
     median,
     ratio_of_means,
     seeds_to_decide,
@@ -164,6 +188,18 @@ def test_logged_metrics_are_means_of_the_last_quarter():
     assert Logged("entropy")(study_run([], entropy=[9, 9, 9, 9, 9, 9, 1, 3]), None, []) == [2.0]
 
 
+def test_log_odds_of_shares_are_bounded():
+    assert Logged("cut", logit=True)(study_run([], cut=[0.5]), None, []) == [0.0]
+    assert Logged("cut", logit=True)(study_run([], cut=[0.0]), None, []) == pytest.approx([math.log(0.005 / 0.995)])
+
+
+def test_the_hardest_third_is_chosen_by_the_pilot():
+    scores = ([0.9, 0.8, 0.7, 0.1, 0.2, 0.9], [0.5] * 6)
+    run, other = ({"evaluations": [[16, one]]} for one in scores)
+    pilot = {"evaluations": [[1, [0.5, 0.5, 0.5, 0.0, 0.1, 0.5]]]}
+    assert HardestThird()(run, other, [pilot]) == pytest.approx([-0.4, -0.3])  # prompts 3 and 4
+
+
 def tiny_run(**curves):
     return {"curves": {name.replace("_", " "): values for name, values in curves.items()}}
 
@@ -191,6 +227,36 @@ def test_logs_keep_what_is_read_and_finite():
     assert history_logs([{"step": 1, "reward": 0.5, "loss": 1.0}, {"step": 2, "reward": math.nan}]) == {
         "reward": [[1, 0.5]]
     }
+
+
+# ---- Kuhn poker ------------------------------------------------------------------------------------------------------
+
+
+def test_kuhn_poker_pays_as_its_rules_say():
+    king_first = (2, 0)
+    assert winnings(king_first, opens=False, calls=False, replies=False) == 1  # both pass: the higher card wins
+    assert winnings(king_first, opens=False, calls=False, replies=True) == -1  # folds
+    assert winnings(king_first, opens=True, calls=False, replies=True) == 2
+
+
+@pytest.mark.parametrize("bluffs", [0, 1 / 6, 1 / 3])
+def test_equilibria_of_kuhn_poker_have_nothing_to_exploit(bluffs):
+    """The first seat loses 1/18, and opens with the worst card as often as it likes, up to 1/3 (Kuhn 1950)."""
+    policy = [[bluffs, 0, 3 * bluffs], [0, bluffs + 1 / 3, 1], [1 / 3, 0, 1], [0, 1 / 3, 1]]
+    assert value(policy) == pytest.approx(-1 / 18)
+    assert nash_conv(policy) == pytest.approx(0, abs=1e-12)
+
+
+def test_tossing_coins_is_worth_an_eighth_and_can_be_exploited():
+    assert value([EVEN] * 4) == pytest.approx(1 / 8)
+    assert nash_conv([EVEN] * 4) == pytest.approx(11 / 12)
+    assert against_even([EVEN] * 4) == 0
+
+
+def test_self_play_is_judged_after_each_step():
+    found = KuhnBed(steps=2).train({"compare": "role"}, seed=0)
+    assert [len(curve) for curve in found["curves"].values()] == [2, 2]
+    assert all(0 <= one <= 3 for one in found["curves"]["NashConv"])
 
 
 # ---- claims and their verdicts ---------------------------------------------------------------------------------------
@@ -247,6 +313,20 @@ def test_seeds_are_counted_against_a_bound():
     assert answers(claim, runs_of([0.3, 0.0, 0.0]), {})[0].verdict == FAILS
 
 
+def test_shares_of_seeds_are_compared_by_fishers_test():
+    # all four of one arm and none of the other: 1 of C(8, 4) = 70 ways
+    assert fisher(4, 0, 4) == pytest.approx(1 / 70)
+    part = Shares("H1", "a is above .6 more often", Score(), "a", "b", above=0.6)
+    assert answers(made(parts=(part,), seeds=4, extends=False), runs_of([0.3] * 4), {})[0].verdict == HOLDS
+    assert answers(made(parts=(part,), seeds=4), runs_of([0.3] * 4), {})[0].verdict == OPEN  # two looks, at 1.25% each
+    assert answers(made(parts=(part,), seeds=4), runs_of([0.0] * 4), {})[0].verdict == FAILS  # neither ever is
+
+
+def test_pilots_that_no_part_compares_run_once():
+    claim = made(arms={"a": {}, "b": {}, "start": {}}, pilots=("start",), seeds=1)
+    assert claim.planned(1) == [("start", 99), ("a", 0), ("b", 0)]
+
+
 def test_preconditions_are_means_over_an_arms_seeds():
     claim = made(conditions=(Condition("b scores at least .6", Score(), "b", 0.6),))
     assert page.failed_conditions(claim, runs_of([0.3, 0.3])) == ["b scores at least .6: 0.5"]
@@ -292,24 +372,19 @@ def test_every_arm_is_a_valid_config(claim, registered, tmp_path):
     for changes in claim.arms.values():
         if isinstance(claim.bed, StudyBed):
             settings_of(claim.bed.config({}), changes, tmp_path)
-        elif isinstance(claim.bed, TinyBed | WeightsBed):
+        elif isinstance(claim.bed, TinyBed | WeightsBed | KuhnBed):
             GRPOConfig(output_dir=str(tmp_path), **claim.bed.config(changes))
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: str(claim.number))
 def test_parts_name_arms_that_there_are(claim):
     arms = set(claim.arms or ())
-    named = {one for part in claim.parts if not isinstance(part, Enumerated) for one in _names(part)}
+    named = {one for part in claim.parts if not isinstance(part, Enumerated) for one in arms_of(part)}
     named |= {one.arm for one in claim.conditions} | set(claim.pilots)
     assert named <= arms
     assert claim.parts or claim.missing
     assert bool(arms) == (claim.bed is not None)
     assert len({part.name for part in (*claim.parts, *claim.notes)}) == len(claim.parts) + len(claim.notes)
-
-
-def _names(part):
-    for arm in (part.arm, part.against):
-        yield from () if arm is None else (arm,) if isinstance(arm, str) else arm.arms
 
 
 def test_every_method_with_a_paper_has_a_claim_or_a_reason():

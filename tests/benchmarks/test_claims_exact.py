@@ -68,6 +68,12 @@ def test_bf16_keeps_weights_that_are_512_steps_large():
     assert found.holds and found.figures["largest weight that changes"] == pytest.approx(4.88e-4, rel=0.01)
 
 
+def test_a_baseline_by_role_changes_the_variance_alone():
+    found = exact.role_baselines()
+    assert found.holds
+    assert list(found.figures.values())[1:] == pytest.approx([0.40, 0.08], abs=5e-3)
+
+
 def test_gdpo_tells_rewards_of_equal_sum_apart():
     found = exact.distinct_advantages()
     assert found.holds
