@@ -1,9 +1,9 @@
 """Published methods on small models: do their claims hold here?
 
-    python -m benchmarks.claims [N ...] [--seeds S]     # runs what is missing of these claims (all), then prints
-    verdicts python -m benchmarks.claims --summary               # prints the page from the records (docs/claims.md)
-    python -m benchmarks.claims --write                 # writes it, its pictures, and the verdicts in
-    docs/algorithms.md
+    python -m benchmarks.claims [N ...] [--seeds S]     # runs what is missing of these claims (all), prints verdicts
+    python -m benchmarks.claims --exact                 # only enumerations, which take seconds
+    python -m benchmarks.claims --summary               # prints the page from the records (docs/claims.md)
+    python -m benchmarks.claims --write                 # writes it, its pictures, and the verdicts on other pages
 
 Every finished run is a line of `benchmarks/claims.jsonl` with the digest of its claim: an interrupted claim continues
 where it stopped, and lines of another protocol are not used. A claim that is undecided after its seeds runs as many
