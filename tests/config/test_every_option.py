@@ -198,6 +198,7 @@ WITH: dict[str, dict[str, Any]] = {
     "keep_sampling_mask": {"top_p": 0.9},
     **each(("teacher_loss", "teacher_advantage", "teacher_coef", "teacher_schedule", "teacher_clip"), TAUGHT),
     **each(("teacher_prompt", "teacher_prompt_template"), TAUGHT),
+    **each(("teacher_top_k", "teacher_beta"), {**TAUGHT, "teacher_loss": "divergence", "teacher_top_k": 4}),
     "teacher_success_reward": {**TAUGHT, "teacher_prompt_template": "{prompt} {solution}"},
     "teacher_column": {"teacher": {"a": "start"}, "given": {"train_dataset": NAMED_ROWS}},
     **each(("teacher_mixup_alpha", "teacher_sync_steps"), {"teacher": "follower"}),

@@ -4,6 +4,7 @@ Each path weighs its probability, so that sums over rollouts are expectations; e
 """
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -12,7 +13,15 @@ import torch
 from covey.algorithms import grpo
 from covey.algorithms.terms import terms
 from covey.core.batch import TrainBatch
-from covey.core.distillation import TeacherAdvantage, added_gap, gap_stats, sampled_divergence, tokens_with_a_teacher
+from covey.core.distillation import (
+    TeacherAdvantage,
+    added_gap,
+    binned_divergence,
+    gap_stats,
+    sampled_divergence,
+    split_names,
+    tokens_with_a_teacher,
+)
 from covey.core.losses import clip, mean_over_update
 from covey.core.objective import Objective, policy_loss
 from covey.core.stats import read
@@ -247,3 +256,92 @@ def test_the_measured_gap_moves_nothing():
     (term,) = terms(runs.config("x", teacher="start"))
     both = Objective(UNCLIPPED, terms=(term,), teacher=TeacherAdvantage(added_gap, constant(1.0)))
     close(loss_gradient(both, batch(POLICY)), loss_gradient(added(), batch(POLICY)))
+
+
+# ---- named tokens and a tail -----------------------------------------------------------------------------------------
+
+BETAS = [0.0, 0.3, 0.5, 1.0]
+
+
+def full_divergence(log_p, log_t, beta):
+    """Over the whole vocabulary, literally: [..., V] -> [...]."""
+    p, t = log_p.exp(), log_t.exp()
+    if beta == 0:
+        return (t * (log_t - log_p)).sum(-1)
+    if beta == 1:
+        return (p * (log_p - log_t)).sum(-1)
+    m = (1 - beta) * p + beta * t
+    return beta * (t * (log_t - m.log())).sum(-1) + (1 - beta) * (p * (log_p - m.log())).sum(-1)
+
+
+def over_names(ids, beta):
+    """The divergence of the policy's table over named tokens, per prefix."""
+    return lambda own: binned_divergence(own.gather(1, ids), TEACHER.gather(1, ids), beta)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_all_but_one_token_and_a_tail_are_the_whole_vocabulary(beta):
+    draws = (torch.randperm(V, generator=torch.Generator().manual_seed(row)) for row in range(len(PREFIXES)))
+    ids = torch.stack([draw[: V - 1] for draw in draws])
+    close(over_names(ids, beta)(POLICY), full_divergence(POLICY, TEACHER, beta))
+    found = gradient(lambda own: over_names(ids, beta)(own).sum())
+    close(found, gradient(lambda own: full_divergence(own, TEACHER, beta).sum()))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_fewer_names_give_less_and_the_gradient_of_the_bins(beta):
+    """dD/dz_v = P_v (f'(bin of v) - Σ_b P_b f'(b)), f' the derivative of D in the policy's mass of a bin."""
+    ids = torch.zeros(len(PREFIXES), 1, dtype=torch.long)
+    assert (over_names(ids, beta)(POLICY) <= full_divergence(POLICY, TEACHER, beta) + 1e-12).all()
+    p, t = (torch.stack([one.exp()[:, 0], 1 - one.exp()[:, 0]], 1) for one in (POLICY, TEACHER))
+    masses = p.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(full_divergence(masses.log(), t.log(), beta).sum(), masses)
+    of_token = torch.cat([slopes[:, :1], slopes[:, 1:].expand(-1, V - 1)], 1)
+    expected = POLICY.exp() * (of_token - (p * slopes).sum(1, keepdim=True))
+    close(gradient(lambda own: over_names(ids, beta)(own).sum()), expected)
+
+
+def test_the_divergence_goes_to_the_two_kls_by_a_factor_of_beta():
+    small = 1e-6
+    forward, reverse = (full_divergence(POLICY, TEACHER, beta) for beta in (0.0, 1.0))
+    ids = torch.arange(V - 1).expand(len(PREFIXES), -1)
+    torch.testing.assert_close(over_names(ids, small)(POLICY) / small, forward, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(over_names(ids, 1 - small)(POLICY) / small, reverse, rtol=1e-3, atol=1e-4)
+
+
+def test_places_without_a_token_and_impossible_tokens_are_finite():
+    log_p = torch.tensor([[math.log(0.5), -math.inf], [math.log(0.5), math.log(0.25)]], dtype=torch.float64)
+    log_t = torch.tensor([[math.log(0.25), -math.inf], [math.log(0.25), -math.inf]], dtype=torch.float64)
+    log_p.requires_grad_()
+    for beta in BETAS:
+        values = binned_divergence(log_p, log_t, beta)
+        (slopes,) = torch.autograd.grad(values.sum(), log_p)
+        assert values.isfinite().all() and slopes.isfinite().all()
+    # 0.5 log(0.5 / 0.25) + 0.5 log(0.5 / 0.75)
+    expected = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert binned_divergence(log_p, log_t, 1.0)[0].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_term_of_named_tokens_is_the_divergence_at_visited_prefixes(beta):
+    given = batch(POLICY)
+    ids = torch.arange(V - 1).expand(len(PATHS) * T, -1)
+    given.named_ids, given.teacher_tops = ids, TEACHER[AT.flatten()].gather(1, ids)
+    config = runs.config("x", teacher="start", teacher_loss="divergence", teacher_top_k=3, teacher_beta=beta)
+    objective = Objective(UNCLIPPED, terms=terms(config))
+    assert objective.reads_named
+
+    def loss(own):
+        return policy_loss(given, of_paths(own), None, objective, named=own[AT.flatten()].gather(1, ids)).loss
+
+    visited = occupancy(POLICY)
+    close(gradient(loss), gradient(lambda own: (visited * full_divergence(own, TEACHER, beta)).sum()))
+    named = POLICY[AT.flatten()].gather(1, ids)
+    (stats,) = read([policy_loss(given, of_paths(POLICY), None, objective, named=named).stats])
+    assert stats["teacher/student_mass"].value() == pytest.approx(named.exp().sum(1).mean().item())
+    assert stats["teacher/top_mass"].value() == pytest.approx(given.teacher_tops.exp().sum(1).mean().item())
+
+
+@pytest.mark.parametrize(("beta", "names"), [(0.0, (5, 0)), (1.0, (0, 5)), (0.5, (3, 2))])
+def test_each_divergence_is_named_by_the_one_whose_mass_weighs_it(beta, names):
+    assert split_names(5, beta) == names

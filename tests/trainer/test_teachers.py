@@ -144,6 +144,49 @@ def test_rows_choose_among_several_teachers(tmp_path, folders):
     assert runs.history(trainer, "teacher/one/kl") and runs.history(trainer, "teacher/two/kl")
 
 
+@pytest.mark.parametrize(("beta", "first", "second"), [(0.0, 4, 0), (0.5, 2, 2), (1.0, 0, 4)])
+def test_teacher_and_policy_name_their_likeliest_tokens(tmp_path, folders, beta, first, second):
+    settings = {"teacher": str(folders / "one"), "teacher_loss": "divergence", "teacher_top_k": 4, "learning_rate": 0.0}
+    trainer, (batch,) = trained(tmp_path, **settings, teacher_beta=beta)
+    start, model = 0, tiny.model(seed=1)
+    for prompt, completion in zip(own_prompts(batch), batch.completions(), strict=True):
+        ids = torch.cat([prompt, completion])
+        with torch.no_grad():
+            teacher, own = (
+                one(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for one in (model, trainer.policy)
+            )
+        for row in range(len(completion)):
+            place = start + row
+            expected = {*teacher[row].topk(first).indices.tolist(), *own[row].topk(second).indices.tolist()}
+            named = batch.named_ids[place]
+            assert {*named[named >= 0].tolist()} == expected
+            for token, logprob in zip(named.tolist(), batch.teacher_tops[place].tolist(), strict=True):
+                if token >= 0:
+                    assert logprob == pytest.approx(teacher[row, token].item(), abs=5e-5)
+        start += len(completion)
+    assert 0 < runs.history(trainer, "teacher/student_mass")[0] <= 1
+
+
+def test_named_tokens_of_rows_without_a_teacher_are_none(tmp_path):
+    rows = [{**row, "hint": "x" if number % 2 else None} for number, row in enumerate(tiny.rows())]
+    given = {"teacher": "policy", "teacher_prompt": "hint", "teacher_top_k": 3, "teacher_beta": 0.5}
+    trainer, (batch,) = trained(tmp_path, rows, **given, teacher_loss="divergence", shuffle_dataset=False)
+    lacking = batch.teacher_logprobs.isnan()
+    assert lacking.any() and batch.teacher_tops[lacking].isinf().all()
+    assert batch.teacher_tops[~lacking].isfinite().any()
+    assert runs.history(trainer, "teacher/loss")[0] > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_named_tokens_move_the_policy_towards_the_teacher(tmp_path, folders, beta):
+    settings = {"teacher_loss": "divergence", "teacher_top_k": 16, "teacher_beta": beta, "max_steps": 10}
+    nothing = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    settings |= {"teacher": str(folders / "one"), "learning_rate": 3e-3}
+    trainer, _ = trained(tmp_path, parts=nothing, **settings)
+    values = runs.history(trainer, "teacher/loss")
+    assert sum(values[-3:]) < 0.7 * sum(values[:3])
+
+
 @pytest.mark.parametrize("loss", ["advantage", "divergence"])
 def test_a_teacher_moves_the_policy_towards_itself(tmp_path, folders, loss):
     """Without any signal of the rewards."""
@@ -297,6 +340,7 @@ HINTED = [{**row, "hint": "x"} for row in tiny.rows()]
         ("settings-contradict", {"teacher": "policy", "teacher_prompt": "hint", "teacher_prompt_template": "{prompt}"}),
         ("setting-format", {"teacher": "start", "teacher_schedule": {"peak": 1.0}}),
         ("setting-format", {"teacher": "policy", "teacher_prompt_template": "no field"}),
+        ("settings-contradict", {"teacher": "start", "teacher_loss": "divergence", "teacher_beta": 0.5}),
         ("advantages-tokens", {"teacher": "start", "loss_type": "gmpo"}),
         ("advantages-tokens", {"teacher": "start", "loss_type": "grpo", "importance_sampling_level": "sequence"}),
         ("teacher-column", {"teacher": "policy", "teacher_prompt": "absent"}),

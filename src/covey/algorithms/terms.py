@@ -10,6 +10,8 @@ from covey.core.distillation import (
     added_gap,
     gap_stats,
     measured_gap,
+    named_divergence,
+    named_stats,
     sampled_divergence,
     tokens_with_a_teacher,
 )
@@ -31,6 +33,10 @@ def teacher(config: Any) -> TokenTerm | None:
     stats = partial(gap_stats, clip=config.teacher_clip)
     if config.teacher_loss == "advantage":
         return TokenTerm("teacher", tokens_with_a_teacher, measured_gap, constant(0.0), stats)
+    if config.teacher_top_k:
+        value = partial(named_divergence, beta=config.teacher_beta)
+        coef = teacher_coefficient(config)
+        return TokenTerm("teacher", tokens_with_a_teacher, value, coef, named_stats, reads_named=True)
     value = partial(sampled_divergence, clip=config.teacher_clip)
     return TokenTerm("teacher", tokens_with_a_teacher, value, teacher_coefficient(config), stats)
 

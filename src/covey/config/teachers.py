@@ -42,6 +42,13 @@ class TeacherFields:
     teacher_loss: str = limited("advantage", choices=("advantage", "divergence"))
     """`advantage`: the teacher's log-prob minus the policy's is added to each token's advantage. `divergence`: a term
     of its own in the loss, averaged over the tokens that have a teacher."""
+    teacher_top_k: int = limited(0, ge=0, advice="20 to 100 are usual; 0 takes the sampled token alone.")
+    """`divergence`: tokens at each position whose probabilities under policy and teacher are compared, with one bin for
+    all others: the teacher's likeliest for the forward KL, the policy's for the reverse one, half of each between. 0:
+    the sampled token alone, for the reverse KL."""
+    teacher_beta: float = limited(1.0, ge=0, le=1, advice="1 is the reverse KL, 0 the forward KL, 0.5 JSD.")
+    """`divergence` with teacher_top_k: 1 is the reverse KL, KL(policy || teacher), 0 the forward KL, and between them
+    the generalised Jensen-Shannon divergence of GKD, whose size shrinks towards both ends."""
     teacher_advantage: str | None = None
     """Function of the gap and the advantages, path/to/file.py:name, in the place of their weighted sum."""
     teacher_coef: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 measures the teacher alone.")
@@ -116,6 +123,17 @@ def teachers_read_a_prompt(args: Args) -> Iterator[Finding]:
         )
 
 
+def teachers_name_tokens(args: Args) -> Iterator[Finding]:
+    """Another divergence than the reverse KL needs more than the sampled token."""
+    if args.teacher_loss == "divergence" and args.teacher_beta != 1 and not args.teacher_top_k:
+        yield Finding.error(
+            "settings-contradict",
+            f"teacher_beta={args.teacher_beta:g} with teacher_top_k=0: from the sampled token alone only the reverse KL"
+            " (teacher_beta=1) has a gradient.",
+            "Set teacher_top_k=64, or leave teacher_beta at 1.",
+        )
+
+
 def teachers_credit_tokens(args: Args) -> Iterator[Finding]:
     """The gap is an advantage of each token, which some losses replace by that of the completion."""
     shares = args.importance_sampling_level == "sequence" and not LOSS_TYPES[args.loss_type].credits_tokens
@@ -140,6 +158,10 @@ def teacher_options_are_read(args: Args) -> Iterator[Finding]:
         yield from ignored(args, ["teacher_model_init_kwargs", "teacher_model_revision"], "no teacher is loaded")
     if isinstance(args.teacher, str):
         yield from ignored(args, ["teacher_column"], "there is one teacher, which all rows have")
+    if args.teacher_loss == "advantage":
+        yield from ignored(args, ["teacher_top_k", "teacher_beta"], "teacher_loss is 'advantage'")
+    elif args.teacher_top_k:
+        yield from ignored(args, ["teacher_clip"], "teacher_top_k compares distributions, not the sampled tokens")
     if args.teacher_loss != "advantage":
         yield from ignored(args, ["teacher_advantage"], f"teacher_loss is {args.teacher_loss!r}")
     if "{solution}" not in (args.teacher_prompt_template or "") and ".py" not in (args.teacher_prompt_template or ""):

@@ -24,7 +24,7 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "engine_logprobs",
     "mismatch_weights",
 )
-WIDE_FIELDS = ("named_ids",)  # several numbers of each token, [N, K]
+WIDE_FIELDS = ("named_ids", "teacher_tops")  # several numbers of each token, [N, K]
 TEACHER_FIELDS = ("teacher_logprobs",)  # of each token, NaN for one without a teacher
 TOKEN_FIELDS = ("token_ids", "sampled", "jumps", "kept_counts", "chosen", "origin", *LOSS_FIELDS, *WIDE_FIELDS)
 
@@ -36,6 +36,7 @@ UNREPORTED = {
     "origin": -1,
     "named_ids": -1,
     "teacher_logprobs": math.nan,
+    "teacher_tops": -math.inf,
 }
 """Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it,
 and for rows of `WIDE_FIELDS` that are narrower than others."""
@@ -88,6 +89,7 @@ class TrainBatch:
     kept_ids: Tensor | None = None
     # [N, K] int64 or None: tokens to score besides each token, -1 for none (`named` of `TokenScorer`)
     named_ids: Tensor | None = None
+    teacher_tops: Tensor | None = None  # [N, K] float32 or None, log-probs of the named tokens by the rollout's teacher
     # [B] images of each rollout, on the CPU until their micro-batch runs, or None where no rollout has any
     media: list[tuple[Media, ...]] | None = None
     entropy_threshold: float | None = None  # tokens with less are left out of the loss (`top_entropy_quantile`)

@@ -88,6 +88,64 @@ def sampled_divergence(x: TermInputs, *, clip: float | None = None) -> Tensor:
     return value if x.mismatch_weights is None else value * x.mismatch_weights
 
 
+LEAST_TAIL = 1e-6
+"""Smallest mass of the tokens that are not named: 1 - Σ in float32 is noise below."""
+LEAST_LOGPROB = -50.0
+"""Log-prob of a token that one of the two cannot sample, and of a place without a token."""
+
+
+def binned_divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Divergence [N] between policy P and teacher T over K named tokens and one bin for all others, from [N, K] each.
+
+    β = 1: KL(P || T), β = 0: KL(T || P), between: β KL(T || M) + (1 - β) KL(P || M) with M = (1 - β) P + β T (GKD,
+    arXiv 2306.13649, eq. 1). It is at most the divergence over the whole vocabulary, and equal to it where the bins are
+    single tokens. The value is not continuous in β at the ends: it goes to 0 as β does, by a factor of β.
+    """
+    log_p, log_t = (
+        torch.where(one.isfinite(), one, LEAST_LOGPROB).clamp(min=LEAST_LOGPROB) for one in (logprobs, teacher)
+    )
+    log_p, log_t = (
+        torch.cat([one, (1 - one.exp().sum(1, keepdim=True)).clamp(min=LEAST_TAIL).log()], 1) for one in (log_p, log_t)
+    )
+    p, t = log_p.exp(), log_t.exp()
+    if beta == 1:
+        return (p * (log_p - log_t)).sum(1)
+    if beta == 0:
+        return (t * (log_t - log_p)).sum(1)
+    log_m = ((1 - beta) * p + beta * t).log()
+    return (beta * t * (log_t - log_m) + (1 - beta) * p * (log_p - log_m)).sum(1)
+
+
+def named_divergence(x: TermInputs, *, beta: float) -> Tensor:
+    """`binned_divergence` at each position of the term: of distributions, whatever token was sampled there.
+
+    Neither ratio nor mismatch weight of the sampled token belongs to it, as its mean over these tokens is 1.
+    """
+    if x.named is None or x.batch.teacher_tops is None:  # a batch without any
+        return torch.zeros_like(x.logprobs)
+    rows = x.tokens[:, None]
+    teacher = torch.where(rows, x.batch.teacher_tops.to(x.named), -torch.inf)
+    return binned_divergence(torch.where(rows, x.named, -torch.inf), teacher, beta)
+
+
+def named_stats(x: TermInputs) -> dict[str, Stat]:
+    """`gap_stats`, and `teacher/top_mass` and `teacher/student_mass`: the mass of the named tokens under each."""
+    stats = gap_stats(x)
+    if x.named is None or x.batch.teacher_tops is None:
+        return stats
+    for name, of in (("top_mass", x.batch.teacher_tops), ("student_mass", x.named.detach())):
+        mass = torch.where(x.tokens, of.exp().sum(1), 0.0)
+        stats[f"teacher/{name}"] = Mean(mass.sum(), x.tokens.sum())
+    return stats
+
+
+def split_names(top_k: int, beta: float) -> tuple[int, int]:
+    """Numbers of tokens that the teacher and the policy name: the one whose mass the divergence is weighed by."""
+    if beta in (0.0, 1.0):
+        return (top_k, 0) if beta == 0.0 else (0, top_k)
+    return top_k - top_k // 2, top_k // 2
+
+
 def measured_gap(x: TermInputs) -> Tensor:
     """The difference log P(o_t) - log T(o_t) without a gradient, where it acts through the advantages."""
     return teacher_gap(x).detach()

@@ -25,12 +25,14 @@ Coefficient = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class TermInputs:
-    """Inputs of a term, all `[N]`, with numbers that are finite where the token is not the term's."""
+    """Inputs of a term, `[N]` but for `named`, with numbers that are finite where the token is not the term's."""
 
     tokens: Tensor  # mask of the term's tokens
     logprobs: Tensor  # log π(o_t) under the policy being trained; carries the gradient
     old_logprobs: Tensor  # log π_old(o_t), constant; the current one of tokens that the policy has not sampled
     mismatch_weights: Tensor | None  # engine/trainer importance weights, 1 of tokens that were not sampled; or None
+    # [N, K] log π of `TrainBatch.named_ids` with the gradient, -inf for none; or None
+    named: Tensor | None
     batch: TrainBatch  # what else is known of the tokens, and may be NaN at others than the term's
 
     @property
@@ -51,6 +53,7 @@ class TokenTerm:
     value: Callable[[TermInputs], Tensor]  # -> [N], which is minimised
     coef: Coefficient
     stats: Callable[[TermInputs], dict[str, Stat]] | None = None
+    reads_named: bool = False  # the policy's log-probs of the named tokens
 
 
 class TermCounts(NamedTuple):
@@ -107,7 +110,9 @@ def term_weights(batch: TrainBatch, name: str) -> Tensor:
     return shares * expand(batch.term_scales[name], batch.lengths, len(shares))
 
 
-def term_inputs(batch: TrainBatch, name: str, logprobs: Tensor, rho: Tensor | None) -> TermInputs:
+def term_inputs(
+    batch: TrainBatch, name: str, logprobs: Tensor, rho: Tensor | None, named: Tensor | None = None
+) -> TermInputs:
     """Inputs of a term from a silenced batch, the log-probs [N] of its `scored` tokens, and mismatch weights [N]."""
     tokens = batch.term_tokens[name] != 0
     logprobs = torch.where(tokens, logprobs, 0.0)
@@ -115,7 +120,7 @@ def term_inputs(batch: TrainBatch, name: str, logprobs: Tensor, rho: Tensor | No
     if batch.old_logprobs is not None:
         old = torch.where(sampled, batch.old_logprobs, old)
     rho = None if rho is None else torch.where(sampled, rho, 1.0)
-    return TermInputs(tokens, logprobs, old, rho, batch)
+    return TermInputs(tokens, logprobs, old, rho, named, batch)
 
 
 def term_loss(term: TokenTerm, x: TermInputs, step: int) -> tuple[Tensor, dict[str, Stat]]:

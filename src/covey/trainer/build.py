@@ -18,6 +18,7 @@ from covey.algorithms.credit import UnreadSettings
 from covey.config.base import OnlineConfig, fill_unset
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
+from covey.core.distillation import split_names
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.findings import CheckError, Finding
 from covey.core.model import placeholder_ids, unwrapped
@@ -226,6 +227,7 @@ def build_teachers(
         column=args.teacher_column,
         success_reward=args.teacher_success_reward,
         alpha=args.teacher_mixup_alpha,
+        names=split_names(args.teacher_top_k, args.teacher_beta) if args.teacher_loss == "divergence" else (0, 0),
     )
 
 

@@ -24,6 +24,7 @@ from covey.core.findings import CheckError, Finding
 from covey.core.records import Message, Mode, Rollout, RolloutBatch
 from covey.core.stats import Mean, Stat, Sum
 from covey.data.validation import columns_of
+from covey.policy.lm_head.scores import TokenScores
 from covey.policy.loading import config_of_source, max_context, tokenizer_of_source
 from covey.policy.replicas import Reference
 from covey.policy.sharded_tensors import full_shape
@@ -80,6 +81,7 @@ class TeacherScorer:
     column: str  # with the name of a row's teacher, where there are several
     success_reward: float  # smallest total reward of an answer that is shown to the teacher of others
     alpha: float  # share of the policy that a follower takes in
+    names: tuple[int, int] = (0, 0)  # tokens at each position that the teacher and the policy name
     _patience: int = field(default=BATCHES_WITHOUT, init=False)  # 0 once some rollout of training had a teacher
     _warned: bool = field(default=False, init=False)
 
@@ -91,6 +93,7 @@ class TeacherScorer:
         values = torch.full((batch.num_tokens,), torch.nan, device=batch.token_ids.device)
         owners = segment_ids(batch.lengths, batch.num_tokens)
         stats: dict[str, Stat] = {}
+        batch, tops = self._named_by_the_policy(batch, mode)
         for name, teacher in self.teachers.items():  # all processes in one order, also where no row has this teacher
             has = [one == name and prompt is not None for one, prompt in zip(names, prompts, strict=True)]
             rows = torch.tensor(has, dtype=torch.bool, device=batch.lengths.device)
@@ -99,8 +102,11 @@ class TeacherScorer:
                 own = [prompt for prompt, chosen in zip(prompts, has, strict=True) if chosen and prompt is not None]
                 part = replace(part, **distinct_prompts(own, part.lengths.device))
             with teacher.within(run.policy) as model:
-                scored = self.scorer.logprobs(model, part, run.algebra.rows(mode))
-            values[rows[owners]] = torch.where(part.sampled, scored, torch.nan)
+                scored = self.scorer.scores(model, part, top=self.names[0], rows=run.algebra.rows(mode))
+            values[rows[owners]] = torch.where(part.sampled, scored.logprobs, torch.nan)
+            if tops is not None and batch.named_ids is not None:
+                ids, logprobs = named_by_both(part, scored, self.names[0])
+                batch.named_ids[rows[owners]], tops[rows[owners]] = ids, logprobs
             if name:
                 stats |= _kl_of(name, batch, values, rows[owners])
         broken = batch.sampled & values.isinf()
@@ -112,7 +118,20 @@ class TeacherScorer:
         stats["teacher/fraction"] = Mean(known.sum().item(), batch.sampled.sum().item())
         stats["teacher/too_long"] = Sum(float(unread))
         stats["teacher/not_finite"] = Mean(broken.sum().item(), max(batch.sampled.sum().item(), 1))
-        return replace(batch, teacher_logprobs=values), stats
+        return replace(batch, teacher_logprobs=values, teacher_tops=tops), stats
+
+    def _named_by_the_policy(self, batch: TrainBatch, mode: Mode) -> tuple[TrainBatch, Tensor | None]:
+        """The batch with its likeliest tokens under the policy and room for the teacher's, and for all log-probs."""
+        of_teacher, of_policy = self.names
+        if not of_teacher + of_policy:
+            return batch, None
+        width, device = of_teacher + of_policy, batch.token_ids.device
+        ids = torch.full((batch.num_tokens, width), -1, device=device)
+        if of_policy:
+            found = self.scorer.scores(self.run.policy, batch, top=of_policy, rows=self.run.algebra.rows(mode)).top_ids
+            assert found is not None, "asked for"
+            ids[:, : found.shape[1]] = found
+        return replace(batch, named_ids=ids), torch.full((batch.num_tokens, width), -torch.inf, device=device)
 
     def _teacher_of(self, rollouts: RolloutBatch) -> list[str | None]:
         """Name of each rollout's teacher, or None; CheckError for one that there is not."""
@@ -251,6 +270,22 @@ class TeacherScorer:
         for name, one in self.teachers.items():
             if one.reference is not None and state.get(name) is not None:
                 one.reference.load_state_dict(state[name])
+
+
+def named_by_both(part: TrainBatch, scored: TokenScores, of_teacher: int) -> tuple[Tensor, Tensor]:
+    """Ids [N, K] that the policy and, in the last `of_teacher` places, the teacher name, and the teacher's log-probs.
+
+    A token that both name is there once; -1 and -inf where there are fewer.
+    """
+    assert part.named_ids is not None and scored.named is not None, "places for the names"
+    ids, logprobs = part.named_ids.clone(), scored.named.float().clone()
+    if of_teacher and scored.top_ids is not None and scored.top_logprobs is not None:
+        first = ids.shape[1] - of_teacher
+        known = (scored.top_ids[:, :, None] == ids[:, None, :first]).any(2)
+        last = slice(first, first + scored.top_ids.shape[1])
+        ids[:, last] = torch.where(known, -1, scored.top_ids)
+        logprobs[:, last] = torch.where(known, -torch.inf, scored.top_logprobs.float())
+    return ids, logprobs
 
 
 def _kl_of(name: str, batch: TrainBatch, values: Tensor, tokens: Tensor) -> dict[str, Stat]:

@@ -184,14 +184,16 @@ class UpdatePhase:
         filters = batch.entropy_threshold is not None or objective.needs_entropies
         wants_entropy = self.entropy is not None or filters or plan.measures_entropy
         aux: Tensor | float = 0.0
+        named = batch.named_ids if objective.reads_named else None
         with run.accelerator.autocast():
             if self.balance is not None and plan.balance is not None:
-                scores, loads = self.scorer.with_loads(model, batch, self.balance.top_k, entropy=wants_entropy)
+                top_k = self.balance.top_k
+                scores, loads = self.scorer.with_loads(model, batch, top_k, entropy=wants_entropy, named=named)
                 aux = plan.balance(loads, len(batch))
             else:
-                scores = self.scorer(model, batch, entropy=wants_entropy)
+                scores = self.scorer(model, batch, entropy=wants_entropy, named=named)
         coef = 0.0 if self.entropy is None else self.entropy.effective
-        result = policy_loss(batch, scores.logprobs, scores.entropies, objective, coef, run.step)
+        result = policy_loss(batch, scores.logprobs, scores.entropies, objective, coef, run.step, scores.named)
         if self.updates is not None and plan.training:
             self.updates.on_micro_batch(batch, scores.logprobs, scores.entropies, objective, run.step)
         stats, scale = dict(result.stats), plan.scale

@@ -14,7 +14,7 @@ import torch
 
 from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
-from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, segment_sum
+from covey.core.batch import TOKEN_FIELDS, WIDE_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.objective import policy_loss
@@ -127,7 +127,7 @@ class Step:
 
     def loss(self, batch: TrainBatch | None = None) -> torch.Tensor:
         batch = self.batch if batch is None else batch
-        return policy_loss(batch, *self.scores(batch), self.algorithm.objective, self.config.entropy_coef).loss
+        return policy_loss(batch, *self.scores(batch)[:2], self.algorithm.objective, self.config.entropy_coef).loss
 
     def gradients(self, batch: TrainBatch | None = None) -> list[torch.Tensor]:
         return list(torch.autograd.grad(self.loss(batch), list(self.model.parameters())))
@@ -238,7 +238,8 @@ def test_every_number_that_a_loss_may_look_at_is_tried():
     """So that the test above cannot pass by having nothing to change."""
     batches = [Step("packed", settings).batch for settings in LOSSES.values()]
     tried = {field for batch in batches for field in TOKEN_FIELDS[5:] if getattr(batch, field) is not None}
-    assert tried == {*TOKEN_FIELDS[5:]} - {"origin"}  # a place in the record, no number of the loss
+    others = {"origin", *WIDE_FIELDS}  # a place in the record; numbers that a term of the loss masks itself
+    assert tried == {*TOKEN_FIELDS[5:]} - others
     assert len(Step("packed", LOSSES["dapo with credit for steps"]).batch.advantages[:6].unique()) == 3
 
 
