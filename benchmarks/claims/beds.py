@@ -9,7 +9,7 @@ import random
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -177,7 +177,8 @@ class TinyBed:
     def run(self, arms: Arms, runs: Sequence[tuple[str, int]], folder: str) -> Runs:
         return {(arm, seed): self.train(arms[arm], seed) for arm, seed in runs}
 
-    def train(self, changes: Mapping[str, Any], seed: int) -> Result:
+    def train(self, changes: Mapping[str, Any], seed: int, save: Path | None = None) -> Result:
+        """Train a model from random weights of this seed, and write it to a folder `save`."""
         from benchmarks.claims import losses
         from benchmarks.claims.engines import RoundedEngine
         from benchmarks.process_supervision import LETTERS, answer, rights, tiny_model, tokenizer
@@ -214,6 +215,8 @@ class TinyBed:
                 engine=engine,
             )
             trainer.train()
+            if save is not None:
+                trainer.save_model(str(save))
         return {"curves": curves, "logs": {**history_logs(trainer.state.log_history), **_mismatch(trainer)}}
 
 
@@ -228,6 +231,31 @@ def _mismatch(trainer: Any) -> dict[str, list[list[float]]]:
         for name, short in names.items()
         if any(name in one for one in trainer.state.log_history)
     }
+
+
+@dataclass(frozen=True)
+class DistillationBed(TinyBed):
+    """As `TinyBed`, with a teacher for the arms that set `teacher`: another seed's model, trained by their rewards.
+
+    It is trained once, with `teacher_steps`, and stays in the parent of a run's folder.
+    """
+
+    name: ClassVar[str] = "tiny Llama with a teacher"
+    teacher_steps: int = 300
+    teacher_seed: int = 98
+
+    def config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return super().config({"teacher_coef": 1.0, **changes} if "teacher" in changes else changes)
+
+    def run(self, arms: Arms, runs: Sequence[tuple[str, int]], folder: str) -> Runs:
+        path = Path(folder).parent / "teacher"
+        if not (path / "config.json").is_file():
+            replace(self, steps=self.teacher_steps).train({}, self.teacher_seed, save=path)
+
+        def own(arm: str) -> dict[str, Any]:
+            return {name: str(path) if name == "teacher" else value for name, value in arms[arm].items()}
+
+        return {(arm, seed): self.train(own(arm), seed) for arm, seed in runs}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from covey.core.advantages import group_relative
 from covey.core.losses import SurrogateInputs
 from covey.core.stats import Mean, Stat
 
-ADVANTAGES_OF_CLAIMS = ("only_negative", "only_positive")
+ADVANTAGES_OF_CLAIMS = ("only_negative", "only_positive", "no_rewards")
 LOSSES_OF_CLAIMS = ("dapo_with_kl", "random_tokens", "sure_tokens")
 
 
@@ -26,6 +26,11 @@ def only_negative(x: Any) -> Tensor:
 def only_positive(x: Any) -> Tensor:
     """max(A, 0): only right completions are trained on."""
     return group_relative(x.totals).clamp(min=0)
+
+
+def no_rewards(x: Any) -> Tensor:
+    """Advantages of 0: what is learnt comes from a teacher alone."""
+    return torch.zeros_like(x.totals)
 
 
 def reverse_kl(config: Any) -> Any:
@@ -49,7 +54,7 @@ def some(logprobs: Tensor, advantages: Tensor, keys: Tensor, *, share: float = 0
 
 def register() -> None:
     """Make the losses and advantages of claims known, once."""
-    for function in (only_negative, only_positive):
+    for function in (only_negative, only_positive, no_rewards):
         if function.__name__ not in ADVANTAGES:
             register_advantages(function.__name__, function)
     row = LOSS_TYPES["dapo"]

@@ -193,6 +193,29 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Logarithm of the ratio of the steps at which a curve of two runs reaches 80% of the best pilot's end.
+
+    Reached is a running mean over `window` steps; a run that never does counts as one step more than it has. `price`
+    is what a step of the other run costs in steps of this one.
+    """
+
+    curve: str
+    share: float = 0.8
+    window: int = 5
+    price: float = 1.0
+
+    def __call__(self, run: Result, other: Result | None, pilots: Sequence[Result]) -> Sequence[float]:
+        assert other is not None, "two runs are compared"
+        threshold = self.share * max(running(pilot["curves"][self.curve], self.window)[-1] for pilot in pilots)
+        return [math.log(self.steps(run, threshold) / (self.price * self.steps(other, threshold)))]
+
+    def steps(self, run: Result, threshold: float) -> int:
+        means = running(run["curves"][self.curve], self.window)
+        return next((number for number, mean in enumerate(means, 1) if mean >= threshold), len(means) + 1)
+
+
+@dataclass(frozen=True)
 class Fall:
     """Fall of a curve from its best running mean to its last, less `by`: above 0 is a run that has fallen."""
 

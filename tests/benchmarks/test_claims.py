@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.claims import losses, page, simulation
-from benchmarks.claims.beds import StudyBed, TinyBed, WeightsBed, history_logs
+from benchmarks.claims.beds import DistillationBed, StudyBed, TinyBed, WeightsBed, history_logs
 from benchmarks.claims.claim import (
     Best,
     Claim,
@@ -33,6 +33,7 @@ from benchmarks.claims.measures import (
     HardestThird,
     Logged,
     PassAt,
+    Reach,
     Score,
     running,
 )
@@ -208,6 +209,13 @@ def test_growth_ends_where_either_run_has_learnt_the_task():
     long = tiny_run(wrong_length=[1.0, 2.0, 3.0, 4.0, 99.0], accuracy=[0.5, 0.5, 0.5, 0.5, 0.5])
     learnt = tiny_run(wrong_length=[1.0, 1.0, 1.0, 1.0, 1.0], accuracy=[0.5, 0.5, 0.5, 0.95, 1.0])
     assert Growth("wrong length", window=1, while_in=("accuracy", 0.9))(long, learnt, []) == [2.0]
+
+
+def test_reach_counts_steps_to_a_share_of_the_pilots_end():
+    pilot, slow, fast = (tiny_run(accuracy=curve) for curve in ([0.0, 1.0], [0.1] * 4, [0.5, 0.8, 0.9, 0.9]))
+    # threshold .8: at step 2, and never: 4 + 1
+    assert Reach("accuracy", window=1)(slow, fast, [pilot]) == pytest.approx([math.log(5 / 2)])
+    assert Reach("accuracy", window=1, price=2.0)(slow, fast, [pilot]) == pytest.approx([math.log(5 / 4)])
 
 
 def test_a_fall_is_from_the_best_running_mean():
@@ -450,6 +458,14 @@ def test_a_tiny_run_has_a_curve_for_each_step(registered):
     found = TinyBed(reward="first", tokens=4, steps=2).train({"loss_type": "grpo"}, seed=0)
     assert [len(found["curves"][name]) for name in ("accuracy", "wrong length")] == [2, 2]
     assert [step for step, _ in found["logs"]["entropy"]] == [1, 2]
+
+
+def test_a_teacher_is_trained_once_and_teaches(registered, tmp_path):
+    bed = DistillationBed("share", 4, 2, teacher_steps=1)
+    arms = {"teacher": {"teacher": "trained", "teacher_loss": "divergence", "advantages": "no_rewards"}}
+    found = bed.run(arms, [("teacher", 0)], str(tmp_path / "run"))
+    assert len(found["teacher", 0]["curves"]["accuracy"]) == 2
+    assert (tmp_path / "teacher" / "config.json").is_file()
 
 
 def test_a_rounded_engine_differs_from_the_trainer_and_a_copy_does_not(registered):
