@@ -137,6 +137,7 @@ CHECKED = {
     "players-several": Code(MODEL, "more than one thing would play the rollouts"),
     "player-type": Code(MODEL, "tools, a rollout function or environments are of another kind"),
     "template-tools": Code(MODEL, "the chat template does not show tools"),
+    "game-seats": Code(MODEL, "seats of a game and rollouts per game do not go together"),
     "environment-fails": Code(MODEL, "an environment cannot be made"),
     "environment-methods": Code(MODEL, "an environment lacks a method, or has one that is nearly known"),
     # models and what trains them

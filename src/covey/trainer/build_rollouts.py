@@ -14,6 +14,7 @@ from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
 from covey.rollout.environments import agent
+from covey.rollout.environments.game import METHODS, PlayedGame, is_game
 from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool
 from covey.rollout.images import has_images
@@ -54,7 +55,10 @@ def build_rollout_spec(
     templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template, args.tool_parser)
     limits = RolloutValidator(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
-    if environment_factory is not None:
+    if is_game(environment_factory):
+        play = PlayedGame(environment_factory, args.rollout_timeout, limits)
+        report(_check_game(args, play, tools, {**(seats or {})}, {**(seats or {}), **(eval_seats or {})}))
+    elif environment_factory is not None:
         build = partial(build_environment, args, tools=tools, limits=limits, parser=partial(_parser, args, templates))
         named = isinstance(environment_factory, dict)
         play = build_environments(environment_factory, build) if named else build(environment_factory)
@@ -142,7 +146,8 @@ def _check_seats(
 ) -> Iterator[Finding]:
     """Warnings about seats, and settings of games, that nothing plays with."""
     programs = environment_factory.values() if isinstance(environment_factory, dict) else [environment_factory]
-    by_name = any(hasattr(one, "seats") for one in programs) or (rollout_func and form_of(rollout_func) != "batch")
+    by_name = any(hasattr(one, "seats") or is_game(one) for one in programs)
+    by_name = by_name or (rollout_func is not None and form_of(rollout_func) != "batch")
     for name, given in (("seats", seats), ("eval_seats", eval_seats)):
         if given and not by_name:
             evidence = f"`{name}={given!r}` has no effect:"
@@ -150,12 +155,41 @@ def _check_seats(
                 "only rollout functions of the forms (row, engine) and (row, engine, n), games and programs have seats."
             )
             yield Finding.warning("setting-unread", evidence, fix)
-    if not (rollout_func and form_of(rollout_func) == "group"):
+    if not (is_game(environment_factory) or (rollout_func is not None and form_of(rollout_func) == "group")):
         because = "no function of the form (row, engine, n) plays several rollouts of a game"
         yield from ignored(args, ["rollouts_per_game"], because)
     past = [one for one in (*(seats or {}).values(), *(seats_of_programs(programs))) if past_steps(one) is not None]
     if not past:
         yield from ignored(args, ["opponents_kept"], 'no seat is an earlier policy ("policy:n")')
+
+
+def _check_game(args: OnlineConfig, play: PlayedGame, tools: Any, seats: Any, eval_seats: Any) -> Iterator[Finding]:
+    """Errors of a game's methods and seats."""
+    name, roles = play.sources[0].name, ", ".join(play.roles)
+    yield from _check_tools(tools or (), name)
+    kind = play.factory if isinstance(play.factory, type) else type(play.factory())
+    if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
+        evidence = f"`environment_factory` {name} has roles and no method {', '.join(missing)}:"
+        yield Finding.error("environment-methods", evidence, f"a game has {', '.join(METHODS)}.")
+    if unknown := [role for role in eval_seats if role not in play.roles]:
+        evidence = f"the seats {', '.join(map(repr, unknown))} are no roles of {name}, which are {roles}."
+        yield Finding.error("game-seats", evidence, "Name the role that an opponent plays.")
+        return
+    trained, evaluated = len(play.trained(seats)), len(play.trained(eval_seats))
+    if trained != args.rollouts_per_game:
+        yield Finding.error(
+            "game-seats",
+            f"{name} has {trained} seats that are trained ({', '.join(play.trained(seats))}), and"
+            f" rollouts_per_game={args.rollouts_per_game}.",
+            f"Set rollouts_per_game={trained}." if trained else "Leave a seat to the policy.",
+        )
+    elif not evaluated or args.rollouts_per_game % evaluated:
+        yield Finding.error(
+            "game-seats",
+            f"with eval_seats {evaluated} seats of {name} are the policy's, and an evaluation plays"
+            f" {args.rollouts_per_game} rollouts at a time (rollouts_per_game).",
+            "Leave as many seats to the policy as divide that.",
+        )
 
 
 def seats_of_programs(programs: Iterable[Any]) -> list[Any]:
@@ -180,7 +214,11 @@ def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str
 
 def plays_functions(spec: RolloutSpec | None) -> bool:
     """True if the user's functions play the rollouts: they may give reward functions any further arguments."""
-    return spec is not None and isinstance(spec.play, RolloutFunction | GroupFunction | BatchFunction)
+    return (
+        spec is not None
+        and isinstance(spec.play, RolloutFunction | GroupFunction | BatchFunction)
+        and not isinstance(spec.play, PlayedGame)
+    )
 
 
 def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> Iterator[Finding]:
@@ -209,7 +247,8 @@ def check_rows(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: s
                 " the other.",
                 "Remove the column, as by `dataset.remove_columns('tools')`, or leave the run's tools out.",
             )
-        if isinstance(player, ToolAgent | agent.EnvironmentAgent) and isinstance(prompt := row.get("prompt"), str):
+        in_messages = isinstance(player, ToolAgent | agent.EnvironmentAgent | PlayedGame)
+        if in_messages and isinstance(prompt := row.get("prompt"), str):
             needs = "tools need" if isinstance(player, ToolAgent) else "an environment needs"
             yield Finding.error(
                 "prompt-messages",
@@ -223,6 +262,9 @@ def _schemas(player: Any) -> Sequence[dict[str, Any]]:
 
 
 def build_environments(factories: dict[str, Any], build: Callable[[Any], Any]) -> agent.NamedEnvironments:
+    if games := [name for name, one in factories.items() if is_game(one)]:
+        evidence = f"`environment_factory` names the game {games[0]!r} among others, and games are played alone:"
+        raise CheckError.of("player-type", evidence, "give it as environment_factory itself.")
     if not factories or not all(isinstance(name, str) for name in factories):
         raise CheckError.of(
             "player-type",

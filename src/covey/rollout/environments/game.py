@@ -1,0 +1,78 @@
+"""Games of several seats: an environment with `roles`, in which the policy plays every seat that no opponent has."""
+
+from collections.abc import Callable
+from typing import Any
+
+from covey.core.records import FinishReason, Rollout
+from covey.rollout.environments import interface
+from covey.rollout.environments.agent import REWARD, RewardSource
+from covey.rollout.episode import Episode, EpisodeEngine
+from covey.rollout.seats import TextConversation
+from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutValidator
+
+METHODS = ("reset", "turn", "observe", "move", "rewards")
+"""Methods of a game: `reset(**row)` begins one, `turn()` gives the role that moves next or None at the end,
+`observe(role)` what it is shown before it does, `move(role, text)` plays, and `rewards()` gives each role's reward."""
+
+
+def is_game(factory: Any) -> bool:
+    """True for a class of games, or for what makes one and says its `roles`."""
+    return callable(factory) and isinstance(getattr(factory, "roles", None), list | tuple)
+
+
+class PlayedGame(GroupFunction):
+    """Plays games: a rollout for each seat that the policy has, with its role, reward and outcome."""
+
+    gives_reward, text_only = True, True
+
+    def __init__(self, factory: Callable[[], Any], timeout: float, limits: RolloutValidator):
+        super().__init__(self._play, timeout, limits)
+        self.factory, self.roles = factory, tuple(factory.roles)  # type: ignore[attr-defined]
+        name = getattr(factory, "reward_name", getattr(factory, "__name__", type(factory).__name__))
+        self.sources = [RewardSource(factory, name)]
+
+    def trained(self, seats: Any) -> list[str]:
+        """Roles that no opponent plays."""
+        return [role for role in self.roles if role not in seats]
+
+    async def _play(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
+        """As many games as have n trained seats together, one after the other, so that seeds do not depend on time."""
+        trained = self.trained(engine.seats)
+        rollouts: list[Rollout] = []
+        for number in range(n // max(len(trained), 1)):
+            rollouts += await self._game(row, engine, number, trained)
+        return rollouts
+
+    async def _game(self, row: dict[str, Any], engine: EpisodeEngine, number: int, trained: list[str]) -> list[Rollout]:
+        game, seats = self.factory(), dict[str, Episode | TextConversation]()
+        game.reset(**interface.accepted(game.reset, row))
+
+        def shown(role: str) -> bool:
+            """Show a seat the game; False where its episode has no room for that."""
+            observation = interface.checked_observation(game.observe(role), f"{type(game).__name__}.observe")
+            if role in seats:
+                return seats[role].write(interface.as_messages(observation or ""))
+            player = engine if role in trained else engine.seat(role, number)
+            seats[role] = player.begin(interface.initial_prompt(row.get("prompt"), observation))
+            return True
+
+        cut_off = False
+        while not cut_off and (role := game.turn()) is not None:
+            if role not in self.roles:
+                raise RolloutError(f"{type(game).__name__}.turn gave {role!r}; its roles are {', '.join(self.roles)}.")
+            if shown(role):
+                reply = await seats[role].sample()
+                game.move(role, reply.text)
+                cut_off = role in trained and reply.finish is not FinishReason.STOP
+            else:
+                cut_off = True
+        for role in trained:
+            if role not in seats:  # the game was over before its first move
+                shown(role)
+        return [self._rollout(game, role, seats[role], number) for role in trained]
+
+    def _rollout(self, game: Any, role: str, episode: Any, number: int) -> Rollout:
+        rewards, outcome = game.rewards(), getattr(game, "outcome", None)
+        reward = interface.checked_number(rewards.get(role), f"{type(game).__name__}.rewards")
+        extras = {REWARD: reward} | ({} if outcome is None else {"outcome": str(outcome)})
+        return episode.done(role=role, game=number, **extras)
