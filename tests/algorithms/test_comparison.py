@@ -166,7 +166,8 @@ def test_the_share_of_prompts_without_a_signal_stays_by_prompt():
     """The first prompt's roles are alike within themselves; compared as a group they differ."""
     seats = [("a", 0), ("b", 0), ("a", 1), ("b", 1)] * 2
     given = scores([1.0, 0, 1, 0, 1, 0, 0, 0], seats)
-    shares = [signal_stats(METHODS["grpo"](compare=one), ONE, given, 4, None) for one in ("role", "group")]
+    credits = [assign_credit(METHODS["grpo"](compare=one), ONE, given, 4) for one in ("role", "group")]
+    shares = [signal_stats(credit, 4) for credit in credits]
     assert [one["frac_advantage_zero"].value() for one in shares] == [0.5, 0.0]
 
 

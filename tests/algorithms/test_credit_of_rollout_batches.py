@@ -7,7 +7,18 @@ import torch
 
 from covey.algorithms import grpo, rloo
 from covey.algorithms.comparison import whole_groups
-from covey.algorithms.credit import Scores, assign_credit, signal_stats, spread_of_rewards, step_stats
+from covey.algorithms.credit import (
+    Judge,
+    Scores,
+    assign_credit,
+    credit_by_source,
+    members_by_source,
+    signal_stats,
+    spread_by_source,
+    spread_of_rewards,
+    step_stats,
+    weights_by_source,
+)
 from covey.core.stats import merge_all
 from tests.support import runs
 
@@ -24,6 +35,10 @@ def scores(rewards, steps=None, lengths=None):
     rewards = torch.as_tensor(rewards)
     count = len(rewards)
     return Scores(rewards, steps or [{}] * count, lengths or [4] * count)
+
+
+def by(weights):
+    return lambda source: Judge(algorithm(), weights)
 
 
 def tokens(credit, count):
@@ -127,14 +142,14 @@ def test_equal_sums_of_different_steps_are_a_signal():
 def test_metrics_of_steps():
     """4 rewarded steps of 4 completions (one abstains, a number is one), mean 5/4; the second group is all alike."""
     steps = [{0: [(0, 1.0), (1, NAN)]}, {}, {0: [(0, 1.0)]}, {0: [(3, 1.0)]}]
-    stats = step_stats(scores([[1.0], [2.0], [1.0], [1.0]], steps), ONE, ["right"], whole_groups(4, 2))
+    stats = step_stats(by(ONE), scores([[1.0], [2.0], [1.0], [1.0]], steps), ["right"], whole_groups(4, 2))
     assert {name: stat.value() for name, stat in stats.items()} == {
         "steps/right/mean": 1.25,
         "steps/per_completion": 1.0,
         "frac_reward_zero_std": 0.5,
     }
     assert merge_all(dict(stats), stats)["steps/per_completion"].value() == 1.0  # every process adds the same
-    assert step_stats(scores([[1.0], [2.0]]), ONE, ["right"], whole_groups(2, 2)) == {}
+    assert step_stats(by(ONE), scores([[1.0], [2.0]]), ["right"], whole_groups(2, 2)) == {}
 
 
 @pytest.mark.parametrize(
@@ -152,8 +167,7 @@ def test_metrics_of_steps():
 def test_groups_without_a_signal_are_counted_by_advantages(rewards, method, settings, share):
     method, given = algorithm(method, **settings), scores([[reward] for reward in rewards])
     credit = assign_credit(method, ONE, given, 2)
-    assert signal_stats(method, ONE, given, 2, credit)["frac_advantage_zero"].value() == share
-    assert signal_stats(method, ONE, given, 2, None)["frac_advantage_zero"].value() == share  # beside a KL penalty
+    assert signal_stats(credit, 2)["frac_advantage_zero"].value() == share
 
 
 def test_how_much_rewards_differ():
@@ -163,3 +177,43 @@ def test_how_much_rewards_differ():
     totals, variances = spread_of_rewards(given, torch.tensor([2.0, 1.0]), whole_groups(len(given.lengths), 2))
     assert totals[0].tolist() == [3, 5] and totals[1, 0] == 1 and totals[1, 1].isnan()
     assert variances[0] == 1.0 and variances[1].isnan()
+
+
+# ---- credit by source ------------------------------------------------------------------------------------------------
+
+
+def two_sources(*totals_by_source):
+    """Groups of two from sources a and b by turns, with these rewards."""
+    pairs = [*zip(*totals_by_source, strict=True)]
+    rewards = [[value] for pair in pairs for group in pair for value in group]
+    names = [name for _ in pairs for name in ("a", "a", "b", "b")]
+    return Scores(torch.tensor(rewards, dtype=torch.float64), [{}] * len(names), [4] * len(names), [], names)
+
+
+def test_deviations_of_a_batch_are_a_sources_own():
+    """Rewards of 0 and 1 next to 0 and 100: over both, the deviation of 16 each is 43.8."""
+    given = two_sources([(0.0, 1.0)] * 8, [(0.0, 100.0)] * 8)
+    method = algorithm(scale_rewards="batch")
+    together = assign_credit(method, ONE, Scores(given.rewards, given.steps, given.lengths), 2).of_completions()
+    assert together[:4].tolist() == pytest.approx([-0.0114, 0.0114, -1.141, 1.141], rel=2e-3)
+    apart = credit_by_source(lambda source: Judge(method, ONE), given, 2).of_completions()
+    assert apart[:4].tolist() == pytest.approx([-0.968, 0.968, -0.968, 0.968], rel=2e-3)
+
+
+def test_each_source_has_the_credit_that_it_has_alone():
+    given = two_sources([(0.0, 1.0), (1.0, 1.0)], [(3.0, 5.0), (2.0, 8.0)])
+    judges = {"a": Judge(algorithm(scale_rewards="group"), ONE), "b": Judge(algorithm("rloo"), 2 * ONE)}
+    found = credit_by_source(judges.__getitem__, given, 2).of_completions()
+    for name, rows in given.by_source().items():
+        alone = assign_credit(*judges[name], given.take(rows), 2).of_completions()
+        assert torch.equal(found[rows], alone)
+    assert weights_by_source(judges.__getitem__, given).tolist() == [[1.0], [1.0], [2.0], [2.0]] * 2
+
+
+def test_subgroups_and_spreads_by_source_are_in_the_order_of_sampling():
+    given = two_sources([(0.0, 1.0), (1.0, 1.0)], [(3.0, 5.0), (2.0, 8.0)])
+    judges = {"a": Judge(algorithm(), ONE), "b": Judge(algorithm(), 2 * ONE)}
+    members = members_by_source(judges.__getitem__, given, 2)
+    assert members.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    totals, _ = spread_by_source(judges.__getitem__, given, members)
+    assert totals.tolist() == [[0.0, 1.0], [6.0, 10.0], [1.0, 1.0], [4.0, 16.0]]

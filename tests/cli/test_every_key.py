@@ -75,6 +75,9 @@ KEYS_OF_A_RUN: dict[str, list[dict[str, Any]]] = {
     "method": [{"method": "rloo"}],
     "model": [{"model": "other"}],
     "dataset": [{"dataset": "more.jsonl"}],
+    "sources": [
+        {"sources": {"a": {"dataset": "data.jsonl", "weight": 2}, "b": {"dataset": "more.jsonl"}}, "dataset": None},
+    ],
     "dataset_split": [{"dataset_split": "train[:8]"}, {"dataset_split": "train[:8]", "dataset": None}],
     "columns": [{"columns": {"answer": "solution"}}, {"columns": {"answer": "x"}, "dataset": None}],
     "system_prompt": [

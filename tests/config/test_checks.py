@@ -279,8 +279,6 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"kl_in_reward": True}, "beta is 0"),
     (RLOOConfig, {"kl_in_reward": True}, "RLOO"),
     (GRPOConfig, {"kl_in_reward": True, "beta": 0.1, "kl_estimator": "k2"}, "kl_in_reward"),
-    (GRPOConfig, {"max_resample_times": 5}, "dynamic_sample is False"),
-    (GRPOConfig, {"difficulty_floor": 0.5}, "prompt_sampler is 'uniform'"),
     (GRPOConfig, {"ref_model_sync_steps": 9}, "sync_ref_model is False"),
     (GRPOConfig, {"teacher": "start", "teacher_mixup_alpha": 0.5}, "'follower'"),
     (GRPOConfig, {"teacher": "start", "teacher_model_revision": "v1"}, "is loaded"),

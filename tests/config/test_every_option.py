@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     **{"scale_rewards": "batch", "kl_estimator": "k2", "tool_parser": "llama3", "report_to": "none"},
     **{"logging_strategy": "epoch", "save_strategy": "steps", "eval_strategy": "no", "hub_strategy": "end"},
     **{"reward_weights": [0.5], "reward_clip_range": (-1.0, 1.0), "num_generations": 2, "temperature": 0.5},
+    **{"prompt_sampler": "difficulty", "gates": {"signal": True}},
     **{"model_init_kwargs": {"dtype": "float32"}, "generation_kwargs": {"stop": ["1"]}},
     **{"chat_template_kwargs": {"unknown": 1}, "lr_scheduler_kwargs": {"num_cycles": 2}},
     **{"optim_args": "momentum=0.5", "optim_target_modules": ["q_proj"], "max_completion_length": 4},

@@ -1,5 +1,6 @@
 """Groups without a signal make room for others: which, in what order, on which process, and what is logged."""
 
+import math
 import threading
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.algorithms import grpo, rloo
-from covey.algorithms.credit import Scores
+from covey.algorithms.credit import Judge, Scores, assign_credit
 from covey.config.algebra import BatchAlgebra
 from covey.core.findings import CheckError
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptStream, RolloutBatch, groups_with_signal, kept_groups
+from covey.data.dynamic_sampling import PromptChooser, RolloutBatch, SourceChoice, kept_groups
+from covey.data.gates import facts_of_groups, signal
 from covey.data.sampler import MicroStep, rank_share, train_loader
+from covey.data.samplers import PromptStream
 from covey.rollout.collector import PromptSample
 from tests.support import runs, tiny
 
@@ -53,8 +56,9 @@ def chooser(
     algorithm = grpo.algorithm(runs.config("unused"))
     stream = PromptStream(rows, 0, "refills", shuffle=False)
     dataset = [{"prompt": str(i)} for i in range(rows)]
-    given = (dataset, algebra, rank, stream, algorithm, torch.ones(1))
-    settings = {"mask_truncated": mask_truncated, "history": None, "max_rounds": max_rounds}
+    choice = SourceChoice(stream, gates={"signal": signal})
+    given = (dataset, algebra, rank, [choice], lambda source: Judge(algorithm, torch.ones(1)))
+    settings = {"mask_truncated": lambda source: mask_truncated, "draws": False, "max_rounds": max_rounds}
     return PromptChooser(*given, **settings, gather=gather, exchange=exchange)
 
 
@@ -142,7 +146,7 @@ def test_prompts_come_again_only_when_the_dataset_has_no_others():
 )
 def test_whole_batches_are_kept_in_sampling_order(refills, first):
     rounds = [first, *refills]
-    kept = kept_groups(rounds, len(first))
+    kept = kept_groups(rounds, [[""] * len(one) for one in rounds])
     assert len(kept) == len(set(kept)) == len(first)
     assert kept == sorted(kept)
     available = sum(map(sum, rounds))
@@ -197,7 +201,9 @@ def judged(config, groups, weights=(1.0,), learned=None, algorithm=grpo, steps=N
     rewards = torch.tensor(groups)
     count = rewards.shape[0] * rewards.shape[1]
     scores = Scores(rewards.flatten(0, 1), steps or [{}] * count, [3] * count)
-    return groups_with_signal(made, torch.tensor(weights), scores, rewards.shape[1], learned or [True] * count)
+    credit = assign_credit(made, torch.tensor(weights), scores, rewards.shape[1])
+    others = ([math.nan] * count, [3] * count, [False] * count, learned or [True] * count, [{}] * len(groups))
+    return [signal(facts) for facts in facts_of_groups(scores, credit, *others)]
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -235,7 +241,7 @@ def test_truncated_completions_signal_unless_they_are_masked(mask_truncated):
     draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, ALGEBRA, 0)]
     scored = scripted({0, 1}, [], draws, 0)
     scored.rollouts[:2] = [replace(rollout, finish=FinishReason.LENGTH) for rollout in scored.rollouts[:2]]
-    assert chooser(mask_truncated=mask_truncated).share(scored).has_signal == [not mask_truncated, True, False]
+    assert chooser(mask_truncated=mask_truncated).share(scored).admitted == [not mask_truncated, True, False]
 
 
 # ---- in a trainer ----------------------------------------------------------------------------------------------------

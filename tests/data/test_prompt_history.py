@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from covey.data.dynamic_sampling import PromptHistory
+from covey.data.samplers import PromptHistory, sampler_of
 
 NO_STEPS = torch.tensor([float("nan")])
 
 
 def history(rewards_by_prompt, floor=0.1):
-    known = PromptHistory(4, floor)
+    known = PromptHistory(4, sampler_of("difficulty", floor), floor)
     for prompt, rewards in rewards_by_prompt:
         known.update([prompt], torch.tensor([rewards]), NO_STEPS)
     return known
@@ -56,7 +56,7 @@ def test_abstentions_are_left_out_also_as_whole_groups():
 
 def test_rewards_of_steps_add_their_variance():
     """Outcomes that tie and steps that differ; steps alone; and a group of which nobody rewarded anything."""
-    nan, known = float("nan"), PromptHistory(4, 0.1)
+    nan, known = float("nan"), PromptHistory(4, sampler_of("difficulty", 0.1), 0.1)
     rewards = torch.tensor([[1.0, 1.0], [nan, nan], [nan, nan], [0.0, 1.0]])
     known.update([0, 1, 2, 3], rewards, torch.tensor([0.125, 0.25, nan, 0.25]))
     # variances 0 + 1/8, 1/4, not seen, 1/4 + 1/4
@@ -65,7 +65,7 @@ def test_rewards_of_steps_add_their_variance():
 
 
 def test_what_is_known_survives_a_checkpoint():
-    known, again = history([(0, [0.0, 1.0]), (1, [1.0, 1.0])]), PromptHistory(4, 0.1)
+    known, again = history([(0, [0.0, 1.0]), (1, [1.0, 1.0])]), PromptHistory(4, sampler_of("difficulty", 0.1), 0.1)
     again.load_state_dict(known.state_dict())
     for one in (known, again):
         one.update([0, 2], torch.tensor([[1.0, 1.0], [0.0, 0.0]]), NO_STEPS.expand(2))
@@ -75,6 +75,6 @@ def test_what_is_known_survives_a_checkpoint():
 def test_metrics_are_about_the_prompts_seen():
     stats = history([(0, [0.0, 1.0]), (1, [1.0, 1.0])]).stats()
     values = {name: stat.value() for name, stat in stats.items()}
-    assert values["difficulty/seen_fraction"] == 0.5
-    assert values["difficulty/chance"] == pytest.approx((1.0 + 0.1) / 2)
-    assert values["difficulty/settled_fraction"] == 0.5
+    assert values["seen_fraction"] == 0.5
+    assert values["chance"] == pytest.approx((1.0 + 0.1) / 2)
+    assert values["settled_fraction"] == 0.5

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.data.dynamic_sampling import PromptStream
+from covey.data.samplers import PromptStream
 
 
 def test_an_epoch_takes_every_row_once_in_another_order():

@@ -5,8 +5,9 @@ import pytest
 import torch
 from datasets import Dataset
 
+from covey.data.rows import plain_row
 from covey.data.templates import check_template
-from covey.data.validation import check_dataset, first_rows, plain_row
+from covey.data.validation import check_dataset, first_rows
 from covey.rollout.prompts import PromptCodec
 from tests.support import tiny
 

@@ -63,7 +63,7 @@ def example_stats(**changes):
         "lengths": [2, 4, 6, 8],
         "truncated": [False, False, True, True],
         "rewards_NF": torch.tensor([[1.0, 0.0], [0.0, math.nan], [1.0, 2.0], [1.0, 2.0]]),
-        "weights_F": torch.tensor([1.0, 0.5]),
+        "weights": torch.tensor([1.0, 0.5]),
         "names": ["right", "short"],
         "num_generations": 2,
     }
@@ -142,7 +142,7 @@ def test_terminated_lengths_are_zero_only_if_there_are_none():
             lengths=[5, 7],
             truncated=truncated,
             rewards_NF=torch.zeros(2, 1),
-            weights_F=torch.ones(1),
+            weights=torch.ones(1),
             names=["r"],
             num_generations=2,
         )
@@ -164,7 +164,7 @@ def test_a_function_that_always_abstains_has_no_metric():
             lengths=[1, 1],
             truncated=[False, False],
             rewards_NF=rewards,
-            weights_F=torch.ones(2),
+            weights=torch.ones(2),
             names=["a", "b"],
             num_generations=2,
         )
@@ -179,7 +179,7 @@ def test_adding_the_same_global_stats_twice_changes_nothing():
         lengths=[2, 4],
         truncated=[False, True],
         rewards_NF=torch.tensor([[1.0], [0.0]]),
-        weights_F=torch.ones(1),
+        weights=torch.ones(1),
         names=["r"],
         num_generations=2,
     )

@@ -34,6 +34,7 @@ from tests.support import runs, tiny
 from tests.support.outcomes import built, differences, outcome, parts, said
 
 ROOT = Path(__file__).parents[2]
+TWO = {"train_dataset": {"a": tiny.rows(8), "b": tiny.rows(16)[8:]}}
 MESSAGES = {"train_dataset": tiny.rows(conversational=True)}
 
 
@@ -109,6 +110,7 @@ OUTCOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # usual and othe
     "model": ({}, {"model": tiny.model(seed=1)}),
     "train_dataset": ({}, {"train_dataset": tiny.rows()[::-1]}),
     "processing_class": (MESSAGES, {**MESSAGES, "processing_class": with_template("{{ 'so' }}")}),
+    "sources": (TWO, {**TWO, "sources": {"a": {"weight": 0}}}),
 }
 ELSEWHERE = {
     "args": "tests/config/test_every_option.py",

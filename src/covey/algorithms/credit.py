@@ -9,16 +9,18 @@ F reward functions, S steps.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from covey.algorithms.algorithm import Algorithm, Members
 from covey.algorithms.comparison import gathered, less_average, numbers_of, scattered
 from covey.core.advantages import Credited, nanstd, spread, weighted_total
+from covey.core.batch import token_index
 from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
 from covey.core.records import NO_SEAT
 from covey.core.records import Scores as Scores
@@ -108,17 +110,63 @@ def assign_credit(
     return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
 
 
-def signal_stats(
-    algorithm: Algorithm,
-    weights_F: Tensor,
+class Judge(NamedTuple):
+    """Comparison of completions of one source, or of a run without sources."""
+
+    algorithm: Algorithm
+    weights_F: Tensor  # of the reward functions
+
+
+JudgeOf = Callable[[str], Judge]  # by the name of a source, "" in a run without
+
+
+def credit_by_source(
+    judge_of: JudgeOf,
     scores: Scores,
     group_size: int,
-    credit: Credit | None,
+    kl: Tensor | None = None,
+    energies: Tensor | None = None,
     baselines: Tensor | None = None,
-) -> dict[str, Stat]:
-    """`frac_advantage_zero`: the share of groups without a signal; `credit` is given if no KL penalty is part of it."""
-    signal_N = (credit or assign_credit(algorithm, weights_F, scores, group_size, baselines=baselines)).has_signal()
-    return {"frac_advantage_zero": Mean.of((~signal_N.view(-1, group_size).any(1)).double().tolist())}
+) -> Credit:
+    """`assign_credit` for the completions of each source alone, by its own method."""
+    if not scores.sources:
+        return assign_credit(*judge_of(""), scores, group_size, kl, energies, baselines)
+    lengths, parts = torch.tensor(scores.lengths, dtype=torch.long), []
+    for name, rows in scores.by_source().items():
+        own_energies = None if energies is None else energies[token_index(rows, lengths)]
+        judge, own_kl = judge_of(name), None if kl is None else kl[rows]
+        means = baselines[rows] if baselines is not None and judge.algorithm.comparison.averages else None
+        ends = assign_credit(*judge, scores.take(rows), group_size, own_kl, own_energies, means).ends
+        parts.append(Credited(rows[ends.rows], ends.ends, ends.to_go))
+    joined = Credited(*map(torch.cat, zip(*parts, strict=True)))
+    order = joined.rows.argsort(stable=True)
+    return Credit(lengths, Credited(*(values[order] for values in joined)))
+
+
+def members_by_source(judge_of: JudgeOf, scores: Scores, group_size: int) -> Tensor:
+    """Completions that are compared with each other, [P, G] int64, by the comparison of each source; -1 for none."""
+    if not scores.sources:
+        return judge_of("").algorithm.comparison.subgroups(scores, group_size)
+    parts = []
+    for name, rows in scores.by_source().items():
+        members = judge_of(name).algorithm.comparison.subgroups(scores.take(rows), group_size)
+        parts.append(torch.where(members >= 0, rows[members], -1))
+    most = max(part.shape[1] for part in parts)
+    joined = torch.cat([pad(part, (0, most - part.shape[1]), value=-1) for part in parts])
+    return joined[joined[:, 0].argsort(stable=True)]
+
+
+def weights_by_source(judge_of: JudgeOf, scores: Scores) -> Tensor:
+    """Weights of reward functions: [F], or [N, F] where completions are of several sources."""
+    if not scores.sources:
+        return judge_of("").weights_F
+    known = {name: judge_of(name).weights_F for name in dict.fromkeys(scores.sources)}
+    return torch.stack([known[name] for name in scores.sources])
+
+
+def signal_stats(credit: Credit, group_size: int) -> dict[str, Stat]:
+    """`frac_advantage_zero`: the share of groups without a signal; `credit` is that of rewards without a KL penalty."""
+    return {"frac_advantage_zero": Mean.of((~credit.has_signal().view(-1, group_size).any(1)).double().tolist())}
 
 
 @dataclass
@@ -167,7 +215,7 @@ def _with_penalty(scores: Scores, process: list[int], groups: Tensor, kl: Tensor
     return outcomes
 
 
-def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], members_PG: Tensor) -> dict[str, Stat]:
+def step_stats(judge_of: JudgeOf, scores: Scores, names: Sequence[str], members_PG: Tensor) -> dict[str, Stat]:
     """Metrics of rewards of steps, which are compared within subgroups; empty where there are none."""
     stats: dict[str, Stat] = {}
     count = 0
@@ -177,10 +225,23 @@ def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], members_
         stats[f"steps/{names[function]}/mean"] = Mean.of(rewards)
     if not stats:
         return {}
-    totals_PG, variances_P = spread_of_rewards(scores, weights_F, members_PG)
+    totals_PG, variances_P = spread_by_source(judge_of, scores, members_PG)
     alike = (nanstd(totals_PG, dim=1).flatten() == 0) & (variances_P.nan_to_num(0.0) == 0)
     stats["frac_reward_zero_std"] = Mean.of(alike.double().tolist())
     return {**stats, "steps/per_completion": Mean(count, len(scores.lengths))}
+
+
+def spread_by_source(judge_of: JudgeOf, scores: Scores, members_PG: Tensor) -> tuple[Tensor, Tensor]:
+    """`spread_of_rewards` with the weights of each source; a subgroup's completions are of one."""
+    if not scores.sources:
+        return spread_of_rewards(scores, judge_of("").weights_F, members_PG)
+    labels = [scores.sources[int(members[members >= 0][0])] for members in members_PG]
+    totals_PG = torch.full(members_PG.shape, torch.nan, dtype=torch.float64)
+    variances_P = torch.full((len(members_PG),), torch.nan, dtype=torch.float64)
+    for name in dict.fromkeys(labels):
+        own = torch.tensor([label == name for label in labels])
+        totals_PG[own], variances_P[own] = spread_of_rewards(scores, judge_of(name).weights_F, members_PG[own])
+    return totals_PG, variances_P
 
 
 def spread_of_rewards(scores: Scores, weights_F: Tensor, members_PG: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ class RunConfig:
     method: str
     model: str | None = None
     dataset: str | None = None
+    sources: dict[str, Any] | None = None
     dataset_split: str = "train"
     columns: dict[str, Any] | None = None
     system_prompt: str | None = None
@@ -58,9 +59,11 @@ class RunConfig:
     @property
     def needed(self) -> list[str]:
         """Keys that a run requires. Environments may have a reward and prompts of their own."""
+        data = [] if self.sources else ["dataset"]
         if not self.environment_factory and not self.agent:
-            return ["model", "dataset", "reward_funcs"]
-        return ["model"] if self.args.max_steps > 0 else ["model", "dataset"]
+            own = [bool(one.get("reward_funcs")) for one in (self.sources or {}).values() if isinstance(one, dict)]
+            return ["model", *data, *(["reward_funcs"] if not own or not all(own) else [])]
+        return ["model"] if self.args.max_steps > 0 else ["model", *data]
 
     def missing(self, *names: str) -> Iterator[Finding]:
         """Errors of those keys that the run must name and does not."""
@@ -110,8 +113,12 @@ def load_run(
         args = config_class(**typed(values, config_class))
     if isinstance(run.get("model"), str):
         run["model"] = os.path.expanduser(run["model"])
+    if run.get("dataset") and run.get("sources"):
+        evidence = "the run names a `dataset` and `sources`: leave one out, or make the dataset one of the sources."
+        raise CheckError.of("settings-contradict", evidence)
     if not run.get("dataset"):
-        for name in ("dataset_split", *(() if run.get("eval_dataset") else ("columns", "system_prompt"))):
+        unread = ("dataset_split",) if run.get("sources") else ("dataset_split", "columns", "system_prompt")
+        for name in unread[:1] if run.get("eval_dataset") else unread:
             if run.get(name):
                 report([Finding.warning("setting-unread", f"`{name}` has no effect: the run has no dataset.")])
     run |= {name: _as_list(run.get(name) or []) for name in LISTS}
@@ -319,7 +326,11 @@ def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
     if value is None or value is False:
         return None
     if value is not True and not isinstance(value, dict):
-        examples = {"columns": "{question: prompt}", "quantization": "{load_in_4bit: true}"}
+        examples = {
+            "sources": "{sums: {dataset: sums.jsonl}}",
+            "columns": "{question: prompt}",
+            "quantization": "{load_in_4bit: true}",
+        }
         example = examples.get(name, "{r: 16, lora_alpha: 32}")
         raise CheckError.of("setting-type", f"{name}={value!r} must be a mapping, such as {example}.")
     return {} if value is True else value

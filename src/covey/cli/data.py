@@ -6,6 +6,7 @@ The trainer checks the rows. To read another kind of file, add its suffix to `BU
 import csv
 import difflib
 import glob
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,31 @@ def load_rows(
         because = "its prompts begin with system messages of their own."
         report([Finding.warning("setting-unread", f"`system_prompt` has no effect on dataset {spec!r}: {because}")])
     return with_system_message(system_prompt, rows)
+
+
+OF_THE_DATA = ("dataset", "split", "rows")
+"""Keys of a source that say which rows it has; the others are its settings."""
+
+
+def load_sources(given: Mapping[str, Any], columns: Any = None, system_prompt: str | None = None) -> dict[str, Any]:
+    """Data sets of sources by name, as `train_dataset` of a trainer."""
+    loaded = {}
+    for name, entry in given.items():
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("dataset"), str):
+            raise CheckError.of(
+                "source-name",
+                f"sources: {name}: {entry!r:.200}; a source is a mapping with a `dataset`, such as {{dataset:"
+                " sums.jsonl, weight: 2}.",
+            )
+        own = None if entry.get("system_prompt") else system_prompt  # the trainer adds the source's
+        rows = load_rows(entry["dataset"], entry.get("split") or "train", columns, own)
+        if (count := entry.get("rows")) is not None:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                evidence = f"sources: {name}: rows={count!r} must be a whole number, 1 or more."
+                raise CheckError.of("source-setting", evidence)
+            rows = rows.select(range(min(count, len(rows))))
+        loaded[str(name)] = rows
+    return loaded
 
 
 def _call(spec: str) -> Any:

@@ -19,6 +19,8 @@ RUN_KEYS = {
     "model": "The model to train: a hub id or a folder.",
     "dataset": "Training prompts: a hub id, a json, jsonl, parquet or csv file, or a function without arguments that "
     "returns rows or a Dataset, as path/to/file.py:name.",
+    "sources": "Several data sets in the place of `dataset`, by name: each with `dataset`, `split`, `rows` (its first "
+    "ones alone) and settings of its own, as in {sums: {dataset: sums.jsonl, weight: 2}}.",
     "dataset_split": "Split of the dataset to train on; a part of one as in `train[100:]`.",
     "columns": "Columns of the datasets to rename, as in {question: prompt, answer: solution}.",
     "system_prompt": "A system message before each prompt that has none; prompts of text become messages.",
@@ -41,7 +43,7 @@ RUN_KEYS = {
 """Keys of a run file in addition to config fields."""
 
 LISTS = ("reward_funcs", "tools")  # keys that take several values
-MAPPINGS = ("columns", "seats", "eval_seats", "peft", "quantization")  # keys that take values by name
+MAPPINGS = ("columns", "seats", "eval_seats", "peft", "quantization", "sources")  # keys that take values by name
 TEXTS = ("method", "model", "dataset", "dataset_split", "system_prompt")
 
 OTHER_NAMES = {

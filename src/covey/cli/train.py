@@ -138,12 +138,13 @@ def build_trainer(run: RunConfig, training: bool = True, **further: Any) -> Any:
     from covey.cli.data import load_evaluations, load_rows
 
     trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
-    renamed = (run.columns, run.system_prompt)
+    renamed, functions = (run.columns, run.system_prompt), rewards(run.reward_funcs)
     parts: dict[str, Any] = {
         "model": run.model,
-        "reward_funcs": rewards(run.reward_funcs) or None,
+        "reward_funcs": functions or None,
         "args": run.args,
         "train_dataset": load_rows(run.dataset, run.dataset_split, *renamed) if run.dataset and training else None,
+        **sources_of(run, dict(zip(run.reward_funcs, functions, strict=True))),
         "eval_dataset": load_evaluations(run.eval_dataset, *renamed),
         **parts_of(run),
         "peft_config": adapter(run.peft),
@@ -172,6 +173,27 @@ def rewards(names: Sequence[Any]) -> list[Any]:
                 "[accuracy_reward]` or `['get_cosine_scaled_reward(max_len=512)']`."
             )
     return [resolve_reward(name) for name in names]
+
+
+def sources_of(run: RunConfig, functions: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of a trainer that are about sources: their data sets and settings, those of an evaluation too.
+
+    Functions are in the place of their names, one for each text; `functions` are known ones.
+    """
+    from covey.cli.data import OF_THE_DATA, load_sources
+
+    if not run.sources:
+        return {}
+    datasets = load_sources(run.sources, run.columns, run.system_prompt)
+    known = dict(functions or {})
+    settings: dict[str, dict[str, Any]] = {}
+    for name, entry in run.sources.items():
+        settings[name] = {key: value for key, value in entry.items() if key not in OF_THE_DATA}
+        if (names := entry.get("reward_funcs")) is not None:
+            texts = names if isinstance(names, list) else [names]
+            known |= {text: rewards([text])[0] for text in texts if not isinstance(text, str) or text not in known}
+            settings[name]["reward_funcs"] = [known[text] for text in texts]
+    return {"train_dataset": datasets, "sources": settings}
 
 
 def named(reference: Any, kind: str) -> Any:

@@ -185,6 +185,11 @@ HINTS: dict[str, str] = {
     "attn_implementation attn_impl": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
     "model_id model_name_or_path": "it is an argument of the trainer: `model`, also in a run file",
     "dataset_id dataset_name": "it is `dataset` in a run file, and `train_dataset` of the trainer",
+    "prompt_data_probs prompt_probs interleave_prob domain_interleave_probs": "it is the `weight` of each of `sources`",
+    "dataset_mixture datasets": "they are `sources`: {a: {dataset: a.jsonl, rows: 1000}}; without weights they come in"
+    " proportion to their rows, as if they were concatenated",
+    "stopping_strategy": "it has no effect: a source begins again when it is through, and max_steps or"
+    " num_train_epochs ends the run",
     "dataset_config": "write it after the id: `dataset: openai/gsm8k:main`",
     "dataset_test_split": "give the evaluation's rows as `eval_dataset`",
     "dataset_streaming streaming": "a dataset loaded with `streaming=True` is streamed",

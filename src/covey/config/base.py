@@ -262,6 +262,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             if isinstance(value, str) and not (takes_file and os.path.isfile(value)):
                 read = as_dict(name, value, ", or name a file that is there" * takes_file) if value else None
                 setattr(self, name, read and value.strip())  # transformers reads numbers and words within, too
+        if isinstance(self.prompt_sampler, str) and self.prompt_sampler.lstrip().startswith("{"):
+            self.prompt_sampler = as_dict("prompt_sampler", self.prompt_sampler)
         set_fields_from_generation_kwargs(self)
         if isinstance(self.teacher, str):
             text = self.teacher.strip()

@@ -86,6 +86,7 @@ DICT_FIELDS = (
     "teacher_schedule",
     "generation_kwargs",
     "chat_template_kwargs",
+    "gates",
     "transformers_continuous_batching_config",
     "vllm_engine_kwargs",
     "sglang_server_args",

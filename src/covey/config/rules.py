@@ -25,6 +25,7 @@ from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.algorithms.comparison import COMPARISONS, ROLE_AVERAGE, WITHIN
 from covey.config import engines, objective, sampling, teachers, training
 from covey.config.aliases import OldNames
+from covey.config.choosing import check_gates, check_sampler
 from covey.config.fields import LIMITS, Args, Limits
 from covey.core.findings import Finding
 from covey.runtime.safe_text import is_secret, without_secrets
@@ -125,6 +126,8 @@ CHECKS: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "loss_type": _check_loss_type,
     "advantages": _check_advantages,
     "optim_args": _check_optim_args,
+    "prompt_sampler": check_sampler,
+    "gates": check_gates,
     "lr_scheduler_kwargs": partial(_check_finite, "lr_scheduler_kwargs"),
     "ddp_backend": _check_backend,
     "debug": _check_debug,

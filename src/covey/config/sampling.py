@@ -109,13 +109,21 @@ class PromptFields:
     messages. Unset: text is read as it is, with a warning where the tokenizer has a chat template; False: without."""
     dynamic_sample: bool = False
     """Replace groups without a signal (all advantages 0) by groups of further prompts before training (dynamic
-    sampling, DAPO)."""
+    sampling, DAPO): the gate `signal`."""
+    gates: dict | str | None = None
+    """Gates that a finished group must pass to be trained on, with their settings (a dict or JSON): `signal` (true),
+    `reward_range` (bounds of its mean reward: `above`, `from`, `below`, `to`), `advantage_range` (rejects groups whose
+    advantages all lie in [min, max]), `max_truncated` (share of completions that are cut off), or any other name with a
+    function of the group's facts as path/to/file.py:name. A group that is rejected is replaced by another prompt's."""
     max_resample_times: int = limited(3, ge=0, advice="0 never refills; 3 is usual.")
-    """With `dynamic_sample`, most rounds of refilling; groups that are missing after them are trained on as they were
-    first sampled."""
-    prompt_sampler: str = limited("uniform", choices=("uniform", "difficulty"))
+    """With `dynamic_sample` or `gates`, most rounds of refilling; groups that are missing after them are trained on as
+    they were first sampled."""
+    prompt_sampler: dict | str | None = "uniform"
     """`uniform`: an epoch samples from every prompt once. `difficulty`: prompts of intermediate difficulty, by their
-    rewards so far, come more often than those that are always or never solved."""
+    rewards so far, come more often than those that are always or never solved. `{"pools": {"hard": [0.25, 0.2], ...}}`:
+    by the largest mean reward of each pool and its weight. `{"order": column}`: every epoch from the smallest value of
+    a column to the largest. Or a function of means, squares, counts and step as path/to/file.py:name, which gives each
+    row a chance."""
     difficulty_floor: float = limited(
         0.1,
         ge=0.01,  # below it, a dataset of solved prompts would be gone through a hundred times for one sample
@@ -124,6 +132,8 @@ class PromptFields:
     )
     """With prompt_sampler `difficulty`, how often a prompt that is always or never solved comes, relative to one that
     is solved half of the time."""
+    resume_sources: bool = False
+    """Let a resumed run have sources that its checkpoint has not; they begin with their first epoch."""
 
 
 describe_fields(__name__)
@@ -188,14 +198,11 @@ def sampling_masks_can_be_kept(args: Args) -> Iterator[Finding]:
 
 
 def prompt_options_are_read(args: Args) -> Iterator[Finding]:
-    if not args.dynamic_sample:
-        yield from ignored(args, ["max_resample_times"], "dynamic_sample is False")
-    if args.prompt_sampler == "difficulty":
-        because = "with prompt_sampler='difficulty' the prompts of a rollout batch are chosen, and read, when it begins"
+    if args.prompt_sampler != "uniform":
+        shown = f"prompt_sampler={args.prompt_sampler!r}"
+        because = f"with {shown} the prompts of a rollout batch are chosen, and read, when it begins"
         yield from ignored(args, ["dataloader_num_workers"], because)
-        return
-    yield from ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
-    if args.max_staleness:  # workers need to know which prompts come next (streams: `covey.data.sampler.train_loader`)
+    elif args.max_staleness:  # workers need to know which prompts come next (streams: `train_loader`)
         because = f"with max_staleness={args.max_staleness} the prompts of a rollout batch are read when it is sampled"
         yield from ignored(args, ["dataloader_num_workers"], because)
 
@@ -226,7 +233,7 @@ def reuse_has_an_effect(args: Args) -> Iterator[Finding]:
         yield from ignored(args, ["speculative_max_tokens"], "speculative_reuse is not set")
     if args.speculative_reuse != "lenient":
         yield from ignored(args, ["speculative_lenience"], "only speculative_reuse='lenient' reads it")
-    once = args.prompt_sampler == "uniform" and not args.dynamic_sample  # else a prompt may come twice in an epoch
+    once = args.prompt_sampler == "uniform" and not args.dynamic_sample and not args.gates  # else twice in an epoch
     if once and args.max_steps <= 0 and args.num_train_epochs <= 1:
         because = f"with num_train_epochs={args.num_train_epochs:g} no prompt comes a second time"
         yield from ignored(args, ["speculative_reuse"], because)

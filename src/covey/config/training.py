@@ -310,7 +310,8 @@ def supervised_options_are_off(args: Args) -> Iterator[Finding]:
 
 
 def seeds_are_read(args: Args) -> Iterator[Finding]:
-    if not args.shuffle_dataset and args.prompt_sampler == "uniform" and not args.dynamic_sample:
+    chosen = args.prompt_sampler != "uniform" or args.dynamic_sample or args.gates
+    if not args.shuffle_dataset and not chosen:
         yield from ignored(args, ["data_seed"], "shuffle_dataset is False, so prompts come in the order of the dataset")
 
 

@@ -206,11 +206,12 @@ class TrainBatch:
         return list(self.token_ids.split(self.lengths.tolist()))
 
 
-def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> TrainBatch:
+def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool] = False) -> TrainBatch:
     """Flatten rollouts into a `TrainBatch`; equal prompts are stored once.
 
     Rollouts of a group mostly continue one prompt, but an environment may begin each episode in its own way.
-    `mask_truncated`: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
+    `mask_truncated`: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4), of
+    all rollouts or of those for which it is True.
     """
     lengths: list[int] = []
     token_ids: list[int] = []
@@ -218,28 +219,29 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     logprobs: list[float] = []
     kept: list[Sequence[int]] = []
     jumps: dict[int, int] = {}
-    for rollout in rollouts:
+    masks = [mask_truncated] * len(rollouts) if isinstance(mask_truncated, bool) else mask_truncated
+    for rollout, masked in zip(rollouts, masks, strict=True):
         size = len(rollout.completion_ids)
         for start, follows in rollout.strands:
             jumps[len(token_ids) + start] = follows - (len(rollout.prompt_ids) + start - 1)
         lengths.append(size)
         token_ids += rollout.completion_ids
-        sampled += [False] * size if mask_truncated and rollout.truncated else rollout.sampled
+        sampled += [False] * size if masked and rollout.truncated else rollout.sampled
         logprobs += [math.nan] * size if rollout.logprobs is None else rollout.logprobs
         kept += [()] * size if rollout.sampling_mask is None else rollout.sampling_mask
     reporting = [rollout.completion_ids for rollout in rollouts if rollout.logprobs is not None]
     media = [rollout.media for rollout in rollouts]
     # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
     reported = any(reporting) or (bool(reporting) and not token_ids)
-    masked = any(map(len, kept))  # else every token was drawn from all
+    cut = any(map(len, kept))  # else every token was drawn from all
     batch = TrainBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
         **distinct_prompts(map(attrgetter("prompt_ids"), rollouts)),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
-        kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if masked else None,
-        kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if masked else None,
+        kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if cut else None,
+        kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if cut else None,
         media=media if any(media) else None,
     )
     if jumps:

@@ -4,8 +4,8 @@ One pure function per published formula, on flat vectors `[N]`. To add a loss, w
 (`covey.algorithms.register_loss`); ratio levels and KL estimators have tables.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -237,7 +237,7 @@ class BatchCounts:
     # trained tokens of one optimizer step, over all ranks: an equal share of the rollout batch's
     tokens_per_update: float
     micro_batches_per_update: float  # nominal micro-batches of one optimizer step, over all ranks
-    max_completion_length: int | None  # tokens a completion may have
+    max_completion_length: int | Tensor | None  # tokens a completion may have; [B] where rollouts differ in that
 
 
 Weighting = Callable[[BatchCounts], Tensor]
@@ -258,8 +258,11 @@ def mean_per_micro_batch(counts: BatchCounts) -> Tensor:
 
 def mean_constant_length(counts: BatchCounts) -> Tensor:
     """1/(B · L_max) Σ_i Σ_t: no length bias (Dr. GRPO, arXiv 2503.20783, §3.2)."""
-    assert counts.max_completion_length, "checked with the config"
-    return torch.full_like(counts.tokens, 1.0 / (counts.rows_per_update * counts.max_completion_length))
+    longest = counts.max_completion_length
+    assert longest is not None, "checked with the config"
+    if isinstance(longest, Tensor):
+        return 1.0 / (counts.rows_per_update * longest.to(counts.tokens))
+    return torch.full_like(counts.tokens, 1.0 / (counts.rows_per_update * longest))
 
 
 def mean_over_update(counts: BatchCounts) -> Tensor:
@@ -270,6 +273,37 @@ def mean_over_update(counts: BatchCounts) -> Tensor:
 def sum_per_sequence(counts: BatchCounts) -> Tensor:
     """1/B Σ_i Σ_t: every token counts fully (LUSPO, arXiv 2602.05261: a sequence's loss times its length)."""
     return torch.full_like(counts.tokens, 1.0 / counts.rows_per_update)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Rollouts that are averaged by themselves, such as those of one source."""
+
+    members: Tensor  # [B] bool
+    rows_per_update: float  # as in `BatchCounts`, of these rollouts alone
+    tokens_per_update: float
+    factor: float  # of their average in the loss
+
+
+def pooled(weighting: Weighting, pools: Sequence[Pool]) -> Weighting:
+    """The weighting of each pool's rollouts among themselves, times its factor: Σ_p factor_p · average over pool p."""
+
+    def weigh(counts: BatchCounts) -> Tensor:
+        weights = torch.zeros_like(counts.tokens)
+        for pool in pools:
+            longest = counts.max_completion_length
+            own = replace(
+                counts,
+                tokens=counts.tokens[pool.members],
+                micro_tokens=counts.micro_tokens[pool.members],
+                rows_per_update=pool.rows_per_update or 1.0,
+                tokens_per_update=pool.tokens_per_update,
+                max_completion_length=longest[pool.members] if isinstance(longest, Tensor) else longest,
+            )
+            weights[pool.members] = pool.factor * weighting(own)
+        return weights
+
+    return weigh
 
 
 def token_weights(weighting: Weighting, counts: BatchCounts, sampled: Tensor, lengths: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ class PromptSample:
     row: dict[str, Any]  # the dataset row; `row["prompt"]` is the prompt
     prompt: int  # the row's number, which seeds the sample
     sample: int  # index among the prompt's completions, 0 ... G-1.
+    source: str = ""  # name of the row's source (`covey.data.sources`); "" in a run without
+    max_tokens: int | None = None  # most tokens of the completion, where its source has a limit of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class Scores:
     steps: list[dict[int, StepRewards]]
     lengths: list[int]  # [N] completion tokens, including those of tool results
     seats: list["GameSeat"] = field(default_factory=list)  # [N] of each completion; empty where none was played in one
+    sources: list[str] = field(default_factory=list)  # [N] names of the rows' sources; empty in a run without
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
@@ -226,7 +229,22 @@ class Scores:
             [steps for part in parts for steps in part.steps],
             [length for part in parts for length in part.lengths],
             [seat for part in parts for seat in part.seats or [NO_SEAT] * len(part.lengths)] if with_seats else [],
+            [source for part in parts for source in part.sources],
         )
+
+    def take(self, rows: Tensor) -> "Scores":
+        """The scores of some completions."""
+        chosen = rows.tolist()
+        seats, sources = ([values[n] for n in chosen] if values else [] for values in (self.seats, self.sources))
+        steps, lengths = [self.steps[n] for n in chosen], [self.lengths[n] for n in chosen]
+        return Scores(self.rewards[rows], steps, lengths, seats, sources)
+
+    def by_source(self) -> dict[str, Tensor]:
+        """Numbers of the completions of each source, in their order."""
+        numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self.sources or [""] * len(self.lengths)):
+            numbers.setdefault(name, []).append(number)
+        return {name: torch.tensor(found) for name, found in numbers.items()}
 
     @property
     def process_functions(self) -> list[int]:
@@ -269,7 +287,8 @@ class RolloutBatch:
     def scores(self) -> Scores:
         """Rewards and lengths, as other processes get them."""
         lengths = [len(rollout.completion_ids) for rollout in self.rollouts]
-        return Scores(self.rewards, self.steps, lengths, seats_of(self.samples, self.rollouts))
+        sources = [sample.source for sample in self.samples] if any(sample.source for sample in self.samples) else []
+        return Scores(self.rewards, self.steps, lengths, seats_of(self.samples, self.rollouts), sources)
 
     def __getitem__(self, part: slice) -> "RolloutBatch":
         columns = {name: values[part] for name, values in self.columns.items()}
@@ -300,7 +319,7 @@ class RankShard:
 
     scores: Scores  # rewards of its n completions
     kl: Tensor | None  # [n] KL penalty of each completion, or None
-    trained_tokens: int  # of all of them
+    trained: list[int]  # n, tokens of each that are learned from
     micro_batches: int  # nominal micro-batches
     staleness: int  # optimizer steps by which the weights that sampled a token are older than the current ones, at most
     lengths: list[int]  # n, sampled tokens

@@ -1,165 +1,32 @@
-"""Selection of prompts by reward: dynamic sampling, and prompts by difficulty.
+"""Selection of prompts and of groups: which source and row comes next, and which finished groups are trained on.
 
-Every process sees all rewards, makes the same decision and takes part in every round.
+Every process sees all rewards, makes the same decision and takes part in every round. Samplers choose rows
+(`covey.data.samplers`), gates admit groups (`covey.data.gates`); a run without sources has one, without a name.
 
 Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions.
 """
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.comparison import whole_groups
-from covey.algorithms.credit import assign_credit, spread_of_rewards
+from covey.algorithms.credit import JudgeOf, credit_by_source, spread_by_source, spread_of_rewards
 from covey.config.algebra import BatchAlgebra
+from covey.core.findings import CheckError
 from covey.core.likeness import Keys, keys_of
 from covey.core.records import PromptSample, RolloutBatch, Scores
-from covey.core.stats import Mean, Stat
+from covey.core.stats import Max, Mean, Stat
+from covey.data.gates import Gate, facts_of_groups
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
-from covey.rollout.prompts import sample_seed
+from covey.data.samplers import PromptHistory, PromptStream
+from covey.data.sources import Shares
+from covey.data.validation import read_row
 
-NEWEST = 0.5  # weight of the newest group in a prompt's running means; high, because the policy changes between groups
 Place = tuple[int, int]  # (round of sampling, place in that round) of a group or of a completion
-
-
-class PromptHistory:
-    """Running means of the total reward of every prompt, and the chance of sampling it.
-
-    For prompt x, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), beginning with the first group
-    seen. For rewards of 0 and 1, the variance v = q - m² is p (1 - p): largest for prompts of intermediate difficulty.
-
-        chance(x) = floor + (1 - floor) · v(x) / largest v of any prompt
-
-    Prompts not seen yet have chance 1, and all have while no prompt's rewards have differed. Where steps are rewarded,
-    R is the reward of the outcome, and the variance of step rewards within a group is added to the mean of R².
-    """
-
-    def __init__(self, rows: int, floor: float):
-        self.floor = floor
-        self.means = torch.full((rows,), torch.nan, dtype=torch.float64)
-        """[rows] running mean reward, the pass rate for rewards of 0 and 1; NaN for prompts not seen yet."""
-        self._squares = torch.full((rows,), torch.nan, dtype=torch.float64)
-        self._largest = 0.0
-
-    def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor) -> None:
-        """Add the groups of `prompts`, by row number; NaN are missing rewards, and groups of NaN alone are skipped."""
-        for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):
-            scored = rewards[~rewards.isnan()]
-            if not len(scored):
-                if of_steps.isnan():
-                    continue
-                scored = torch.zeros(1, dtype=torch.float64)
-            square = scored.square().mean() + of_steps.nan_to_num(0.0)
-            newest = NEWEST if self.seen(row) else 1.0
-            for running, value in ((self.means, scored.mean()), (self._squares, square)):
-                running[row] = newest * value + ((1 - newest) * running[row] if newest < 1 else 0.0)
-        self._largest = self._variances().nan_to_num(0.0).max().item()
-
-    def seen(self, row: int) -> bool:
-        return not bool(self.means[row].isnan())
-
-    def chance(self, row: int) -> float:
-        return self._chances(self._variances(row)).item()
-
-    def stats(self) -> dict[str, Stat]:
-        variances = self._variances()
-        chances = self._chances(variances[~variances.isnan()])
-        return {
-            "difficulty/seen_fraction": Mean(len(chances), len(variances)),
-            "difficulty/chance": Mean(chances.sum().item(), len(chances)),
-            "difficulty/settled_fraction": Mean((chances <= self.floor + 1e-9).sum().item(), len(chances)),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"means": self.means.clone(), "squares": self._squares.clone(), "largest": self._largest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.means, self._squares = state["means"].clone(), state["squares"].clone()
-        self._largest = state["largest"]
-
-    def _variances(self, rows: Any = slice(None)) -> Tensor:
-        return (self._squares[rows] - self.means[rows].square()).clamp(min=0.0)
-
-    def _chances(self, variances: Tensor) -> Tensor:
-        if not self._largest > 0:
-            return torch.ones_like(variances)
-        return (self.floor + (1 - self.floor) * variances / self._largest).nan_to_num(1.0)
-
-
-@dataclass(eq=False)
-class PromptStream:
-    """Epochs over a dataset, each in an order of its own.
-
-    An epoch includes each row with its `chance` (thinning), so no row comes twice in an epoch, rows come in proportion
-    to their chances in the long run, and with chances of 1 every epoch includes every row once.
-
-    Example:
-        >>> stream = PromptStream(4, seed=0, name="refill", shuffle=False)
-        >>> stream.take(2, avoid={0, 1}), stream.take(3)  # avoided rows are deferred, not lost
-        ([2, 3], [0, 1, 2])
-    """
-
-    rows: int
-    seed: int  # of the orders, together with the number of the epoch
-    name: str  # streams of the same seed and other names are independent
-    _: KW_ONLY
-    shuffle: bool  # a random order in each epoch, else the dataset's own
-    chance: Callable[[int], float] | None = None  # row number -> its chance, above 0 and at most 1; None: every row
-
-    def __post_init__(self) -> None:
-        self._deferred: list[int] = []
-        self._begin(0)
-
-    def take(self, count: int, avoid: AbstractSet[int] = frozenset()) -> list[int]:
-        """The next rows, all different; those to `avoid` are deferred, unless too few others are left."""
-        assert count <= self.rows, "a dataset fills at least one rollout batch"
-        if self.rows - len(avoid) < count:
-            avoid = frozenset()
-        taken = [row for row in self._deferred if row not in avoid][:count]
-        self._deferred = [row for row in self._deferred if row not in taken]
-        while len(taken) < count:
-            row = self._next()
-            if row not in avoid and row not in taken:
-                taken.append(row)
-            elif row not in self._deferred and row not in taken:
-                self._deferred.append(row)
-        return taken
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "pass": self._epoch, "place": self._position, "put_off": list(self._deferred)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`; ValueError if the dataset has another number of rows."""
-        if state["rows"] != self.rows:
-            raise ValueError(
-                f"the checkpoint was made with a training dataset of {state['rows']} rows and this one has"
-                f" {self.rows}: what it knows about prompts is kept by row number and would mean others. Resume with"
-                " the same dataset, or begin a new run from the checkpoint's weights."
-            )
-        self._deferred = list(state["put_off"])
-        self._begin(state["pass"], state["place"])
-
-    def _next(self) -> int:
-        while True:
-            if self._position == self.rows:
-                self._begin(self._epoch + 1)
-            row, threshold = self._order[self._position], self._thresholds[self._position]
-            self._position += 1
-            if self.chance is None or threshold < self.chance(row):
-                return row
-
-    def _begin(self, epoch: int, position: int = 0) -> None:
-        """Draw the order of an epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
-        self._epoch, self._position = epoch, position
-        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.name, epoch))
-        self._thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64).tolist()
-        order = torch.randperm(self.rows, generator=generator) if self.shuffle else torch.arange(self.rows)
-        self._order = order.tolist()
 
 
 @dataclass(frozen=True)
@@ -172,7 +39,12 @@ class SamplingRound:
     truncated: Sequence[bool]  # [N]
     likeness: Sequence[Keys]  # [N]
     processed_tokens: int  # of prompts and completions
-    has_signal: list[bool]  # [P] groups with a gradient
+    sources: list[str]  # [P] names of the prompts' sources, "" in a run without
+    rejected: list[list[str]]  # [P] names of the gates that do not admit a group
+
+    @property
+    def admitted(self) -> list[bool]:
+        return [not gates for gates in self.rejected]
 
 
 @dataclass(frozen=True)
@@ -185,19 +57,63 @@ class Selection:
     stats: dict[str, Stat]
 
 
-def groups_with_signal(
-    algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, learned: Sequence[bool]
-) -> list[bool]:
-    """[P]: True where a completion that is `learned` [N] from has an advantage other than 0, any KL penalty aside."""
-    signal_N = assign_credit(algorithm, weights_F, scores, group_size).has_signal() & torch.tensor(learned)
-    return signal_N.view(-1, group_size).any(1).tolist()
+def kept_groups(admitted: Sequence[Sequence[bool]], sources: Sequence[Sequence[str]]) -> list[Place]:
+    """The groups to train on, in sampling order, as many of each source as its first round has.
+
+    Of each source those that were `admitted`, then the first others of round 0. Both arguments have a list for every
+    round, with a value for every group.
+    """
+    places = [(number, index) for number, names in enumerate(sources) for index in range(len(names))]
+    kept = []
+    for source in dict.fromkeys(sources[0]):
+        own = [(number, index) for number, index in places if sources[number][index] == source]
+        count = sum(number == 0 for number, _ in own)
+        good = [(number, index) for number, index in own if admitted[number][index]][:count]
+        others = [(0, index) for number, index in own if number == 0 and not admitted[0][index]]
+        kept += [*good, *others[: count - len(good)]]
+    return sorted(kept)
 
 
-def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
-    """`count` groups to train on, in sampling order: those with a signal, then the first others of round 0."""
-    good = [(number, index) for number, flags in enumerate(has_signal) for index, flag in enumerate(flags) if flag]
-    others = [(0, index) for index, flag in enumerate(has_signal[0]) if not flag]
-    return sorted([*good[:count], *others[: max(count - len(good), 0)]])
+@dataclass(eq=False)
+class SourceChoice:
+    """Choice of prompts and groups of one source."""
+
+    stream: PromptStream  # of the rows to draw, or of refills alone
+    _: KW_ONLY
+    name: str = ""
+    first: int = 0  # number of its first row in the run's dataset
+    history: PromptHistory | None = None  # rewards by which the stream includes rows; None: it needs none
+    gates: Mapping[str, Gate] = field(default_factory=dict)
+    digest: str | None = None  # of its rows, by which a resumed run knows them again
+
+    def take(self, count: int, avoid: set[int] | None = None) -> list[int]:
+        """Row numbers of the next prompts, all different; those to `avoid` come later."""
+        rows = range(self.first, self.first + self.stream.rows)
+        if count > len(rows):
+            raise CheckError.of(
+                "source-small",
+                f"source {self.name!r} has {len(rows)} row(s), and a rollout batch asks for {count} of it.",
+                "Lower its weight, give it more rows, or draw fewer prompts at a time.",
+            )
+        taken = self.stream.take(count, {row - self.first for row in avoid or () if row in rows})
+        return [self.first + row for row in taken]
+
+    def state_dict(self) -> dict[str, Any]:
+        history = None if self.history is None else self.history.state_dict()
+        return {"stream": self.stream.state_dict(), "history": history, "digest": self.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; ValueError if the source has other rows."""
+        if (was := state.get("digest")) is not None and self.digest is not None and was != self.digest:
+            same = state["stream"]["rows"] == self.stream.rows
+            raise ValueError(
+                f"source {self.name!r} has other rows than in the checkpoint"
+                f" ({'as many' if same else state['stream']['rows']} then, {self.stream.rows} now): what is known about"
+                " prompts is kept by row number. Resume with the same rows, or begin a new run from the weights."
+            )
+        self.stream.load_state_dict(state["stream"])
+        if self.history is not None and state["history"] is not None:
+            self.history.load_state_dict(state["history"])
 
 
 @dataclass(eq=False)
@@ -207,76 +123,146 @@ class PromptChooser:
     dataset: Any  # rows with a length
     algebra: BatchAlgebra
     rank: int  # of this process
-    stream: PromptStream  # source of refills; with `history`, of every prompt
-    algorithm: Algorithm  # gives the advantages by which groups have a signal
-    weights: Tensor  # [F] of the reward functions
+    choices: list[SourceChoice]  # one in a run without sources
+    judge_of: JudgeOf  # by the name of a source
     _: KW_ONLY
-    mask_truncated: bool  # truncated completions are not learned from, so they carry no signal
-    history: PromptHistory | None  # difficulty by which the stream selects prompts; None leaves them to the dataloader
-    max_rounds: int | None  # maximum rounds of refilling; None: no dynamic sampling
+    mask_truncated: Callable[[str], bool]  # truncated completions of a source are not learned from
+    draws: bool  # it draws every prompt; False: the refills alone, and the dataloader the others
+    max_rounds: int  # maximum rounds of refilling
     gather: Callable[[Any], list[Any]]  # collective: one object to those of all ranks
     exchange: Callable[[list[Any]], list[Any]]  # collective: one object for each rank to one from each
+    takes_new_sources: bool = False  # a resumed run may have sources that its checkpoint has not
+
+    def __post_init__(self) -> None:
+        self.shares = Shares(len(self.choices))
+        self.drawn = 0  # rollout batches
+
+    @property
+    def gated(self) -> bool:
+        return any(choice.gates for choice in self.choices)
 
     def refill(self, rounds: list[SamplingRound]) -> list[PromptSample] | None:
         """This process's share of the groups to sample next; None when there are enough, or after the last round."""
-        missing = self.algebra.prompts_per_rollout_batch - _signals(rounds)
-        if len(rounds) > (self.max_rounds or 0) or not missing:
+        if len(rounds) > self.max_rounds:
             return None
-        return self._draws(self.stream.take(missing, avoid={prompt for one in rounds for prompt in one.prompts}))
+        seen = {prompt for one in rounds for prompt in one.prompts}
+        missing = {choice.name: rounds[0].sources.count(choice.name) for choice in self.choices}
+        for one in rounds:
+            for name, admitted in zip(one.sources, one.admitted, strict=True):
+                missing[name] -= admitted
+        prompts = [choice.take(count, seen) for choice in self.choices if (count := missing[choice.name]) > 0]
+        return self._draws([*chain.from_iterable(prompts)]) if prompts else None
 
     def select(self, mine: list[RolloutBatch], rounds: list[SamplingRound]) -> Selection:
         """The groups to train on, from this process's completions of all `rounds`. Collective."""
-        kept = kept_groups([one.has_signal for one in rounds], self.algebra.prompts_per_rollout_batch)
+        kept = kept_groups([one.admitted for one in rounds], [one.sources for one in rounds])
         tokens = sum(one.processed_tokens for one in rounds)
         return Selection(self._collect(mine, rounds, kept), rounds[0], tokens, self._stats(rounds))
 
     def draw(self) -> list[PromptSample]:
-        """This process's share of the prompts of a rollout batch, by current difficulty. Collective."""
-        return self._draws(self.stream.take(self.algebra.prompts_per_rollout_batch))
+        """This process's share of the prompts of the next rollout batch. Collective."""
+        step = int(self.drawn * self.algebra.updates_per_rollout_batch)
+        self.drawn += 1
+        for choice in self.choices:
+            if choice.history is not None:
+                choice.history.at_step(step)
+        count = self.algebra.prompts_per_rollout_batch
+        if len(self.choices) == 1:
+            return self._draws(self.choices[0].take(count))
+        order = self.shares.take(count, self.dataset.weights_at(step))
+        taken = [iter(choice.take(order.count(index))) for index, choice in enumerate(self.choices)]
+        return self._draws([next(taken[index]) for index in order])
 
     def state_dict(self) -> dict[str, Any]:
-        history = None if self.history is None else self.history.state_dict()
-        return {"stream": self.stream.state_dict(), "history": history}
+        choices = {choice.name: choice.state_dict() for choice in self.choices}
+        return {"draws": self.draws, "owed": list(self.shares.owed), "drawn": self.drawn, "sources": choices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; start over if its run selected prompts in another way."""
-        if (state["history"] is None) != (self.history is None):
+        """Continue from a checkpoint; start over if its run did not select prompts in this way.
+
+        Raises:
+            ValueError: a source is missing or has other rows, or is new without `takes_new_sources`.
+        """
+        if "sources" not in state:  # of version 0.2
+            state = {"draws": state["history"] is not None, "owed": [0], "drawn": 0, "sources": {"": state}}
+        known, names = list(state["sources"]), [choice.name for choice in self.choices]
+        if ("" in known) != ("" in names) or state["draws"] != self.draws:
             return
-        self.stream.load_state_dict(state["stream"])
-        if self.history is not None:
-            self.history.load_state_dict(state["history"])
+        if names[: len(known)] != known:
+            raise ValueError(
+                f"the checkpoint has the sources {', '.join(known)}, and this run {', '.join(names)}: rows are known by"
+                " their number, counted over all sources in this order. Name the same ones in the same order, weight 0"
+                " for those that should not be trained on, and new ones behind them."
+            )
+        if len(names) > len(known) and not self.takes_new_sources:
+            raise ValueError(
+                f"this run has sources that the checkpoint has not: {', '.join(names[len(known) :])}. Set"
+                " resume_sources=True to begin with them now."
+            )
+        for choice in self.choices[: len(known)]:
+            choice.load_state_dict(state["sources"][choice.name])
+        self.shares.owed = [*state["owed"], *([0] * (len(names) - len(known)))]
+        self.drawn = state["drawn"]
 
     def _draws(self, prompts: Sequence[int]) -> list[PromptSample]:
         slots = rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
         return PromptDataset(self.dataset).__getitems__(slots)
 
     def share(self, mine: RolloutBatch) -> SamplingRound:
-        """Gather the scores of a round, and add them to the history. Collective."""
+        """Gather the scores of a round, and add them to the histories. Collective."""
         pairs = zip(mine.samples, mine.rollouts, strict=True)
         facts = [
-            (draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids), keys_of(draw, one))
+            (draw.prompt, draw.source, one.num_sampled, one.truncated, len(one.prompt_ids), keys_of(draw, one))
             for draw, one in pairs
         ]
         everyone = self.gather((mine.scores, facts))
-        prompts, lengths, truncated, prompt_lengths, likeness = zip(
+        each_prompt, each_source, lengths, truncated, prompt_lengths, likeness = zip(
             *(fact for _, part in everyone for fact in part), strict=True
         )
         scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
-        if self.history is not None:
-            groups = whole_groups(len(scores.lengths), group)
-            self.history.update(prompts[::group], *spread_of_rewards(scores, self.weights, groups))
-        cut = truncated if self.mask_truncated else [False] * len(lengths)
+        prompts, sources = list(each_prompt[::group]), list(each_source[::group])
+        for choice in self.choices:
+            if choice.history is not None and choice.name in sources:
+                rows = scores.by_source()[choice.name]
+                own = [row - choice.first for row, name in zip(prompts, sources, strict=True) if name == choice.name]
+                weights, groups = self.judge_of(choice.name).weights_F, whole_groups(len(rows), group)
+                choice.history.update(own, *spread_of_rewards(scores.take(rows), weights, groups))
+        masked = {name: self.mask_truncated(name) for name in dict.fromkeys(sources)}
+        cut = [one and masked[sources[index // group]] for index, one in enumerate(truncated)]
         learned = [length > 0 and not left_out for length, left_out in zip(lengths, cut, strict=True)]
         return SamplingRound(
-            prompts=list(prompts[::group]),
+            prompts=prompts,
             scores=scores,
             lengths=lengths,
             truncated=truncated,
             likeness=likeness,
             processed_tokens=sum(lengths) + sum(prompt_lengths),
-            has_signal=groups_with_signal(self.algorithm, self.weights, scores, group, learned),
+            sources=sources,
+            rejected=self._rejected(prompts, sources, scores, lengths, truncated, learned),
         )
+
+    def _rejected(
+        self,
+        prompts: list[int],
+        sources: list[str],
+        scores: Scores,
+        lengths: Sequence[int],
+        truncated: Sequence[bool],
+        learned: Sequence[bool],
+    ) -> list[list[str]]:
+        """[P] names of the gates that do not admit a group."""
+        if not self.gated:
+            return [[] for _ in prompts]
+        group, gates = self.algebra.num_generations, {choice.name: choice.gates for choice in self.choices}
+        totals = spread_by_source(self.judge_of, scores, whole_groups(len(lengths), group))[0].flatten().tolist()
+        credit = credit_by_source(self.judge_of, scores, group)
+        rows = [read_row(self.dataset, prompt) for prompt in prompts]
+        facts = facts_of_groups(scores, credit, totals, lengths, truncated, learned, rows)
+        return [
+            [name for name, gate in gates[source].items() if not gate(one)]
+            for one, source in zip(facts, sources, strict=True)
+        ]
 
     def _collect(self, mine: list[RolloutBatch], rounds: list[SamplingRound], kept: list[Place]) -> RolloutBatch:
         """This process's equal share of the selected groups, fetched from other processes where needed."""
@@ -298,21 +284,37 @@ class PromptChooser:
 
     def _stats(self, rounds: list[SamplingRound]) -> dict[str, Stat]:
         stats: dict[str, Stat] = {}
-        if self.max_rounds is not None:
-            groups = self.algebra.prompts_per_rollout_batch
-            kept = min(_signals(rounds), groups)
+        if self.gated:
+            groups, admitted = len(rounds[0].prompts), sum(sum(one.admitted) for one in rounds)
+            kept = min(admitted, groups)
             stats = {
-                "dynamic_sampling/first_signal": Mean(sum(rounds[0].has_signal), groups),
+                "dynamic_sampling/first_signal": Mean(sum(rounds[0].admitted), groups),
                 "dynamic_sampling/trained_signal": Mean(kept, groups),
                 "dynamic_sampling/rounds": Mean(len(rounds) - 1, 1),
                 "dynamic_sampling/unfilled_groups": Mean(groups - kept, 1),
                 "dynamic_sampling/cost": Mean(sum(len(one.prompts) for one in rounds), groups),
             }
-        return stats if self.history is None else {**stats, **self.history.stats()}
+        histories = [choice.history.stats() for choice in self.choices if choice.history is not None]
+        for name in histories[0] if histories else ():
+            total = Mean(0.0, 0.0)
+            for one in histories:
+                total = total.merge(one[name])
+            stats[f"difficulty/{name}"] = total
+        named = [choice for choice in self.choices if choice.name]
+        for choice in named:
+            stats |= {f"source/{choice.name}/{name}": stat for name, stat in self._stats_of(choice, rounds).items()}
+        return stats
 
-
-def _signals(rounds: list[SamplingRound]) -> int:
-    return sum(sum(one.has_signal) for one in rounds)
+    def _stats_of(self, choice: SourceChoice, rounds: list[SamplingRound]) -> dict[str, Stat]:
+        """Metrics of a source's prompts: its epochs, what its gates reject, and what its sampler knows."""
+        pairs = (pair for one in rounds for pair in zip(one.sources, one.rejected, strict=True))
+        rejected = [gates for name, gates in pairs if name == choice.name]
+        stats: dict[str, Stat] = {"epoch": Max(choice.stream.epochs)}
+        if choice.gates and rejected:
+            stats["admitted"] = Mean(sum(not gates for gates in rejected), len(rejected))
+            for gate in choice.gates:
+                stats[f"gate/{gate}"] = Mean(sum(gate in gates for gates in rejected), len(rejected))
+        return stats | ({} if choice.history is None else choice.history.stats())
 
 
 def _joined(completions: list[RolloutBatch], groups: list[Place]) -> RolloutBatch:
@@ -352,7 +354,7 @@ def prompt_source(
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
 
     def draw(rollout_batch: int, slots: list[Slot] | None) -> list[PromptSample]:
-        if slots is None and chooser is not None and chooser.history is not None:
+        if slots is None and chooser is not None and chooser.draws:
             return chooser.draw()
         return PromptDataset(dataset).__getitems__(sampler.slots(rollout_batch) if slots is None else slots)
 

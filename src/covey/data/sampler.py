@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from covey.config.algebra import BatchAlgebra
 from covey.core.findings import Finding
 from covey.core.records import MicroStep, PromptSample
-from covey.data.validation import plain_row, read_row
+from covey.data.rows import plain_row
+from covey.data.sources import Sources
+from covey.data.validation import read_row
 from covey.runtime.user_code import report
 
 Slot = tuple[int, int]  # (row of the dataset, which of its completions)
@@ -100,7 +102,13 @@ class PromptDataset(Dataset):
 
     def __getitems__(self, slots: list[Slot]) -> list[PromptSample]:
         fetched = {prompt: read_row(self.rows, prompt) for prompt, _ in slots}
-        return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
+        if not isinstance(rows := self.rows, Sources):
+            return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
+        names = {prompt: rows.names[rows.of(prompt)] for prompt in fetched}
+        return [
+            PromptSample(fetched[prompt], prompt, sample, names[prompt], rows.limits.get(names[prompt]))
+            for prompt, sample in slots
+        ]
 
 
 class TrainingSteps(PromptDataset):

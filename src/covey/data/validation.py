@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from types import NoneType
 from typing import Any
 
 from covey.core.findings import CheckError, Finding
 from covey.core.transcript import content_text
+from covey.data.rows import plain_row
+from covey.data.sources import Sources, raw
 from covey.data.templates import check_template
 from covey.rewards.functions import check_reserved
 from covey.rollout.prompts import PromptCodec, are_messages
@@ -28,8 +29,6 @@ MESSAGES = re.compile(  # messages in JSON or Python, or an object that holds th
     r".*[\"'](role|from)[\"']\s*:\s*[\"'](user|system|assistant|tool|developer|human|gpt)[\"']",
     re.DOTALL | re.IGNORECASE,
 )
-FOR_PROMPTS = ("prompt", "tools", "chat_template_kwargs")  # columns that the chat template reads
-PLAIN = (str, list, dict, NoneType)
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bot": "assistant"}
 """Roles of other formats, such as ShareGPT's."""
@@ -95,34 +94,14 @@ def columns_of(dataset: Any) -> set[str]:
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """All rows of a list, the first ones of any other dataset."""
+    """All rows of a list, the first ones of any other dataset; of each source, where there are several."""
+    if isinstance(dataset, Sources):
+        return [one.filled(row) for one in dataset.sources for row in first_rows(one.rows)]
     if isinstance(dataset, list | tuple):
         return list(map(plain_row, dataset))
     if hasattr(dataset, "__len__"):
         return [read_row(dataset, number) for number in range(min(LOOKED_AT, len(dataset)))]
     return list(map(plain_row, islice(iter(dataset), LOOKED_AT)))
-
-
-def plain_row(row: Any) -> Any:
-    """A row as a dictionary whose prompt is plain, whatever the dataset's format: of numpy, torch, pandas or arrow.
-
-    Other columns keep the format, except in those of tables, where a row is a table.
-    """
-    for method, arguments in (("to_pylist", ()), ("to_dicts", ()), ("to_dict", ("records",))):
-        if not isinstance(row, dict) and callable(getattr(row, method, None)):
-            records = getattr(row, method)(*arguments)
-            return _plain(records[0]) if len(records) == 1 else row
-    if isinstance(row, dict) and any(type(row.get(name)) not in PLAIN for name in FOR_PROMPTS):
-        return {name: _plain(value) if name in FOR_PROMPTS else value for name, value in row.items()}
-    return row
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_plain(name): _plain(one) for name, one in value.items()}
-    if hasattr(value, "tolist"):  # an array, a tensor, or a scalar of one
-        value = value.tolist()
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def read_row(dataset: Any, number: int) -> Any:
@@ -138,6 +117,7 @@ def read_row(dataset: Any, number: int) -> Any:
 
 def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
     """Row numbers and prompts: of the whole dataset if its prompts can be read alone, else of `rows`."""
+    dataset = raw(dataset)
     if not any("prompt" in row for row in rows):
         return iter(())
     if hasattr(dataset, "__len__") and hasattr(dataset, "select_columns") and dataset.format["type"] is None:

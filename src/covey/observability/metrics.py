@@ -117,7 +117,7 @@ def rollout_batch_stats(
     lengths: Sequence[int],
     truncated: Sequence[bool],
     rewards_NF: Tensor,
-    weights_F: Tensor,
+    weights: Tensor,
     names: Sequence[str],
     num_generations: int,
     likeness: Sequence[Keys] = (),
@@ -126,11 +126,11 @@ def rollout_batch_stats(
     """Metrics of a rollout batch; arguments describe the rollouts of all processes, those of a group consecutive.
 
     `members_PG` are the rollouts that are compared with each other (-1 for none); by default those of each group.
-    Rewards are [N, F] and unweighted, NaN where a function abstained. Every process may add the result to its own log:
-    merging them gives the same values as one process.
+    Rewards are [N, F] and unweighted, NaN where a function abstained, their weights [F] or [N, F]. Every process may
+    add the result to its own log: merging them gives the same values as one process.
     """
     rewards_NF = rewards_NF.double()
-    total_N = weighted_total(rewards_NF, weights_F.double())
+    total_N = weighted_total(rewards_NF, weights.double())
     terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
     stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
     for suffix, values in (("length", lengths), ("terminated_length", terminated)):

@@ -266,6 +266,7 @@ class Recorder(TrainerCallback):
             "generation": [rollout_batch] * len(rollouts),
             "row": [draw.prompt for draw in scored.samples],
             "sample": [draw.sample for draw in scored.samples],
+            **({"source": [draw.source for draw in scored.samples]} if any(d.source for d in scored.samples) else {}),
             "data": [draw.row for draw in scored.samples],
             **{name: [getattr(rollout, name) for rollout in rollouts] for name in AS_THEY_ARE},
             **{REWARD + name: _known(scored.rewards[:, i]) for i, name in enumerate(self.reward_names)},
@@ -385,7 +386,7 @@ def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollo
     """Rollouts of a record's rows with what else the rows say of them: prompts, and the rewards of these names."""
     rewards = [[_number(row[REWARD + name]) for name in names] for row in rows]
     return RolloutBatch(
-        [PromptSample(row["data"], row["row"], row["sample"]) for row in rows],
+        [PromptSample(row["data"], row["row"], row["sample"], row.get("source", "")) for row in rows],
         rollouts,
         torch.tensor(rewards, dtype=torch.float64).view(len(rows), len(names)),
         {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]},

@@ -198,8 +198,15 @@ class RewardStream:
     Functions in `each` score single rollouts, those in `groups` complete groups.
     """
 
-    def __init__(self, each: Lanes | None = None, groups: Lanes | None = None, tokenizer: Any = None):
+    def __init__(
+        self,
+        each: Lanes | None = None,
+        groups: Lanes | None = None,
+        tokenizer: Any = None,
+        accepts: Callable[[int, Row], bool] = lambda function, row: True,
+    ):
         self._tokenizer = tokenizer  # of the policy
+        self._accepts = accepts  # (index of a function, row) -> it scores rollouts of this row
         self._each, self._groups = each or {}, groups or {}
         self._lanes = self._each | self._groups
         self._pending: dict[int, dict[int, Future[CallResult]]] = defaultdict(dict)  # by function and first sample
@@ -229,9 +236,10 @@ class RewardStream:
     def _score(self, lanes: Lanes, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         batch = RewardBatch(rows, rollouts, self._tokenizer)
         batch = batch.take(batch.scorable)
-        if len(batch):
-            for index, lane in lanes.items():
-                self._pending[index][start] = lane.start(batch)
+        for index, lane in lanes.items():
+            own = batch.take([place for place, row in enumerate(batch.rows) if self._accepts(index, row)])
+            if len(own):
+                self._pending[index][start] = lane.start(own)
 
     def results(self) -> dict[int, CallResult]:
         results: dict[int, CallResult] = {}

@@ -42,6 +42,18 @@ class RewardResult:
     stats: dict[str, Stat]  # `rewards/{name}/failures` and `/timeouts` (samples), `/seconds` (per call)
 
 
+@dataclass(frozen=True)
+class Routes:
+    """Reward functions of rows by the name in their column `source` (`covey.data.sources`); "" for rows without."""
+
+    scored_by: list[frozenset[str] | None]  # of each function: the sources whose rows it scores; None: all rows
+    weights: dict[str, list[float]]  # [F] of sources that weigh them in their own way
+
+    def accepts(self, function: int, row: Row) -> bool:
+        sources = self.scored_by[function]
+        return sources is None or row.get("source", "") in sources
+
+
 class RewardSuite:
     """The reward functions of a run.
 
@@ -56,6 +68,7 @@ class RewardSuite:
         device: where reward models go; None leaves them where they are.
         tokenizer: of the policy, to find the token of a `CharEnd` and prompts that open thinking.
         isolation: "process" runs every callable in a process of its own, as those marked with `covey.isolated`.
+        routes: the functions of each source's rows; None: all score every row.
 
     Attributes:
         names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
@@ -87,6 +100,7 @@ class RewardSuite:
         device: Device = None,
         tokenizer: Any = None,
         isolation: str = "thread",
+        routes: Routes | None = None,
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         classes = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes]
@@ -95,6 +109,9 @@ class RewardSuite:
         self.timeout = timeout
         self.names = unique_names([_name(candidate) for candidate in given])
         self.weights = as_weights(weights, len(given))
+        self.routes = routes
+        own = {} if routes is None else routes.weights
+        self._weights = {name: as_weights(values, len(given)) for name, values in own.items()}
 
         def adapted(index: int, one: Any) -> FunctionReward | ModelReward:
             kwargs, isolated = model_init_kwargs or {}, isolation == "process"
@@ -117,7 +134,28 @@ class RewardSuite:
         for index, one in enumerate(self.functions):
             if isinstance(one, FunctionReward) and (groups or one.per_completion):
                 (each if one.per_completion else whole)[index] = self._lane(one, trainer_state)
-        return RewardStream(each, whole, self._tokenizer)
+        return RewardStream(each, whole, self._tokenizer, self._accepts)
+
+    def weights_of(self, source: str) -> Tensor:
+        """[F] weights for the rows of a source; those of the run for rows of none."""
+        return self._weights.get(source, self.weights)
+
+    def scoring(self, source: str) -> list[str]:
+        """Names of the functions that score rows of a source."""
+        return [name for index, name in enumerate(self.names) if self._accepts(index, {"source": source})]
+
+    def _accepts(self, function: int, row: Row) -> bool:
+        return self.routes is None or self.routes.accepts(function, row)
+
+    def _overlap(self, *functions: int) -> bool:
+        """True if there are rows that all of these functions may score."""
+        sources = [None if self.routes is None else self.routes.scored_by[function] for function in functions]
+        named = [one for one in sources if one is not None]
+        return not named or bool(frozenset.intersection(*named))
+
+    def _taken(self, function: int, batch: RewardBatch) -> RewardBatch:
+        """The samples of a batch that a function scores."""
+        return batch.take([index for index, row in enumerate(batch.rows) if self._accepts(function, row)])
 
     def _lane(self, function: FunctionReward, trainer_state: Any) -> AsyncLane | ThreadLane:
         if function.is_async:
@@ -155,18 +193,20 @@ class RewardSuite:
         results = self._score_all(batch, context.trainer_state, streamed or RewardStream(), begins)
         logged: dict[str, int] = {}  # functions by the columns that they log
         for index, result in enumerate(results):
-            self._resolve_steps(index, result, batch, scorable, steps)
-            self._check_failures(index, result, batch)
+            mine = [place for place in scorable if self._accepts(index, rows[place])]
+            own = every.take(mine)
+            self._resolve_steps(index, result, own, mine, steps)
+            self._check_failures(index, result, own)
             for column in result.log.extras:
-                if (first := logged.setdefault(column, index)) != index:
+                if (first := logged.setdefault(column, index)) != index and self._overlap(first, index):
                     self._warn_once(
                         self.names[index],
                         column,
                         f"reward functions {self.names[first]!r} and {self.names[index]!r} both log a column"
                         f" {column!r} with log_extra: the table keeps that of the second.",
                     )
-            result.log.replay(context, scorable, len(rollouts))
-            rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float64)
+            result.log.replay(context, mine, len(rollouts))
+            rewards[mine, index] = torch.tensor(result.values, dtype=torch.float64)
         if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
             self._warn_once(
                 "",
@@ -197,10 +237,13 @@ class RewardSuite:
         for index, name in enumerate(self.names):
             self._has_scored[index], self._failed_batches[index] = state.get(name, (False, 0))
 
-    def check_columns(self, columns: Collection[str]) -> Iterator[Finding]:
-        """Errors of arguments of reward functions that neither the trainer nor a dataset with these columns has."""
-        for function in self.functions:
-            if isinstance(function, FunctionReward):
+    def check_columns(self, columns: Collection[str], source: str = "") -> Iterator[Finding]:
+        """Errors of arguments of reward functions that neither the trainer nor a dataset with these columns has.
+
+        The dataset is that of a `source`, "" for one of none.
+        """
+        for index, function in enumerate(self.functions):
+            if isinstance(function, FunctionReward) and self._accepts(index, {"source": source}):
                 yield from function.check_columns(columns)
 
     def _score_all(
@@ -216,15 +259,19 @@ class RewardSuite:
                 waiting[index] = self._lane(function, trainer_state)
             else:
                 others[index] = function
-        with RewardStream(groups=waiting, tokenizer=self._tokenizer) as started:
+        with RewardStream(groups=waiting, tokenizer=self._tokenizer, accepts=self._accepts) as started:
             started.on_group(0, batch.rows, batch.rollouts)
             results: dict[int, CallResult] = {}
             for index, function in others.items():
+                own = self._taken(index, batch)
+                if not len(own):
+                    results[index] = CallResult([], [], Log(0))
+                    continue
                 begins(self.names[index])
-                results[index] = score(function, batch, trainer_state, self.timeout)
+                results[index] = score(function, own, trainer_state, self.timeout)
             results |= started.results() | streamed.results()
-        for result in results.values():
-            assert len(result.values) == len(batch), "every rollout was streamed"
+        for index, result in results.items():
+            assert len(result.values) == len(self._taken(index, batch)), "every rollout was streamed"
         return [results[index] for index in range(len(self.functions))]
 
     def _resolve_steps(
@@ -240,6 +287,8 @@ class RewardSuite:
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
         name, size, failures = self.names[index], len(batch), result.failures
+        if not size:  # none of its source
+            return
         if len(failures) < size:
             self._has_scored[index] = True
             self._failed_batches[index] = 0

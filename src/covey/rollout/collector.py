@@ -15,7 +15,7 @@ from covey.core.records import PromptSample, Rollout, SampleGroup
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
-from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout
+from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout, within
 from covey.rollout.seats import PastOpponents
 from covey.rollout.speculation import Speculation
 from covey.rollout.user_batch_function import BatchFunction, BatchSampler
@@ -130,6 +130,7 @@ class Collector:
             encoded = self.codec.read_row(row)
         except ValueError as error:
             return self._unreadable(group, error)
+        params = within(params, group.samples[0])
         key = key if reuse is None else reuse.seed_key(key, encoded.ids)
         seeds = [sample_seed(self.seed, *key, prompt, sample.sample) for sample in group.samples]
         request = SampleRequest(encoded.ids, len(seeds), params, seeds, media=encoded.media)

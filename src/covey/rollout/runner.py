@@ -4,7 +4,7 @@ import asyncio
 import copy
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -140,7 +140,8 @@ class GroupRunner:
         expands = traits_of(self.engine).expands_images
         most = self.spec.max_turn_length
         seats, together = self.spec.seats_of(self.seed_key[1:2]), self.spec.rollouts_per_game
-        engine = EpisodeEngine(generate, self.spec.templates, self.params, key, row, first.sample, expands, most, seats)
+        params = within(self.params, first)
+        engine = EpisodeEngine(generate, self.spec.templates, params, key, row, first.sample, expands, most, seats)
         began = perf_counter()
         try:
             async with asyncio.timeout(timeout) as engine.timeout:
@@ -194,6 +195,12 @@ def _refuse_untrained(rollouts: Iterable[Rollout], seats: Seats) -> None:
             raise RolloutError(
                 f"role {rollout.role!r} is a seat (not trained), but the function returned its rollout: leave it out."
             )
+
+
+def within(params: SamplingParams, sample: PromptSample) -> SamplingParams:
+    """Sampling settings with the limit of a sample's own source."""
+    limit = sample.max_tokens
+    return params if limit is None or limit >= params.max_tokens else replace(params, max_tokens=limit)
 
 
 def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_ids: list[int] | None = None) -> Rollout:

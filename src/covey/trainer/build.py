@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
-from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.credit import UnreadSettings
+from covey.algorithms.credit import Judge, JudgeOf, UnreadSettings
 from covey.config.base import OnlineConfig, fill_unset
 from covey.config.messages import is_set
 from covey.config.rules import check_fields
@@ -23,7 +22,10 @@ from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.findings import CheckError, Finding
 from covey.core.model import placeholder_ids, unwrapped
 from covey.core.records import FinishReason, Rollout
-from covey.data.dynamic_sampling import PromptChooser, PromptHistory, PromptStream
+from covey.data.dynamic_sampling import PromptChooser, SourceChoice
+from covey.data.gates import gates_of
+from covey.data.samplers import PromptHistory, PromptStream, order_of, sampler_of
+from covey.data.sources import Source
 from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
@@ -44,7 +46,7 @@ from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report, warn
 from covey.trainer.batch_scorer import BatchScorer
-from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
+from covey.trainer.build_rollouts import build_rollout_spec, check_reward_sources, reward_plan
 from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
@@ -399,8 +401,9 @@ def _check_reshaping(args: OnlineConfig, extra: dict[str, Any]) -> Iterator[Find
 def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call, that of the environments among them."""
     args, player = run.args, collector.spec and collector.spec.play
-    functions, weights, classes = reward_sources(reward_funcs, args.reward_weights, processing_classes, player)
-    if functions is None:
+    plan = reward_plan(reward_funcs, args.reward_weights, processing_classes, player, run.sources)
+    report(check_reward_sources(plan, run.sources))
+    if plan.functions is None:
         raise CheckError.of(
             "reward-missing",
             "`reward_funcs` is missing.",
@@ -408,15 +411,16 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
         )
     with whole_models():
         suite = RewardSuite(
-            functions,
-            weights=weights,
-            processing_classes=classes,
+            plan.functions,
+            weights=plan.weights,
+            processing_classes=plan.processing_classes,
             model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
             device=run.device,
             tokenizer=collector.codec.tokenizer,
             isolation=args.reward_isolation,
+            routes=plan.routes,
         )
     unused = ["stream_rewards=True"] * args.stream_rewards
     unused += ["reward_isolation='process'"] * (args.reward_isolation == "process")
@@ -493,33 +497,59 @@ def build_replay(run: Run, collector: Collector, rewards: RewardSuite) -> tuple[
     return replay, replay.traits
 
 
-def build_chooser(run: Run, dataset: Any, weights: Tensor) -> PromptChooser | None:
-    """Selection of prompts by their rewards; None where the dataloader's order decides."""
-    args = run.args
-    by_difficulty = args.prompt_sampler == "difficulty"
-    if dataset is None or not (args.dynamic_sample or by_difficulty):
+def build_judges(run: Run, rewards: RewardSuite) -> JudgeOf:
+    """The comparison of the completions of each source."""
+    return lambda source: Judge(run.method.of(source), rewards.weights_of(source))
+
+
+def build_chooser(run: Run, dataset: Any, judge_of: JudgeOf) -> PromptChooser | None:
+    """Selection of prompts and groups; None where the dataloader's order decides and every group is trained on."""
+    args, sources = run.args, run.sources
+    draws = sources is not None or args.prompt_sampler != "uniform"
+    if dataset is None or not (draws or args.dynamic_sample or args.gates):
         return None
-    history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
-    stream = PromptStream(
-        len(dataset),
-        args.resolved_data_seed,
-        "prompts" if by_difficulty else "refills",
-        shuffle=bool(args.shuffle_dataset),
-        chance=None if history is None else history.chance,
-    )
+    whole = [Source("", dataset)] if sources is None else sources.sources
+    choices = [_choice(args, one, draws) for one in whole]
+    if sources is not None:
+        choices = [
+            replace(choice, first=first, digest=source.digest())
+            for choice, first, source in zip(choices, sources.firsts, whole, strict=False)
+        ]
     return PromptChooser(
         dataset,
         run.algebra,
         run.collectives.rank,
-        stream,
-        run.algorithm,
-        weights,
-        mask_truncated=args.mask_truncated_completions,
-        history=history,
-        max_rounds=args.max_resample_times if args.dynamic_sample else None,
+        choices,
+        judge_of,
+        mask_truncated=run.masks_truncated,
+        draws=draws,
+        max_rounds=args.max_resample_times,
         gather=run.collectives.named("choose the groups to train on"),
         exchange=partial(run.collectives.exchange, what="exchange the groups to train on"),
+        takes_new_sources=args.resume_sources,
     )
+
+
+def _choice(args: OnlineConfig, source: Source, draws: bool) -> SourceChoice:
+    """Choice within a source, or of the refills of a run without sources where the dataloader draws."""
+    own, name = source.settings, f"source {source.name!r}" if source.name else "train_dataset"
+    given = args.prompt_sampler if own.sampler is None else own.sampler
+    floor = args.difficulty_floor if own.floor is None else own.floor
+    sampler, rows = sampler_of(given, floor) if draws else None, source.rows
+    history = None
+    if sampler is not None:
+        history = PromptHistory(len(rows), sampler, floor if given == "difficulty" else None)
+    stream = PromptStream(
+        len(rows),
+        args.resolved_data_seed,
+        ("prompts" if draws else "refills") + (f"/{source.name}" if source.name else ""),
+        shuffle=bool(args.shuffle_dataset),
+        chance=None if history is None else history.chance,
+        order=order_of(given, rows, name) if draws else None,
+    )
+    gates: Any = args.gates if own.gates is None else own.gates  # a config parses JSON
+    gates = gates_of(gates, args.dynamic_sample)
+    return SourceChoice(stream, name=source.name, history=history, gates=gates)
 
 
 def as_callbacks(given: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from covey.config.base import OnlineConfig
 from covey.config.messages import ignored
 from covey.core.findings import CheckError, Finding
+from covey.data.sources import Sources
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
+from covey.rewards.suite import Routes, as_weights
 from covey.rollout.collector import run_async
 from covey.rollout.environments import agent
 from covey.rollout.environments.game import METHODS, PlayedGame, is_game
@@ -338,16 +341,78 @@ class EnvironmentReward:
         return [reward if number == self.number else None for reward, number in zip(rewards, numbers, strict=True)]
 
 
-def reward_sources(functions: Any, weights: Any, processing_classes: Any, player: Any) -> tuple[Any, Any, Any]:
-    """The user's, and the environments' own behind them where they have any, with weight 1 unless one is given."""
-    if not getattr(player, "gives_reward", False) or (functions and getattr(player, "optional_reward", False)):
-        return functions, weights, processing_classes
-    own = [EnvironmentReward(source.name, number) for number, source in enumerate(player.sources)]
-    if weights is not None and len(weights) == len(listed(functions)):
-        weights = [*weights, *(1.0 for _ in own)]
+@dataclass(frozen=True)
+class RewardPlan:
+    """Arguments of a `RewardSuite`."""
+
+    functions: Any  # None: there are none
+    weights: Any
+    processing_classes: Any
+    routes: Routes | None = None
+
+
+def reward_plan(
+    functions: Any, weights: Any, processing_classes: Any, player: Any, sources: Sources | None = None
+) -> RewardPlan:
+    """The run's functions, then those of its sources alone, then the environments' own where they have any.
+
+    Those that no weight is given for have weight 1.
+    """
+    every, added = listed(functions), list[Any]()
+    own = {one.name: listed(one.settings.reward_funcs) for one in (sources.sources if sources else ())}
+    for function in chain.from_iterable(own.values()):
+        if not any(function is known for known in (*every, *added)):
+            added.append(function)
+    if getattr(player, "gives_reward", False) and not (functions and getattr(player, "optional_reward", False)):
+        added += [EnvironmentReward(source.name, number) for number, source in enumerate(player.sources)]
+    if not added:
+        routes = None if sources is None or not every else _routes(every, sources, len(every))
+        return RewardPlan(functions, weights, processing_classes, routes)
+    if weights is not None and len(weights) == len(every):
+        weights = [*weights, *(1.0 for _ in added)]
     if processing_classes is not None:
-        processing_classes = [*listed(processing_classes), *(None for _ in own)]
-    return [*listed(functions), *own], weights, processing_classes
+        processing_classes = [*listed(processing_classes), *(None for _ in added)]
+    both = [*every, *added]
+    routes = None if sources is None else _routes(both, sources, len(every))
+    return RewardPlan(both, weights, processing_classes, routes)
+
+
+def _routes(functions: list[Any], sources: Sources, of_run: int) -> Routes:
+    """Functions by source: those of the run, the first ones, score rows of sources without functions of their own."""
+    scored_by: list[set[str] | None] = [
+        None if isinstance(one, EnvironmentReward) else {""} if number < of_run else set()
+        for number, one in enumerate(functions)
+    ]
+    weights = {}
+    for source in sources.sources:
+        settings = source.settings
+        usual = list(range(of_run))
+        if settings.reward_funcs is not None:
+            given = listed(settings.reward_funcs)
+            usual = [next(place for place, one in enumerate(functions) if one is function) for function in given]
+        for place in usual:
+            if (names := scored_by[place]) is not None:
+                names.add(source.name)
+        if settings.reward_weights is not None:
+            own = dict(zip(usual, as_weights(settings.reward_weights, len(usual)).tolist(), strict=True))
+            weights[source.name] = [own.get(place, 1.0) for place in range(len(functions))]
+        elif settings.reward_funcs is not None:
+            weights[source.name] = [1.0] * len(functions)
+    return Routes([None if names is None else frozenset(names) for names in scored_by], weights)
+
+
+def check_reward_sources(plan: RewardPlan, sources: Sources | None) -> Iterator[Finding]:
+    """Errors of sources whose rows nothing rewards."""
+    routes = plan.routes
+    if sources is None or routes is None:
+        return
+    for name in sources.names:
+        if not any(routes.accepts(number, {"source": name}) for number in range(len(routes.scored_by))):
+            yield Finding.error(
+                "source-reward",
+                f"source {name!r} has no reward function and its environment gives none.",
+                f"Give it some, as in sources={{{name!r}: {{'reward_funcs': ...}}}}, or the run `reward_funcs`.",
+            )
 
 
 def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> Any:

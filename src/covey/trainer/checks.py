@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from covey.config.base import OnlineConfig
-from covey.config.messages import ignored
+from covey.config.messages import ignored, is_set
 from covey.core.findings import Finding
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
+from covey.data.sources import Sources, check_rarest, check_sizes, parts_of, raw, source_of
 from covey.data.validation import check_dataset, check_prompts, columns_of, first_rows
 from covey.policy.precision import changed, held_in_half, sample, share_that_moves
 from covey.rewards import RewardSuite
@@ -40,8 +41,8 @@ def check_datasets(
 ) -> list[Finding]:
     """Findings about rows, and about the columns that these `reward_funcs` ask for, before a model is loaded."""
     evaluated = [rows_of(one) for one in evaluation_sets(eval_dataset)]
-    rows = [] if train_dataset is None else [*check_dataset(train_dataset, "train_dataset", prompts_required)]
-    rows += [one for dataset in evaluated for one in check_dataset(dataset, "eval_dataset", prompts_required)]
+    named = [*parts_of(train_dataset, "train_dataset"), *(("eval_dataset", dataset) for dataset in evaluated)]
+    rows = [one for role, dataset in named for one in check_dataset(raw(dataset), role, prompts_required)]
     found = [*_check_given(args, train_dataset, eval_dataset), *rows, *_check_eval_batches(args, eval_dataset)]
     functions = [one for one in as_list(reward_funcs) if callable(one) and not isinstance(one, torch.nn.Module)]
     for function in functions:
@@ -50,10 +51,12 @@ def check_datasets(
     if any(one.grave for one in rows):
         return found  # they cannot be read
     found += [] if train_dataset is None else _check_length(args, train_dataset)
+    found += _check_choice(args, train_dataset)
     if functions and prompts_required:
         found += check_weights(args.reward_weights, len(as_list(reward_funcs)))
-        for dataset in evaluation_sets(train_dataset) + evaluated:
-            for function in functions:
+        for _, dataset in named:
+            own = isinstance(dataset, Sources) and dataset.sources[0].settings.reward_funcs is not None
+            for function in functions if not own else ():
                 found += FunctionReward(function, function_name(function)).check_columns(columns_of(dataset))
     return found
 
@@ -84,9 +87,18 @@ def _check_given(args: OnlineConfig, train_dataset: Any, eval_dataset: Any) -> I
 
 def _check_length(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
     """Findings about the number of rows, or the lack of one."""
+    algebra = args.algebra()
+    if isinstance(train_dataset, Sources):
+        together = algebra.prompts_per_rollout_batch
+        epochs = len(train_dataset) / together * max(args.num_train_epochs, 1)
+        batches = args.max_steps / algebra.updates_per_rollout_batch if args.max_steps > 0 else epochs
+        yield from check_sizes(train_dataset, together, math.ceil(batches), float(algebra.updates_per_rollout_batch))
+        yield from check_rarest(train_dataset, together)
+        yield from _check_averages(args, train_dataset)
+        return
     if hasattr(train_dataset, "__len__"):
-        yield from check_enough(len(train_dataset), args.algebra())
-        yield from _check_remainder(args, len(train_dataset), args.algebra().prompts_per_rollout_batch)
+        yield from check_enough(len(train_dataset), algebra)
+        yield from _check_remainder(args, len(train_dataset), algebra.prompts_per_rollout_batch)
         return
     if args.max_steps <= 0:
         yield Finding.error(
@@ -94,12 +106,12 @@ def _check_length(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
             f"`train_dataset` has no length, as it is read as a stream, and max_steps={args.max_steps}:",
             "set max_steps, the number of updates after which the run ends.",
         )
-    if args.dynamic_sample or args.prompt_sampler == "difficulty":
-        setting = "dynamic_sample=True" if args.dynamic_sample else "prompt_sampler='difficulty'"
+    names = [name for name in ("dynamic_sample", "gates", "prompt_sampler") if is_set(args, name)]
+    if names:
         yield Finding.error(
             "stream-lookup",
-            f"{setting} looks prompts up by their number, and `train_dataset` ({type(train_dataset).__name__}) can"
-            " only be read forward.",
+            f"{names[0]}={getattr(args, names[0])!r} looks prompts up by their number, and `train_dataset`"
+            f" ({type(train_dataset).__name__}) can only be read forward.",
             "Give a dataset with a length (`datasets.load_dataset` without streaming=True, or a list of rows), or leave"
             " the setting at its default.",
         )
@@ -128,6 +140,43 @@ def _check_remainder(args: OnlineConfig, rows: int, together: int) -> Iterator[F
         )
 
 
+def _check_averages(args: OnlineConfig, sources: Sources) -> Iterator[Finding]:
+    """Errors of averages and limits of sources that an optimizer step could not keep."""
+    own = [one.name for one in sources.sources if one.settings.average == "own"]
+    if own and args.loss_type == "bnpo":
+        yield Finding.error(
+            "source-setting",
+            f"sources: {own[0]}: average='own' with loss_type='bnpo', whose micro-batches hold rows of all sources.",
+            "Take loss_type='dapo', or the average 'joint'.",
+        )
+    limited = sorted(sources.limits) if args.loss_type == "dr_grpo" else []
+    if (own or limited) and args.algebra().updates_per_rollout_batch < 1:
+        setting = f"{own[0]}: average='own'" if own else f"{limited[0]}: max_completion_length with loss_type='dr_grpo'"
+        yield Finding.error(
+            "source-setting",
+            f"sources: {setting} weighs the completions of one rollout batch, and an update takes several"
+            f" (gradient_accumulation_steps={args.gradient_accumulation_steps}).",
+            "Make gradient_accumulation_steps at most steps_per_generation * num_iterations.",
+        )
+
+
+def _check_choice(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
+    """Warnings of settings of samplers and gates that neither the run nor a source of it reads."""
+    sources = [one.settings for one in train_dataset.sources] if isinstance(train_dataset, Sources) else []
+    samplers = [one.sampler for one in sources if one.sampler is not None]
+    if not samplers or len(samplers) < len(sources):
+        samplers.append(args.prompt_sampler)
+    if "difficulty" not in samplers:
+        yield from ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
+    if not (args.dynamic_sample or args.gates or any(one.gates for one in sources)):
+        yield from ignored(args, ["max_resample_times"], "dynamic_sample is False, and there are no gates")
+    if sources:
+        because = "with several sources the prompts of a rollout batch are chosen, and read, when it begins"
+        yield from ignored(args, ["dataloader_num_workers"], because)
+    else:
+        yield from ignored(args, ["resume_sources"], "`train_dataset` is one dataset, without sources")
+
+
 def foreign_loader(given: Any, method: str) -> TypeError:
     """Error for what an overridden `get_train_dataloader` or `get_eval_dataloader` made itself."""
     return TypeError(
@@ -149,7 +198,8 @@ def check_fit(
 ) -> Iterator[Finding]:
     """Findings that no part of a trainer can make alone: whether data suit the tokenizer and the rewards."""
     if train_dataset is not None:
-        yield from _check_columns(collector, rewards, train_dataset, "train_dataset")
+        for role, dataset in parts_of(train_dataset, "train_dataset"):
+            yield from _check_columns(collector, rewards, dataset, role)
         yield from _check_plain_text(args, collector, train_dataset)
     for dataset in evaluation_sets(eval_dataset):
         yield from _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
@@ -177,7 +227,7 @@ def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, rol
         )
     if not plays_functions(collector.spec):  # what these give to reward functions is known when they have
         given = {OBJECTS} if getattr(player, "gives_objects", False) else set()
-        yield from rewards.check_columns(columns | given)
+        yield from rewards.check_columns(columns | given, source_of(dataset))
 
 
 def _check_plain_text(args: OnlineConfig, collector: Collector, dataset: Any) -> Iterator[Finding]:

@@ -1,24 +1,36 @@
 """Rollouts into training data: log-probs of the compared policies, then credit over all processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.comparison import RoleAverages, check_comparison, check_zero_sum
-from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, signal_stats, step_stats
+from covey.algorithms.credit import (
+    Credit,
+    JudgeOf,
+    UnreadSettings,
+    credit_by_source,
+    members_by_source,
+    signal_stats,
+    step_stats,
+    weights_by_source,
+)
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
+from covey.core.findings import Finding
 from covey.core.likeness import keys_of
-from covey.core.losses import BatchCounts, mean_over_update, token_weights
+from covey.core.losses import BatchCounts, Pool, Weighting, mean_over_update, pooled, token_weights
 from covey.core.records import Behaviour, Experience, Mode, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Mean, Stat
 from covey.core.terms import TermCounts, term_sizes, tokens_of_terms
+from covey.data.dynamic_sampling import SamplingRound
+from covey.data.sources import Sources
 from covey.observability.completions import CompletionLog
-from covey.observability.metrics import rollout_batch_stats
+from covey.observability.metrics import rollout_batch_stats, stats_by_label
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
 from covey.rewards import RewardSuite
@@ -55,7 +67,8 @@ class BehaviourScorer:
     def score(self, scored: RolloutBatch, mode: Mode) -> Behaviour:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty. Collective."""
         run, given = self.run, scored.rollouts
-        batch = collate(given, mask_truncated=run.args.mask_truncated_completions).to(run.device)
+        masks = [run.masks_truncated(sample.source) for sample in scored.samples]
+        batch = collate(given, mask_truncated=masks).to(run.device)
         with run.phases("score"):
             self.scorer.settle_layout(batch)
             rollouts = self.with_entropies(given) if run.args.log_entropy else list(given)
@@ -138,18 +151,58 @@ class BehaviourScorer:
             self.teachers.load_state_dict(state["teachers"])
 
 
+PATIENCE = 3  # rollout batches before sources' shares are compared
+DROWNED = 4.0  # factor between the shares of the weight and of the prompts from which on a warning is given
+
+
+@dataclass
+class SourceShares:
+    """Shares of sources in the loss and in the prompts, over a few rollout batches; warns once where they are apart."""
+
+    batches: int = 0
+    weights: dict[str, float] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
+
+    def look(self, names: Sequence[str], weights: Sequence[float], sources: Sources | None) -> None:
+        """Count a rollout batch of completions [N] with the names of their sources and their weights in the loss."""
+        self.batches += 1
+        if self.batches > PATIENCE or sources is None:
+            return
+        for name, weight in zip(names, weights, strict=True):
+            self.weights[name] = self.weights.get(name, 0.0) + weight
+            self.prompts[name] = self.prompts.get(name, 0) + 1
+        if self.batches == PATIENCE:
+            report(self._check(sources))
+
+    def _check(self, sources: Sources) -> Iterator[Finding]:
+        joint = [name for name in self.prompts if sources.settings(name).average == "joint"]
+        weight, prompts = (sum(known[name] for name in joint) for known in (self.weights, self.prompts))
+        for name in joint:
+            share, wanted = self.weights[name] / weight if weight else 0.0, self.prompts[name] / prompts
+            if share * DROWNED < wanted or share > wanted * DROWNED:
+                yield Finding.warning(
+                    "source-drowned",
+                    f"source {name!r} has {wanted:.1%} of the prompts and {share:.1%} of the weight in the loss in the"
+                    f" first {PATIENCE} rollout batches, as its completions are longer or shorter than the others'.",
+                    f"Give it an average of its own, as in sources={{{name!r}: {{'average': 'own'}}}}, or take a"
+                    " loss_type that averages over completions, such as 'grpo'.",
+                )
+
+
 @dataclass(eq=False)
 class CreditAssigner:
     """Compares the rollouts of all processes with one another."""
 
     run: Run
     rewards: RewardSuite
+    judge_of: JudgeOf
     entropy_bonus: bool  # token weights of the entropy bonus are needed
     unread: UnreadSettings
     energies: Callable[[TrainBatch], Tensor] | None  # of all processes' tokens, where `Algorithm.token_baseline`
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
     _looked_at_seats: bool = field(default=False, init=False)
+    _shares: SourceShares = field(default_factory=SourceShares, init=False)
 
     def __post_init__(self) -> None:
         comparison = self.run.algorithm.comparison
@@ -172,12 +225,12 @@ class CreditAssigner:
         self.unread.look(everyone.scores)
         self._newest = everyone.scores
         energies = None if self.energies is None else self.energies(batch)
-        group, weights = algebra.group_size(mode), self.rewards.weights
+        group = algebra.group_size(mode)
         if mode == "train" and not self._looked_at_seats:
             self._looked_at_seats = True
             self._check_seats(everyone.scores, group)
         baselines = self._baselines(everyone.scores)
-        credit = assign_credit(run.algorithm, weights, everyone.scores, group, everyone.kl, energies, baselines)
+        credit = credit_by_source(self.judge_of, everyone.scores, group, everyone.kl, energies, baselines)
         tokens = batch.sampled_lengths.float()
         updates = algebra.steps_per_generation / algebra.gradient_accumulation_steps if mode == "train" else 1.0
         counts = BatchCounts(
@@ -188,11 +241,16 @@ class CreditAssigner:
             micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
         )
+        weighting = run.algorithm.weighting
+        if everyone.scores.sources:
+            mine = everyone.scores.sources[everyone.mine]
+            counts = replace(counts, max_completion_length=self._longest(mine, batch.lengths.device))
+            weighting = self._by_source(weighting, everyone, mine, updates, batch.lengths.device)
         bonus = token_weights(mean_over_update, counts, batch.sampled, batch.lengths) if self.entropy_bonus else None
         batch = replace(
             batch,
             advantages=credit.of_tokens(everyone.mine).to(batch.lengths.device),
-            weights=token_weights(run.algorithm.weighting, counts, batch.sampled, batch.lengths),
+            weights=token_weights(weighting, counts, batch.sampled, batch.lengths),
             entropy_weights=bonus,
             term_scales={
                 name: everyone.terms[name]
@@ -207,6 +265,52 @@ class CreditAssigner:
             },
         )
         return batch, credit, everyone
+
+    def weights_of_all(self, everyone: GlobalBatch, mode: Mode) -> list[float]:
+        """[N] weight in the loss of each completion of all processes, over all of its tokens."""
+        run, names, cpu = self.run, everyone.scores.sources, torch.device("cpu")
+        tokens, rows = torch.tensor(everyone.trained, dtype=torch.float32), len(everyone.trained)
+        counts = BatchCounts(
+            tokens,
+            micro_batch_tokens(tokens, run.algebra.rows(mode)),
+            rows_per_update=rows,
+            tokens_per_update=everyone.trained_tokens,
+            micro_batches_per_update=everyone.micro_batches,
+            max_completion_length=self._longest(names, cpu),
+        )
+        weighting = self._by_source(run.algorithm.weighting, everyone, names, 1.0, cpu)
+        return (weighting(counts) * tokens).tolist()
+
+    def _longest(self, sources: Sequence[str], device: torch.device) -> int | Tensor | None:
+        """Most tokens of a completion, [B] where sources have limits of their own."""
+        args, known = self.run.args, self.run.sources
+        if known is None or not known.limits:
+            return args.max_completion_length
+        return torch.tensor([known.limits.get(name, args.max_completion_length) for name in sources], device=device)
+
+    def _by_source(
+        self, weighting: Weighting, everyone: GlobalBatch, mine: Sequence[str], updates: float, device: torch.device
+    ) -> Weighting:
+        """The weighting with the averages of sources' own, where they have them."""
+        names, known = everyone.scores.sources, self.run.sources
+        assert known is not None, "rows have sources"
+        own = [name for name in dict.fromkeys(names) if known.settings(name).average == "own"]
+        if not own:
+            return weighting
+        pools = []
+        for pool in (*own, None):  # the others together
+            member = [name == pool or (pool is None and name not in own) for name in names]
+            rows = sum(member)
+            weight = None if pool is None else known.settings(pool).loss_weight
+            pools.append(
+                Pool(
+                    torch.tensor([name == pool or (pool is None and name not in own) for name in mine], device=device),
+                    rows_per_update=rows / updates,
+                    tokens_per_update=sum(compress(everyone.trained, member)) / updates,
+                    factor=rows / len(names) if weight is None else weight,
+                )
+            )
+        return pooled(weighting, pools)
 
     def describe_rewards(self) -> str:
         """Mean and range of the newest rollout batch's total rewards, for messages."""
@@ -227,7 +331,8 @@ class CreditAssigner:
             self._write(log, everyone, credit, rollouts, mode)
         stats = [*rollouts.stats, *behaviour.stats, self._stats(everyone, credit, rollouts, mode)]
         if mode == "train" and self.averages is not None:  # after everything that was compared with the earlier means
-            totals = self.run.algorithm.totals(everyone.scores.rewards, self.rewards.weights, everyone.kl)
+            weights = weights_by_source(self.judge_of, everyone.scores)
+            totals = self.run.algorithm.totals(everyone.scores.rewards, weights, everyone.kl)
             self.averages.update(everyone.scores, totals)
         return Experience(batch, behaviour.entropy, stats)
 
@@ -249,7 +354,7 @@ class CreditAssigner:
         mine = RankShard(
             scores=scored.scores,
             kl=behaviour.kl,
-            trained_tokens=int(behaviour.batch.sampled.sum()),
+            trained=behaviour.batch.sampled_lengths.tolist(),
             micro_batches=-(-len(scored.rollouts) // run.algebra.rows(mode)),
             staleness=max(token_ages(scored.rollouts, run.step), default=0),
             lengths=[rollout.num_sampled for rollout in scored.rollouts],
@@ -266,28 +371,56 @@ class CreditAssigner:
         return GlobalBatch(run.collectives.gather(mine, purpose), run.collectives.rank)
 
     def _stats(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode) -> Stats:
-        run, names, weights = self.run, self.rewards.names, self.rewards.weights
+        run, names = self.run, self.rewards.names
         selection, group = rollouts.selection, run.algebra.group_size(mode)
         sampled, stats = (everyone, {}) if selection is None else (selection.first, dict(selection.stats))
+        members = members_by_source(self.judge_of, sampled.scores, group)
+        weights = weights_by_source(self.judge_of, sampled.scores)
         stats |= rollout_batch_stats(
             lengths=sampled.lengths,
             truncated=sampled.truncated,
             rewards_NF=sampled.scores.rewards,  # groups kept for their rewards would mislead
-            weights_F=weights,
+            weights=weights,
             names=names,
             num_generations=group,
             likeness=sampled.likeness,
-            members_PG=(members := run.algorithm.comparison.subgroups(sampled.scores, group)),
+            members_PG=members,
         )
-        stats |= step_stats(sampled.scores, weights, names, members)
+        stats |= step_stats(self.judge_of, sampled.scores, names, members)
         alone = credit if everyone.kl is None else None  # the rewards' own
         baselines = self._baselines(everyone.scores)
-        stats |= signal_stats(run.algorithm, weights, everyone.scores, group, alone, baselines)
+        signal = alone or credit_by_source(self.judge_of, everyone.scores, group, baselines=baselines)
+        stats |= signal_stats(signal, group)
         if everyone.scores.seats:
             stats |= reports.role_stats(sampled, weights, members)
             stats |= reports.credit_stats(everyone.scores, credit, baselines)
+        if everyone.scores.sources:
+            stats |= self._stats_of_sources(sampled, everyone, signal, mode)
         stats |= {f"{name}/tokens": Mean(counts.tokens, 1.0) for name, counts in everyone.terms.items()}
         return stats | (entropy_stats(everyone.entropies) if run.args.log_entropy else {})
+
+    def _stats_of_sources(
+        self, sampled: GlobalBatch | SamplingRound, everyone: GlobalBatch, signal: Credit, mode: Mode
+    ) -> Stats:
+        """Metrics by source: rewards and lengths as first sampled, shares and signals of what is trained on."""
+        group = self.run.algebra.group_size(mode)
+        weights_NF = weights_by_source(self.judge_of, sampled.scores)
+        totals = weighted_total(sampled.scores.rewards.double(), weights_NF).tolist()
+        means = {"reward": totals, "mean_length": sampled.lengths, "truncated": sampled.truncated}
+        stats = stats_by_label("source", sampled.scores.sources, means, {"reward_std": totals})
+        names, silent = everyone.scores.sources, ~signal.has_signal().view(-1, group).any(1)
+        weights = self.weights_of_all(everyone, mode)
+        if mode == "train":
+            self._shares.look(names, weights, self.run.sources)
+        for name, rows in everyone.scores.by_source().items():
+            tokens = sum(everyone.trained[row] for row in rows.tolist())
+            stats |= {
+                f"source/{name}/frac_advantage_zero": Mean.of(silent[rows[::group] // group].double().tolist()),
+                f"source/{name}/prompts": Mean(len(rows), len(names)),
+                f"source/{name}/tokens": Mean(tokens, everyone.trained_tokens),
+                f"source/{name}/weight": Mean(sum(weights[row] for row in rows.tolist()), sum(weights)),
+            }
+        return stats
 
     def _write(
         self, log: CompletionLog, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, mode: Mode

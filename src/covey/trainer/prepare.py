@@ -3,11 +3,14 @@
 `read_arguments` needs no model; `build_parts` needs one, which may be without weights.
 """
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 from covey.config.base import OnlineConfig
 from covey.core.engine import SamplingParams
+from covey.core.findings import CheckError
+from covey.data.sources import Sources, are_datasets, check_rows_of_sources, check_sources, read_sources
 from covey.rewards import RewardSuite
 from covey.rollout.agents import with_agent
 from covey.rollout.collector import Collector
@@ -16,7 +19,7 @@ from covey.runtime.user_code import report
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
 from covey.trainer.checks import check_datasets, check_fit, check_policy
-from covey.trainer.evaluation.suites import with_user_messages
+from covey.trainer.evaluation.suites import as_of_sources, with_user_messages
 from covey.trainer.run import Run
 from covey.trainer.teachers import check_columns, check_prompts, check_teachers
 
@@ -34,6 +37,11 @@ class Arguments:
     environment_factory: Any
     seats: Any = None
     eval_seats: Any = None
+    by_source: dict[str, OnlineConfig] = field(default_factory=dict)  # configs of sources that compare in their own way
+
+    @property
+    def sources(self) -> Sources | None:
+        return self.train_dataset if isinstance(self.train_dataset, Sources) else None
 
     @property
     def prompts_required(self) -> bool:
@@ -65,6 +73,7 @@ def read_arguments(
     engine: Any = None,
     seats: Any = None,
     eval_seats: Any = None,
+    sources: Any = None,
 ) -> Arguments:
     """Arguments as a run uses them, after the checks of stages `config` and `data` that need no model."""
     args = build.resolve_args(args, model, config_class)
@@ -73,11 +82,35 @@ def read_arguments(
     train_dataset = rows_to_train_on(args, train_dataset, environment_factory)
     if args.prompts_as_messages:
         train_dataset, eval_dataset = map(with_user_messages, (train_dataset, eval_dataset))
+    if are_datasets(train_dataset) or sources is not None:
+        train_dataset, eval_dataset = _with_sources(args, train_dataset, eval_dataset, sources)
     judged = None if rollout_func else reward_funcs  # rollouts of the user's own may give further arguments
     found = check_datasets(args, train_dataset, eval_dataset, environment_factory is None, judged)
     report([*found, *check_columns(args, train_dataset, "train_dataset")])
     players = tools, rollout_func, environment_factory, seats, eval_seats
-    return Arguments(args, train_dataset, eval_dataset, reward_funcs, *players)
+    by_source = _configs_of(args, train_dataset)
+    return Arguments(args, train_dataset, eval_dataset, reward_funcs, *players, by_source)
+
+
+def _with_sources(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, given: Any) -> tuple[Any, Any]:
+    """The training data as `Sources`, and evaluation sets that are named after one with its settings."""
+    report(check_sources(train_dataset, given, args.max_completion_length))
+    found = read_sources(train_dataset, given)
+    report(check_rows_of_sources(found))
+    return found, as_of_sources(found, eval_dataset)
+
+
+def _configs_of(args: OnlineConfig, train_dataset: Any) -> dict[str, OnlineConfig]:
+    """Configs of sources whose completions are compared in their own way; CheckError where one cannot work."""
+    found = {}
+    for source in train_dataset.sources if isinstance(train_dataset, Sources) else ():
+        if changes := source.settings.of_credit:
+            try:
+                with warnings.catch_warnings(action="ignore"):  # those of the run, again
+                    found[source.name] = args.with_changes(**changes)
+            except CheckError as error:
+                raise error.within(f"sources: {source.name}") from error
+    return found
 
 
 def build_parts(

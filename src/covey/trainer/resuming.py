@@ -1,5 +1,6 @@
 """Comparisons of a run with the checkpoint that it resumes from: what must be the same, and what has changed."""
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from covey.core.model import unwrapped
+from covey.data.sources import Sources
 from covey.policy.adapters import adapter_config, base_model, has_adapter
 from covey.policy.quantization import quantization_method
 from covey.policy.replicas import QUANTISED, Sample
@@ -49,6 +51,9 @@ Described = dict[str, dict[str, str]]  # settings, dataset and reward functions 
 def describe_run(args: Any, dataset: Any, rewards: RewardSuite) -> Described:
     """Texts that a resumed run is compared with; datasets without a length are left out."""
     settings = {name: repr(value) for name, value in args.to_dict().items() if not NOT_OF_TRAINING.fullmatch(name)}
+    for source in dataset.sources if isinstance(dataset, Sources) else ():
+        given = {field.name: getattr(source.settings, field.name) for field in dataclasses.fields(source.settings)}
+        settings |= {f"sources.{source.name}.{name}": _shown(value) for name, value in given.items()}
     rows: dict[str, str] = {}
     if hasattr(dataset, "__len__") and len(dataset):
         places = sorted({number * (len(dataset) - 1) // (SAMPLED_ROWS - 1) for number in range(SAMPLED_ROWS)})
@@ -56,6 +61,14 @@ def describe_run(args: Any, dataset: Any, rewards: RewardSuite) -> Described:
     functions = (getattr(one, "function", one) for one in rewards.functions)
     codes = {name: _digest(_code(function)) for name, function in zip(rewards.names, functions, strict=True)}
     return {"settings": settings, "dataset": rows, "rewards": codes}
+
+
+def _shown(value: Any) -> str:
+    """A setting of a source as text; functions by their names, since each run makes them again."""
+    functions = value if isinstance(value, list | tuple) else [value]
+    if any(map(callable, functions)):
+        return repr([getattr(one, "__name__", str(one)) for one in functions])
+    return repr({key: _shown(one) for key, one in value.items()} if isinstance(value, dict) else value)
 
 
 def changes_since(saved: Described, current: Described, adapter: Changed) -> list[str]:

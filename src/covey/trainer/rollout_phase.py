@@ -56,7 +56,7 @@ class RolloutPhase:
     @property
     def chooses_prompts(self) -> bool:
         """The dataloader only marks where rollout batches begin; prompts are drawn here."""
-        return self.run.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
+        return self.run.args.max_staleness > 0 or (self.chooser is not None and self.chooser.draws)
 
     def next(self, step: MicroStep, mode: Mode) -> RolloutBatch:
         """The rollouts of the rollout batch that begins with `step`, or of an evaluation batch. Collective."""

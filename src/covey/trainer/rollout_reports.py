@@ -46,7 +46,8 @@ class RewardLog:
     metrics: dict[str, Stat] = field(default_factory=dict)  # means over calls, processes and the logging window
 
     def log_extra(self, column: str, values: list[Any]) -> None:
-        self.columns[column] = list(values)
+        earlier = self.columns.get(column, [None] * len(values))  # of functions for the rows of other sources
+        self.columns[column] = [old if value is None else value for value, old in zip(values, earlier, strict=True)]
 
     def log_metric(self, name: str, value: float) -> None:
         check_logged_name("log_metric", name)
@@ -127,9 +128,9 @@ def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Sta
     }
 
 
-def role_stats(sampled: Any, weights_F: Tensor, members_PG: Tensor) -> dict[str, Stat]:
+def role_stats(sampled: Any, weights: Tensor, members_PG: Tensor) -> dict[str, Stat]:
     """Metrics by role of a `GlobalBatch` or a `SamplingRound`, and the share of rollouts that are alone in theirs."""
-    totals = weighted_total(sampled.scores.rewards.double(), weights_F.double()).tolist()
+    totals = weighted_total(sampled.scores.rewards.double(), weights.double()).tolist()
     roles = [seat.role for seat in sampled.scores.seats]
     means = {"reward": totals, "mean_length": sampled.lengths, "truncated": sampled.truncated}
     sizes = (members_PG >= 0).sum(1)
@@ -297,7 +298,8 @@ class GlobalBatch:
         self.truncated: list[bool] = []
         self.entropies: list[float | None] = []
         self.likeness: list[Keys] = []
-        self.trained_tokens = self.micro_batches = self.staleness = prompt_tokens = 0
+        self.trained: list[int] = []
+        self.micro_batches = self.staleness = prompt_tokens = 0
         for shard in shards:
             self.lengths += shard.lengths
             self.truncated += shard.truncated
@@ -306,11 +308,12 @@ class GlobalBatch:
             sizes.append(len(shard.lengths))
             prompt_tokens += shard.prompt_tokens
             kl += [] if shard.kl is None else [shard.kl]
-            self.trained_tokens += shard.trained_tokens
+            self.trained += shard.trained
             self.micro_batches += shard.micro_batches
             self.staleness = max(self.staleness, shard.staleness)
         self.terms = {name: TermCounts.sum(shard.terms[name] for shard in shards) for name in shards[0].terms}
         self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
+        self.trained_tokens = sum(self.trained)
         self.kl = torch.cat(kl) if kl else None
         self.processed_tokens = sum(self.lengths) + prompt_tokens
         start = sum(sizes[:rank])

@@ -1,7 +1,7 @@
 """`Run`: settings, method and services of a run, which every stage of a training step reads."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.config.rules import check_fields
+from covey.data.sources import Sources
 from covey.observability.activity import Activity
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.runtime.user_code import report
@@ -23,10 +24,21 @@ from covey.trainer.distributed.sharding import Sharding, sharding_of
 class Method:
     """The algorithm of a run; a script may change numbers of its loss while the run trains."""
 
-    def __init__(self, args: OnlineConfig, make: Callable[[OnlineConfig], Algorithm]):
+    def __init__(
+        self,
+        args: OnlineConfig,
+        make: Callable[[OnlineConfig], Algorithm],
+        by_source: Mapping[str, OnlineConfig] | None = None,
+    ):
         self._args, self._make = args, make
+        self._by_source = by_source or {}  # configs of sources whose completions are compared in their own way
         self.algorithm = make(args)  # advantages, objective and weighting
+        self._compared = {name: make(config) for name, config in self._by_source.items()}
         self.changed: dict[str, Any] = {}  # fields of the config that a script has changed, by name
+
+    def of(self, source: str) -> Algorithm:
+        """The method by which completions of a source are compared; its loss is the run's."""
+        return self._compared.get(source, self.algorithm)
 
     def correct(self, corrected: Callable[[Algorithm], Algorithm]) -> None:
         """Use the algorithm with a correction of the engine's mismatch, or without, as `corrected` gives it."""
@@ -34,19 +46,21 @@ class Method:
 
     def config(self) -> OnlineConfig:
         """A copy of the config with what a script has changed."""
-        return self._with(self.changed)
+        return self._with(self._args, self.changed)
 
     def change(self, field: str, value: Any) -> None:
         """Set a field of the config, for this step and those that follow; ValueError if it does not suit the others."""
         changed = {**self.changed, field: value}
-        config = self._with(changed)
+        config = self._with(self._args, changed)
         report(check_fields(config))
         made, correction = self._make(config), self.algorithm.objective.correction
         self.algorithm = replace(made, objective=replace(made.objective, correction=correction))
+        self._compared = {name: self._make(self._with(one, changed)) for name, one in self._by_source.items()}
         self.changed = changed
 
-    def _with(self, changed: dict[str, Any]) -> OnlineConfig:
-        config = copy.copy(self._args)
+    @staticmethod
+    def _with(args: OnlineConfig, changed: dict[str, Any]) -> OnlineConfig:
+        config = copy.copy(args)
         for field, value in changed.items():
             setattr(config, field, value)
         return config
@@ -68,6 +82,12 @@ class Run:
     timeline: Timeline
     activity: Activity
     phases: PhaseTimer
+    sources: Sources | None = None  # of training prompts; None: one dataset
+
+    def masks_truncated(self, source: str) -> bool:
+        """True where nothing is learned from truncated completions of a source."""
+        own = None if self.sources is None else self.sources.settings(source).mask_truncated_completions
+        return self.args.mask_truncated_completions if own is None else own
 
     @property
     def algorithm(self) -> Algorithm:
@@ -84,7 +104,12 @@ class Run:
 
 
 def make_run(
-    args: OnlineConfig, method: Method, policy: Any, accelerator: Accelerator, state: Callable[[], TrainerState]
+    args: OnlineConfig,
+    method: Method,
+    policy: Any,
+    accelerator: Accelerator,
+    state: Callable[[], TrainerState],
+    sources: Sources | None = None,
 ) -> Run:
     """A run with services of its own."""
     rank, size = accelerator.process_index, accelerator.num_processes
@@ -108,4 +133,5 @@ def make_run(
         timeline=timeline,
         activity=activity,
         phases=PhaseTimer(notice=notice, span=timeline.phase),
+        sources=sources,
     )

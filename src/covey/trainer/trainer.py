@@ -47,6 +47,7 @@ from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_
 from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
+from covey.trainer.evaluation.suites import as_of_sources
 from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
 from covey.trainer.integrations.attributes import ABSENT, warn_of_unused_methods
@@ -70,7 +71,8 @@ class OnlineTrainer(TrainingLoop):
         reward_funcs: one or a list of functions, model ids or paths, or sequence classifiers (`covey.rewards`).
         args: the config; defaults if None.
         train_dataset: rows with a `prompt` column (text or messages); other columns go to the reward functions. Those
-            called `image` and `images` are shown to vision-language models.
+            called `image` and `images` are shown to vision-language models. A dictionary of such by name: sources,
+            each with a share of the prompts.
         eval_dataset: the same, or an `EvalSuite` with sampling of its own, or a dictionary of such by name.
         processing_class: the tokenizer, or the processor of a vision-language model; loaded with the model if None.
         reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
@@ -92,6 +94,7 @@ class OnlineTrainer(TrainingLoop):
             policy as it is now), "policy:n" (as it was n optimizer steps ago), a `covey.rollout.seats.Seat` with a URL,
             or a function of messages.
         eval_seats: in evaluations, in the place of those of the same name.
+        sources: settings of sources by name, those of `covey.data.sources.SourceSettings`.
         model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.
 
     Raises:
@@ -120,7 +123,7 @@ class OnlineTrainer(TrainingLoop):
         model: build.ModelLike | None = None,
         reward_funcs: build.RewardLike | Sequence[build.RewardLike] | None = None,
         args: OnlineConfig | None = None,
-        train_dataset: build.DataLike | None = None,
+        train_dataset: build.DataLike | dict[str, build.DataLike] | None = None,
         eval_dataset: build.EvalLike | dict[str, build.EvalLike] | None = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
@@ -137,6 +140,7 @@ class OnlineTrainer(TrainingLoop):
         agent: Any = None,
         seats: Seats | None = None,
         eval_seats: Seats | None = None,
+        sources: dict[str, dict[str, Any]] | None = None,
     ):
         refuse_while_loading(f"a {type(self).__name__} was made")
         if model is not None and model_init is not None:
@@ -156,6 +160,7 @@ class OnlineTrainer(TrainingLoop):
             engine=engine,
             seats=seats,
             eval_seats=eval_seats,
+            sources=sources,
         )
         args = given.args
         set_seed(args.seed)  # before an adapter is initialised
@@ -180,8 +185,8 @@ class OnlineTrainer(TrainingLoop):
         if self.accelerator.device.type == "cpu":
             reuse_freed_memory()
         show_own_warnings_plainly()
-        method = Method(args, self.make_algorithm)
-        self.run = run = make_run(args, method, unwrapped(self.model), self.accelerator, lambda: self.state)
+        method, policy = Method(args, self.make_algorithm, given.by_source), unwrapped(self.model)
+        self.run = run = make_run(args, method, policy, self.accelerator, lambda: self.state, given.sources)
         self.sharding, self.collectives = run.sharding, run.collectives
         self.metrics, self.timeline = run.metrics, run.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
@@ -210,10 +215,11 @@ class OnlineTrainer(TrainingLoop):
         )
         self.behaviour = BehaviourScorer(run, scorer, self.reference, check, teachers)
         energies = functools.partial(token_energies, scorer) if run.algorithm.token_baseline else None
-        self.credit = CreditAssigner(run, self.rewards, entropy is not None, build.unread_settings(args), energies)
+        judge_of, unread = build.build_judges(run, self.rewards), build.unread_settings(args)
+        self.credit = CreditAssigner(run, self.rewards, judge_of, entropy is not None, unread, energies)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
-        reuse, chooser = build.build_speculation(args, rows), build.build_chooser(run, rows, self.rewards.weights)
+        reuse, chooser = build.build_speculation(args, rows), build.build_chooser(run, rows, judge_of)
         self.rollouts = RolloutPhase(run, self.collector, sampling, self.rewards, sync, reuse, chooser, rows, replay)
         self.finite = FiniteCheck(
             run,
@@ -402,6 +408,9 @@ class OnlineTrainer(TrainingLoop):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Sample and score an evaluation dataset, or each of several; log metrics, and with them completions."""
+        if "eval_dataset" in kwargs:
+            args, kwargs = (kwargs["eval_dataset"], *args), {k: v for k, v in kwargs.items() if k != "eval_dataset"}
+        args = (*(as_of_sources(self.run.sources, given) for given in args[:1]), *args[1:])
         metrics = interruptible(super().evaluate)(*args, **kwargs)
         self.evaluation.send_completions()
         return Metrics(metrics)

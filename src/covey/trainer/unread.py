@@ -17,6 +17,7 @@ from covey.config.base import OnlineConfig
 from covey.config.messages import closest, default_of, ignored, is_set
 from covey.config.teachers import TeacherFields
 from covey.core.findings import Finding
+from covey.data.sources import COLUMN, parts_of, source_of
 from covey.data.templates import unread_arguments
 from covey.data.validation import first_rows
 from covey.rewards.contract import is_per_completion
@@ -55,12 +56,14 @@ def check_unread(trainer: Any) -> Iterator[Finding]:
         )
     if trainer.collector.codec.vision is None:
         yield from ignored(args, ["log_multimodal"], "the model sees no images")
-    evaluated = [("eval_dataset", rows_of(one)) for one in evaluation_sets(given.get("eval_dataset"))]
-    own = [(role, one) for role, one in [("train_dataset", given.get("train_dataset")), *evaluated] if one is not None]
-    rows = [(role, first_rows(dataset)) for role, dataset in own]
-    yield from check_prompt_settings(trainer, [row.get("prompt") for _, some in rows for row in some])
-    for role, some in rows:
-        yield from check_columns(trainer, {column for row in some for column in row}, role)
+    sources = trainer.run.sources
+    trained = given.get("train_dataset") if sources is None else sources
+    own = [*parts_of(trained, "train_dataset")]
+    own += [("eval_dataset", rows_of(one)) for one in evaluation_sets(given.get("eval_dataset"))]
+    rows = [(role, source_of(dataset), first_rows(dataset)) for role, dataset in own]
+    yield from check_prompt_settings(trainer, [row.get("prompt") for _, _, some in rows for row in some])
+    for role, source, some in rows:
+        yield from check_columns(trainer, {column for row in some for column in row}, role, source)
 
 
 def check_teacher_settings(trainer: Any) -> Iterator[Finding]:
@@ -229,11 +232,14 @@ def check_marks(given: dict[str, Any]) -> Iterator[Finding]:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def check_columns(trainer: Any, columns: set[str], role: str) -> Iterator[Finding]:
+def check_columns(trainer: Any, columns: set[str], role: str, source: str = "") -> Iterator[Finding]:
     """Warnings of columns that nothing reads, and of arguments that a misspelt column leaves at their defaults."""
+    columns = columns - {COLUMN} if source else columns
     if trainer.collector.spec is not None and not isinstance(trainer.collector.spec.play, ToolAgent):
         return  # environments, programs and rollout functions are given rows
-    functions = [one for one in trainer.rewards.functions if isinstance(one, FunctionReward)]
+    scoring = trainer.rewards.scoring(source)
+    pairs = zip(trainer.rewards.names, trainer.rewards.functions, strict=True)
+    functions = [one for name, one in pairs if name in scoring and isinstance(one, FunctionReward)]
     if any(one.names is None for one in functions):
         return
     read = {name for one in functions for name in one.names or ()} | columns_read(trainer.args)

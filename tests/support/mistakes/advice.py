@@ -235,6 +235,17 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
         "Gave an iterable dataset without max_steps": "Set `max_steps`: the learning-rate schedule needs an end.",
         'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward': "",
+        "Named settings of a source that is not there": "",
+        "Gave settings of sources, and one dataset": "",
+        "Gave a source a setting that it cannot have": "See [mixing data](sources.md#what-a-source-may-set).",
+        "Gave sources weights that leave no prompt, or none that can be read": "",
+        "Gave a source fewer rows than a rollout batch draws of it": "",
+        "Gave a source so small a weight that it seldom comes": "Nothing, if that is what you want.",
+        "Gave a run with sources a column `source` of another meaning": "",
+        "Gave a source no reward": "",
+        "Gave a source without a length": "",
+        "Ordered prompts by a column that some rows have not": "",
+        "Chose a sampler or a gate that there is not": "",
         "Made the same mistake in the evaluation dataset": (
             "All of the above holds for `eval_dataset`, and the message says which of the two it is."
         ),
@@ -491,6 +502,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Resumed a run that has no checkpoint yet": "",
         "Resumed with other batch sizes or another number of processes": "",
         'Resumed a run with dynamic_sample or prompt_sampler="difficulty" on a dataset of another length': "",
+        "Resumed a run with other sources": "See [mixing data](sources.md#resuming).",
         "Resumed with another model": "",
         "Resumed with another optimizer": "",
         "Resumed from a checkpoint saved with save_only_model": (

@@ -45,6 +45,21 @@ def data(what, dataset, code, *says, **settings):
     return checked(what, make, code, *says)
 
 
+TWO = {"a": tiny.rows(8), "b": tiny.rows(8)}
+GATE = {"max_truncated": 2}
+
+
+def weighs(weight):
+    return {"weight": weight}
+
+
+def sourced(what, code, *says, rows=TWO, settings=None, reward_funcs=runs.longer, **sources):
+    """A mistake in the settings of two sources; a function makes their rows."""
+    given = {"reward_funcs": reward_funcs, "sources": sources or None}
+    make = lambda b: b.build(settings, train_dataset=rows() if callable(rows) else rows, **given)  # noqa: E731
+    return checked(what, make, code, *says)
+
+
 NOT_A_PROMPT = [
     None,
     3,
@@ -192,6 +207,107 @@ DATASETS = [
         "generation_batch_size=8 / num_generations=4",
     ),
     data("Gave an iterable dataset without max_steps", stream, "stream-endless", "max_steps=-1", max_steps=-1),
+    sourced("Named settings of a source that is not there", "source-name", "'c'", "'a', 'b'", c={"weight": 2}),
+    sourced("Gave settings of sources, and one dataset", "source-name", "'a'", rows=tiny.rows(), a={"weight": 2}),
+    sourced("Gave a source a setting that it cannot have", "source-setting", "temperature=0.6", a={"temperature": 0.6}),
+    sourced(
+        "Gave a source a setting that it cannot have",
+        "source-setting",
+        "num_generations=2",
+        a={"num_generations": 2},
+    ),
+    sourced("Gave a source a setting that it cannot have", "source-setting", "'waight'", "weight", a={"waight": 2}),
+    sourced(
+        "Gave a source a setting that it cannot have", "source-setting", "99", "6", a={"max_completion_length": 99}
+    ),
+    sourced("Gave a source a setting that it cannot have", "source-setting", "loss_weight=2", a={"loss_weight": 2}),
+    sourced("Gave a source a setting that it cannot have", "setting-word", "'easy'", a={"sampler": "easy"}),
+    sourced("Gave a source a setting that it cannot have", "setting-range", "max_truncated=2", a={"gates": GATE}),
+    sourced(
+        "Gave a source a setting that it cannot have",
+        "source-setting",
+        "average='own'",
+        "bnpo",
+        a={"average": "own"},
+        settings={"loss_type": "bnpo"},
+    ),
+    sourced(
+        "Gave sources weights that leave no prompt, or none that can be read", "source-weights", "-1", a=weighs(-1)
+    ),
+    sourced(
+        "Gave sources weights that leave no prompt, or none that can be read",
+        "source-weights",
+        "nan",
+        a=weighs(math.nan),
+    ),
+    sourced(
+        "Gave sources weights that leave no prompt, or none that can be read",
+        "source-weights",
+        "a, b",
+        a=weighs(0),
+        b=weighs(0),
+    ),
+    sourced(
+        "Gave sources weights that leave no prompt, or none that can be read",
+        "source-weights",
+        "rise",
+        a=weighs([[5, 1], [5, 2]]),
+    ),
+    sourced(
+        "Gave a source fewer rows than a rollout batch draws of it",
+        "source-small",
+        "'a' has 1 row",
+        "draws up to 2",
+        rows={"a": tiny.rows(1), "b": tiny.rows(8)},
+        a=weighs(9),
+        b=weighs(1),
+    ),
+    checked(
+        "Gave a source so small a weight that it seldom comes",
+        lambda b: b.build(train_dataset=TWO, sources={"a": weighs(0.01), "b": weighs(1)}),
+        "source-rare",
+        "'a'",
+        "1.0%",
+        kind=CheckWarning,
+    ),
+    sourced(
+        "Gave a run with sources a column `source` of another meaning",
+        "source-column",
+        "row 0 of source 'a'",
+        "'web'",
+        rows={"a": [{**row, "source": "web"} for row in tiny.rows()], "b": tiny.rows()},
+    ),
+    sourced("Gave a source no reward", "source-reward", "'b'", a={"reward_funcs": runs.longer}, reward_funcs=None),
+    sourced(
+        "Gave a source without a length",
+        "stream-lookup",
+        "'a'",
+        "IterableDataset",
+        rows=lambda: {"a": stream(), "b": tiny.rows()},
+    ),
+    checked(
+        "Ordered prompts by a column that some rows have not",
+        lambda b: b.build({"prompt_sampler": {"order": "level"}}),
+        "column-order",
+        "'level'",
+        "row 0",
+    ),
+    checked(
+        "Chose a sampler or a gate that there is not",
+        lambda b: b.config(prompt_sampler="difficult"),
+        "setting-word",
+        "'difficult'",
+        "'difficulty'",
+        when=CONFIG,
+    ),
+    checked(
+        "Chose a sampler or a gate that there is not",
+        lambda b: b.config(gates={"signals": True}),
+        "setting-word",
+        "signals",
+        "'signal'",
+        when=CONFIG,
+    ),
     data(
         'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward',
         stream,

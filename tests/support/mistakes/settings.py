@@ -257,6 +257,13 @@ def of_two_processes(bench):
     return checkpoint
 
 
+def mixed(b, sources):
+    """A run of two sources, resumed with others."""
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    b.train(saves, train_dataset={"a": tiny.rows(8), "b": tiny.rows(8)})
+    return b.resume(str(b.output_dir / "checkpoint-1"), train_dataset=sources)
+
+
 def damaged(bench, **settings):
     """A checkpoint whose optimizer was cut off, as by a full disk."""
     checkpoint = bench.checkpoint(**settings)
@@ -363,6 +370,24 @@ RESUMING = [
         lambda b: b.resume(b.checkpoint(dynamic_sample=True), {"dynamic_sample": True}, train_dataset=tiny.rows(9)),
         ("8 rows", "9"),
         when=TRAINING,
+    ),
+    Mistake(
+        "Resumed a run with other sources",
+        lambda b: mixed(b, {"a": tiny.rows(8), "c": tiny.rows(8)}),
+        ("the sources a, b, and this run a, c", "in the same order"),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed a run with other sources",
+        lambda b: mixed(b, {"a": tiny.rows(8), "b": tiny.rows(8), "c": tiny.rows(8)}),
+        ("sources that the checkpoint has not: c", "resume_sources=True"),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed a run with other sources",
+        lambda b: mixed(b, {"a": tiny.rows(8), "b": tiny.rows(9)}),
+        ("'b' has other rows", "8 then, 9 now"),
+        TRAINING,
     ),
     Mistake(
         "Resumed with another model",

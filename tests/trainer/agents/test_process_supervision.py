@@ -461,7 +461,7 @@ def test_prompts_whose_steps_do_not_differ_are_settled(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nobody advises that rewards do not differ
         trained.train()
-    chances = [trained.rollouts.chooser.history.chance(row) for row in range(8)]
+    chances = [trained.rollouts.chooser.choices[0].history.chance(row) for row in range(8)]
     assert chances == [pytest.approx(0.1), 1.0] * 4
 
 

@@ -72,6 +72,7 @@ def explain(run: ExplainedRun) -> str:
     contents = {
         **({"Start": start} if fails else {}),
         "Prompts and rewards": run.start.prompts if run.start else [],
+        "Sources": run.start.sources if run.start else [],
         "Batches": sections.batches(run),
         "On- or off-policy": sections.policy(run),
         "Loss": sections.loss(run),

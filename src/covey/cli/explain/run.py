@@ -1,5 +1,6 @@
 """A run before it starts: its model, which is not loaded, its processes, the memory it needs, and what it lacks."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -17,12 +18,13 @@ from transformers import AutoConfig, AutoProcessor, TrainerState
 from covey.cli.config_file import RunConfig
 from covey.cli.data import load_evaluations, load_rows
 from covey.cli.run_file import evaluation_sets, is_function, is_local
-from covey.cli.train import adapter, agent_of, environments, named, quantisation, rewards, seats_of
+from covey.cli.train import adapter, agent_of, environments, named, quantisation, rewards, seats_of, sources_of
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.core.findings import CheckError
 from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
+from covey.data.sources import Sources, most_of_a_batch, parts_of
 from covey.policy.adapters import check_adapter_config
 from covey.policy.loading import check_loading, load_processing_class, sees_images
 from covey.rewards.functions import FunctionReward, RewardContext
@@ -80,6 +82,7 @@ class Start:
     unchecked: list[str] = field(default_factory=list)  # parts that only a start can check
     prompts: list[str] = field(default_factory=list)  # sentences about prompts and rewards
     prompt_tokens: int | None = None  # of the longest prompt, if known
+    sources: list[str] = field(default_factory=list)  # sentences about several data sets
 
     def lines(self) -> list[str]:
         lines = [f"will fail: {problem}" for problem in self.problems]
@@ -253,7 +256,10 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
                 if collector:
                     longest = run.args.max_completion_length
                     start.prompts, start.prompt_tokens = prompt_lines(collector.codec, rows, longest)
-                start.prompts += reward_lines(suite, collector, rows[0])
+                for name, part in parts_of(rows, "source"):
+                    start.prompts += [f"Rewards of {name}:"] if arguments.sources else []
+                    start.prompts += reward_lines(suite, collector, part[0])
+                start.sources = [] if arguments.sources is None else source_lines(run.args, algebra, arguments.sources)
     return start
 
 
@@ -265,12 +271,17 @@ def _check_data(run: RunConfig, start: Start) -> dict[str, Any]:
         str(entry.get("dataset", entry) if isinstance(entry, dict) else entry)
         for entry in evaluation_sets(run.eval_dataset).values()
     ]
-    far = [spec for spec in [run.dataset, *evaluations] if spec and not is_local(spec)]
+    named = [str(one.get("dataset")) for one in (run.sources or {}).values() if isinstance(one, dict)]
+    far = [spec for spec in [run.dataset, *named, *evaluations] if spec and not is_local(spec)]
     start.unchecked += [f"dataset {spec!r}, which is no file or folder here and so comes from the hub" for spec in far]
     if run.dataset and run.dataset not in far:
         with start.reporting(f"dataset {run.dataset!r}" if is_function(run.dataset) else None):
             given["train_dataset"] = load_rows(run.dataset, run.dataset_split, *renamed)
             start.rows = len(given["train_dataset"])
+    if run.sources and not set(named) & set(far):
+        with start.reporting("a data set of `sources`"):
+            given |= sources_of(run)
+            start.rows = sum(map(len, given["train_dataset"].values()))
     if evaluations and not set(evaluations) & set(far):
         with start.reporting():
             given["eval_dataset"] = load_evaluations(run.eval_dataset, *renamed)
@@ -297,10 +308,49 @@ def offline_parts(given: Arguments, name: Any, algebra: Any) -> tuple[Collector 
     model = meta_model(config)
     here = {"local_files_only": True}
     processing = load_processing_class(None, model, trust_remote_code=args.trust_remote_code, init_kwargs=here)
-    planned: Any = SimpleNamespace(args=args, algebra=algebra, device=args.device, policy=model, state=TrainerState)
+    services = {"device": args.device, "policy": model, "state": TrainerState, "sources": given.sources}
+    planned: Any = SimpleNamespace(args=args, algebra=algebra, **services)
     no_engine = object()  # in the place of one that would be started
     parts = build_parts(planned, given, model, processing, no_engine)
     return parts.collector, parts.rewards
+
+
+def source_lines(args: OnlineConfig, algebra: BatchAlgebra, sources: Sources) -> list[str]:
+    """A table of the shares of sources, and sentences on what each has of its own."""
+    prompts, steps = algebra.prompts_per_rollout_batch, float(algebra.updates_per_rollout_batch)
+    most = most_of_a_batch(sources, prompts, 100, steps)
+    total = sources.weights_at(0), sources.shares_at(0)
+    lines = [f"   {'source':<16}{'rows':>8}{'weight':>10}{'share':>9}{'prompts':>10}{'most':>7}{'epoch in':>11}"]
+    for one, weight, share, largest in zip(sources.sources, *total, most, strict=True):
+        batches = len(one.rows) / (share * prompts) if share else math.inf
+        epoch = "never" if not share else f"{batches * steps:.3g}"
+        lines.append(
+            f"   {one.name:<16}{len(one.rows):>8,}{weight:>10.4g}{share:>9.1%}{share * prompts:>10.3g}"
+            f"{largest:>7}{epoch:>11}"
+        )
+    lines.append(
+        "Shares hold over every number of prompts to less than one prompt; `prompts` and `most` are of one rollout"
+        " batch, `epoch in` counts optimizer steps until the rows of a source begin again, by the weights of step 0."
+    )
+    averages = {one.name: one.settings for one in sources.sources if one.settings.average == "own"}
+    for name, settings in averages.items():
+        factor = (
+            "its share of the prompts" if settings.loss_weight is None else f"{settings.loss_weight:g} (loss_weight)"
+        )
+        lines.append(f"{name} is averaged by itself (average=own), times {factor}.")
+    if joint := [name for name in sources.names if name not in averages]:
+        lines.append(f"Averaged together, over one denominator (average=joint): {', '.join(joint)}.")
+    for one in sources.sources:
+        given = {
+            field.name: value
+            for field in dataclasses.fields(one.settings)
+            if field.name not in ("weight", "average", "loss_weight", "reward_funcs")
+            and (value := getattr(one.settings, field.name)) is not None
+        }
+        if given:
+            shown = ", ".join(f"{name}={value!r:.60}" for name, value in given.items())
+            lines.append(f"{one.name} has settings of its own: {shown}.")
+    return lines
 
 
 def prompt_lines(codec: PromptCodec, dataset: Any, max_completion_length: int | None) -> tuple[list[str], int]:

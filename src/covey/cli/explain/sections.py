@@ -38,12 +38,22 @@ def batches(run: ExplainedRun) -> Iterator[str]:
     if updates == 1:
         yield f"""For several smaller updates per rollout batch, make steps_per_generation a multiple of
         gradient_accumulation_steps={a.gradient_accumulation_steps}: twice as many steps give 2 updates."""
+    if isinstance(args.prompt_sampler, dict) and "order" in args.prompt_sampler:
+        yield f"""Every epoch goes from the smallest value of the column {args.prompt_sampler["order"]!r} to the largest
+        (prompt_sampler)."""
+    elif args.prompt_sampler not in ("uniform", "difficulty"):
+        yield f"""Prompts come by the chance that {args.prompt_sampler!r} gives them (prompt_sampler): in an epoch some
+        come several times and others not at all."""
     if args.prompt_sampler == "difficulty":
         yield f"""Prompts of intermediate difficulty come more often (prompt_sampler=difficulty): in an epoch some
         prompts come several times and others not at all. One that is always or never solved comes about
         {args.difficulty_floor:g} times as often as one that is solved half of the time."""
-    if args.dynamic_sample:
-        yield f"""Groups without a signal are replaced before training (dynamic_sample), in up to
+    if args.dynamic_sample or args.gates:
+        what = "Groups without a signal are replaced before training (dynamic_sample)"
+        if args.gates:
+            also = "a signal (dynamic_sample), " * args.dynamic_sample
+            what = f"Groups that do not pass the gates ({also}{', '.join(args.gates)}) are replaced before training"
+        yield f"""{what}, in up to
         {count(args.max_resample_times, "round")} (max_resample_times): a rollout batch samples at most
         {(1 + args.max_resample_times) * a.generation_batch_size} completions and trains on
         {a.generation_batch_size}."""

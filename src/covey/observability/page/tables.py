@@ -171,6 +171,8 @@ class RecordedBatch:
         columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in LISTED}
         if "role" in table.column_names and any(roles := table["role"].to_pylist()):
             columns |= {"role": roles, "game": table["game"].to_pylist(), "group": self._games_together(columns)}
+        if "source" in table.column_names:
+            columns["source"] = table["source"].to_pylist()
         columns["advantage"] = _numbers(columns["advantage"])
         columns["length"] = self.lengths.tolist()
         columns["reward"] = _totals([*rewards.values()], reward_weights)
@@ -279,20 +281,9 @@ class RecordedBatch:
 
 LISTED = ("step", "generation", "row", "sample", "group", "finish", "fate", "error", "advantage", "images", "seconds")
 WHOLE = (
-    *("step", "generation", "row", "sample", "group", "data", "completion", "steps", "columns", "finish", "error"),
-    *(
-        "role",
-        "game",
-        "fate",
-        "advantage",
-        "seconds",
-        "tool_seconds",
-        "calls",
-        "image_files",
-        "reused",
-        "turn_ends",
-        "strands",
-    ),
+    *("step", "generation", "row", "sample", "source", "group", "role", "game", "data", "completion", "steps"),
+    *("columns", "finish", "error", "fate", "advantage", "seconds", "tool_seconds", "calls", "image_files", "reused"),
+    *("turn_ends", "strands"),
 )
 
 

@@ -16,6 +16,7 @@ from covey.core.likeness import Keys, keys_of
 from covey.core.records import Experience, PromptSample, RolloutBatch
 from covey.core.stats import Stat
 from covey.data.sampler import eval_loader
+from covey.data.sources import raw, source_of
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import EVALUATE, rollout_batch_stats
@@ -49,7 +50,7 @@ class EvaluationPhase:
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        report(check_dataset(rows_of(chosen), "eval_dataset", self.prompts_required))
+        report(check_dataset(raw(rows_of(chosen)), "eval_dataset", self.prompts_required))
         suite = chosen if isinstance(chosen, EvalSuite) else None
         algebra = self.run.algebra if suite is None else suite.batches(self.run.algebra)
         report(algebra.check_eval())
@@ -154,7 +155,7 @@ class EvaluationPhase:
         for samples in dataloader:
             with run.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, "eval", params=params)
-                mine = self._grades(scored, judge)
+                mine = self._grades(scored, judge, source_of(suite.dataset))
             for stats in scored.stats:
                 run.metrics.add(stats, "eval")
             pairs = zip(scored.samples, scored.rollouts, strict=True)
@@ -177,7 +178,7 @@ class EvaluationPhase:
             lengths=lengths,
             truncated=truncated,
             rewards_NF=torch.cat(rewards),
-            weights_F=functions.weights,
+            weights=functions.weights_of(source_of(suite.dataset)),
             names=functions.names,
             num_generations=completions,
             likeness=likeness,
@@ -212,8 +213,8 @@ class EvaluationPhase:
             if training:
                 optimizer.train()  # the next rollout batch is sampled before the next step sets it
 
-    def _grades(self, scored: RolloutBatch, judge: Grader) -> list[Graded]:
-        weights = self.rollouts.rewards.weights
+    def _grades(self, scored: RolloutBatch, judge: Grader, source: str) -> list[Graded]:
+        weights = self.rollouts.rewards.weights_of(source)
         totals = weighted_total(scored.rewards.double(), weights.double()).tolist()
         any_scored = any(total == total for total in totals)
         answers = judge.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)

@@ -21,6 +21,7 @@ from covey.core.engine import SamplingParams, check_setting
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
 from covey.core.findings import CheckError, Finding
 from covey.data.conversations import as_user_messages
+from covey.data.sources import Sources, source_of
 from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
@@ -141,22 +142,22 @@ class EvalSuite:
     def judge(self, rewards: RewardSuite) -> "Grader":
         rounded = torch.tensor(self.success_threshold, dtype=torch.float32).item()
         threshold = min(float(self.success_threshold), rounded)  # which a reward of it in float32 reaches, too
-        named = self.success_reward
-        if not self.pass_at and not self.maj_at and named in (None, *rewards.names):
+        named, names = self.success_reward, rewards.scoring(source_of(self.dataset))
+        if not self.pass_at and not self.maj_at and named in (None, *names):
             return Grader(None, threshold, None)
-        if named is None and len(rewards.names) > 1:
+        if named is None and len(names) > 1:
             raise CheckError.of(
                 "suite-reward",
                 "an EvalSuite with pass_at or maj_at needs to know which reward tells what is right.",
-                f"Set its success_reward to one of: {', '.join(rewards.names)}.",
+                f"Set its success_reward to one of: {', '.join(names)}.",
             )
-        if named is not None and named not in rewards.names:
+        if named is not None and named not in names:
             raise CheckError.of(
                 "suite-reward",
                 f"EvalSuite(success_reward={named!r}): there is no such reward.",
-                f"Choose one of: {', '.join(rewards.names)}.{closest(named, rewards.names)}",
+                f"Choose one of: {', '.join(names)}.{closest(named, names)}",
             )
-        index = rewards.names.index(named) if named is not None else 0
+        index = rewards.names.index(names[0] if named is None else named)
         answer, asked = self.answer, rewards.functions[index]
         if answer is None and isinstance(asked, FunctionReward):
             answer = extract_of(asked.function)
@@ -249,6 +250,22 @@ def _share(name: str, values: list[float], trials: int) -> dict[str, float]:
 
 def rows_of(dataset: Any) -> Any:
     return dataset.dataset if isinstance(dataset, EvalSuite) else dataset
+
+
+def as_of_source(sources: Sources, name: str, given: Any) -> Any:
+    """A dataset or suite with the settings of a source; a suite's own limit of length wins over the source's."""
+    if isinstance(rows_of(given), Sources | str | None):
+        return given
+    if not isinstance(given, EvalSuite):
+        return sources.named(name, given)
+    return replace(given, dataset=sources.named(name, given.dataset, limited=given.max_completion_length is None))
+
+
+def as_of_sources(sources: Sources | None, given: Any) -> Any:
+    """Evaluation sets by name, with the settings of the sources that some are named after; others as they are."""
+    if sources is None or not isinstance(given, Mapping):
+        return given
+    return {name: as_of_source(sources, name, one) if name in sources.names else one for name, one in given.items()}
 
 
 def with_user_messages(given: Any) -> Any:

@@ -90,7 +90,8 @@ export function rolloutTable(rollouts, sort = "", caption = "Rollouts", oneGroup
 // ---- the rollouts of a run ---------------------------------------------------------------------------------------
 
 export function listView(run, query) {
-  const state = { sort: query.get("sort") ?? "newest", fate: query.get("fate") ?? "", finish: query.get("finish") ?? "",
+  const state = { sort: query.get("sort") ?? "newest", source: query.get("source") ?? "",
+      fate: query.get("fate") ?? "", finish: query.get("finish") ?? "",
       role: query.get("role") ?? "", step: query.get("step") ?? "", low: query.get("low") ?? "", high: query.get("high") ?? "", q: query.get("q") ?? "" };
   const result = el("div", { "aria-live": "polite" });
   const kinds = (name) => [...new Set(run.rollouts.map((one) => one[name]))].sort();
@@ -114,6 +115,7 @@ export function listView(run, query) {
     const chosen = run.rollouts.filter((one) =>
       (!found || found.has(one.id)) && (!state.fate || one.fate === state.fate) && (!state.finish || one.finish === state.finish) &&
       (!state.role || one.role === state.role) &&
+      (!state.source || one.source === state.source) &&
       (!state.step || one.step === Number(state.step)) && (state.low === "" || reward(one) >= Number(state.low)) &&
       (state.high === "" || reward(one) <= Number(state.high)));
     const list = sorted(chosen, state.sort);
@@ -127,6 +129,7 @@ export function listView(run, query) {
       el("label", { class: "grow" }, "Text", el("input", { type: "search", value: state.q, placeholder: "in prompts and completions",
           onchange: (event) => set("q", event.target.value) })),
       choose("sort", "Order", available.map(([name, [title]]) => [name, title])),
+      run.rollouts.some((one) => one.source) ? choose("source", "Source", [["", "any"], ...kinds("source").map((one) => [one, one])]) : null,
       choose("fate", "Fate", [["", "any"], ...kinds("fate").map((one) => [one, one])]),
       choose("finish", "Ended by", [["", "any"], ...kinds("finish").map((one) => [one, one.replace("_", " ")])]),
       run.rollouts.some((one) => one.role) ? choose("role", "Role", [["", "any"], ...kinds("role").filter(Boolean).map((one) => [one, one])]) : null,

@@ -1,0 +1,117 @@
+"""Gates: whether a finished group is trained on; one that a gate rejects is replaced by another of its source.
+
+To add a gate, write a function of `GroupFacts` and a case in `gates_of`; its setting is checked in
+`covey.config.choosing`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from covey.algorithms.credit import Credit
+from covey.core.records import Scores
+from covey.runtime.import_path import resolve
+from covey.runtime.user_code import format_error, place_of
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """A finished group as every process knows it: G completions of one prompt, F reward functions."""
+
+    row: dict[str, Any]  # of the data set
+    rewards: list[list[float]]  # [G, F], NaN where a function gave none
+    totals: list[float]  # [G] weighted, NaN without a reward
+    advantages: list[list[float]]  # [G] those of each completion's tokens, distinct ones; none without tokens
+    lengths: list[int]  # [G] sampled tokens
+    truncated: list[bool]  # [G]
+    learned: list[bool]  # [G] False for completions that nothing is learned from, such as masked ones
+
+    @property
+    def mean(self) -> float | None:
+        """Mean total reward; None where no completion has one."""
+        known = [total for total in self.totals if total == total]
+        return fmean(known) if known else None
+
+
+Gate = Callable[[GroupFacts], bool]
+
+
+def signal(group: GroupFacts) -> bool:
+    """A completion that is learned from has an advantage other than 0, any KL penalty aside (DAPO)."""
+    return advantage_range(group, 0.0, 0.0)
+
+
+def advantage_range(group: GroupFacts, low: float, high: float) -> bool:
+    """An advantage of a completion that is learned from lies outside of [low, high]."""
+    learned = (values for values, is_learned in zip(group.advantages, group.learned, strict=True) if is_learned)
+    return any(not low <= value <= high for values in learned for value in values)
+
+
+def reward_range(group: GroupFacts, bounds: Mapping[str, float]) -> bool:
+    """The mean total reward lies within the bounds: `from` and `to` include their number, `above` and `below` do not.
+
+    A group without any reward is rejected.
+    """
+    mean, inside = (
+        group.mean,
+        {
+            "above": lambda mean, bound: mean > bound,
+            "from": lambda mean, bound: mean >= bound,
+            "below": lambda mean, bound: mean < bound,
+            "to": lambda mean, bound: mean <= bound,
+        },
+    )
+    return mean is not None and all(inside[name](mean, bound) for name, bound in bounds.items())
+
+
+def max_truncated(group: GroupFacts, share: float) -> bool:
+    """At most this share of the completions was cut off."""
+    return sum(group.truncated) <= share * len(group.truncated)
+
+
+def by_function(group: GroupFacts, function: Callable[[GroupFacts], Any], name: str) -> bool:
+    try:
+        return bool(function(group))
+    except Exception as error:
+        raise ValueError(f"the gate {name!r} failed: {format_error(error)}{place_of(error)}.") from error
+
+
+def gates_of(given: Mapping[str, Any] | None, dynamic_sample: bool = False) -> dict[str, Gate]:
+    """Gates by name; `dynamic_sample` adds `signal`."""
+    found: dict[str, Gate] = {"signal": signal} if dynamic_sample else {}
+    for name, setting in (given or {}).items():
+        if name == "signal":
+            found |= {name: signal} if setting else {}
+        elif name == "reward_range":
+            found[name] = partial(reward_range, bounds=dict(setting))
+        elif name == "advantage_range":
+            found[name] = partial(advantage_range, low=setting[0], high=setting[1])
+        elif name == "max_truncated":
+            found[name] = partial(max_truncated, share=setting)
+        else:
+            function = setting if callable(setting) else resolve(setting, f"gate {name!r}")
+            found[name] = partial(by_function, function=function, name=name)
+    return found
+
+
+def facts_of_groups(
+    scores: Scores,
+    credit: Credit,
+    totals: Sequence[float],
+    lengths: Sequence[int],
+    truncated: Sequence[bool],
+    learned: Sequence[bool],
+    rows: Sequence[dict[str, Any]],
+) -> list[GroupFacts]:
+    """[P] facts of groups whose completions [N] lie next to each other, as many for each of `rows` [P]."""
+    size, rewards = len(lengths) // max(len(rows), 1), scores.rewards.tolist()
+    distinct: list[dict[float, None]] = [{} for _ in lengths]
+    for completion, value in zip(credit.ends.rows.tolist(), credit.ends.to_go.float().tolist(), strict=True):
+        distinct[completion][value] = None
+    columns: tuple[Sequence[Any], ...] = (rewards, totals, [*map(list, distinct)], lengths, truncated, learned)
+    return [
+        GroupFacts(row, *(list(column[place * size : (place + 1) * size]) for column in columns))
+        for place, row in enumerate(rows)
+    ]

@@ -1,0 +1,478 @@
+"""Sources: several data sets in one run, each with a share of the prompts and settings of its own.
+
+    train_dataset={"sums": rows, "code": others}, sources={"code": {"weight": 2, "reward_funcs": runs_code}}
+
+`Sources` is one dataset: the rows of all, one source after the other, each with the column `source`. `Shares` says
+which source every prompt of the run comes from. To add a setting, add a field to `SourceSettings` and read it where the
+run's own setting of that name is read.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import Any
+
+from covey.algorithms import ADVANTAGES
+from covey.algorithms.comparison import WITHIN
+from covey.config.choosing import check_gates, check_sampler
+from covey.config.fields import LIMITS
+from covey.config.messages import closest
+from covey.core.findings import Finding
+from covey.data.conversations import with_system_message
+from covey.data.rows import plain_row
+from covey.runtime.import_path import is_reference
+
+COLUMN = "source"  # of every row of a run with sources: the name of its source
+HASHED = 64  # rows of a source by which a resumed run knows it again
+UNIT = 720720 << 32  # parts of a prompt in which shares are counted: whole numbers for sums of weights up to 16
+
+_ONE_DISTRIBUTION = "all sources are scored at one temperature and by one distribution"
+_ONE_LOSS = "a micro-batch holds completions of all sources, and has one loss"
+REFUSED = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), _ONE_DISTRIBUTION),
+    **dict.fromkeys(("generation_kwargs", "keep_sampling_mask"), _ONE_DISTRIBUTION),
+    **dict.fromkeys(("loss_type", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator"), _ONE_LOSS),
+    **dict.fromkeys(("importance_sampling_level", "entropy_coef", "num_iterations", "method"), _ONE_LOSS),
+    **dict.fromkeys(("num_generations", "generation_batch_size"), "groups of a rollout batch are of one size"),
+    **dict.fromkeys(("learning_rate", "max_steps", "num_train_epochs"), "an update is of all sources"),
+}
+"""Settings of a run that its sources share, and why."""
+
+OF_CREDIT = ("advantages", "scale_rewards", "pass_at_k", "compare")
+"""Fields of a config that a source may set for the comparison of its own completions."""
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """Settings of a source; those that are None are the run's.
+
+    Attributes:
+        weight: share of the prompts, relative to the other weights; a list of `[step, weight]` changes it between these
+            optimizer steps linearly; "rows": in proportion to the number of rows; 0: it is not trained on.
+        sampler, floor: choice of its rows, as `prompt_sampler` and `difficulty_floor` of the config.
+        gates: as `gates` of the config.
+        reward_funcs, reward_weights: reward functions of its rows alone, in the place of the run's.
+        environment: name of the environment that plays its rows, of those in `environment_factory`.
+        system_prompt, chat_template_kwargs: for its rows that have none of their own.
+        max_completion_length: most tokens of its completions, at most the run's.
+        mask_truncated_completions, advantages, scale_rewards, pass_at_k, compare: as those of the config.
+        average: "joint": its tokens are averaged together with those of the others; "own": by themselves.
+        loss_weight: with the average "own", factor of the average; None: the source's share of the prompts.
+    """
+
+    weight: Any = "rows"
+    sampler: Any = None
+    floor: float | None = None
+    gates: Any = None
+    reward_funcs: Any = None
+    reward_weights: Sequence[float] | None = None
+    environment: str | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_length: int | None = None
+    mask_truncated_completions: bool | None = None
+    advantages: str | None = None
+    scale_rewards: Any = None
+    pass_at_k: int | None = None
+    compare: Any = None
+    average: str = "joint"
+    loss_weight: float | None = None
+
+    @property
+    def of_credit(self) -> dict[str, Any]:
+        """Fields of the config that are others for its completions."""
+        return {name: value for name in OF_CREDIT if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    rows: Any  # with a length
+    settings: SourceSettings = SourceSettings()
+
+    def row(self, number: int) -> Any:
+        """A row with the name of the source, and what the source has for rows without their own."""
+        return self.filled(plain_row(self.rows[number]))
+
+    def filled(self, row: Any) -> Any:
+        if not isinstance(row, dict):
+            return row  # which is refused
+        settings = self.settings
+        own = {"environment": settings.environment, "chat_template_kwargs": settings.chat_template_kwargs}
+        filled = {name: value for name, value in own.items() if value is not None and row.get(name) is None}
+        return {**row, **filled, COLUMN: self.name}
+
+    def digest(self) -> str:
+        """Hash of rows that are spread evenly over the source."""
+        places = sorted({number * (len(self.rows) - 1) // (HASHED - 1) for number in range(HASHED)})
+        texts = "".join(repr(sorted(map(repr, self.row(place).items()))) for place in places)
+        return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()
+
+
+class Sources(Sequence[Any]):
+    """The rows of several sources as one dataset; a row's number is the first number of its source plus its place.
+
+    Example:
+        >>> both = Sources([Source("a", [{"prompt": "1"}]), Source("b", [{"prompt": "2"}, {"prompt": "3"}])])
+        >>> len(both), both[2], both.of(2), both.names
+        (3, {'prompt': '3', 'source': 'b'}, 1, ['a', 'b'])
+    """
+
+    def __init__(self, sources: Sequence[Source]):
+        self.sources = list(sources)
+        self.firsts = [0, *accumulate(len(one.rows) for one in self.sources)]
+        """Number of the first row of each source, and of all rows."""
+        limits = {one.name: one.settings.max_completion_length for one in self.sources}
+        self.limits: dict[str, int] = {name: limit for name, limit in limits.items() if limit is not None}
+        """Most tokens of a completion, by source, where it has a limit of its own."""
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        number %= len(self)
+        index = self.of(number)
+        return self.sources[index].row(number - self.firsts[index])
+
+    def of(self, number: int) -> int:
+        """Index of the source of a row."""
+        return next(index for index, last in enumerate(self.firsts[1:]) if number < last)
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.sources]
+
+    def settings(self, name: str) -> SourceSettings:
+        """Settings of a source; of rows that are of none, the run's alone."""
+        return next((one.settings for one in self.sources if one.name == name), SourceSettings())
+
+    def named(self, name: str, rows: Any, limited: bool = True) -> "Sources":
+        """Other rows with the settings of a source, without its limit of length unless `limited`."""
+        settings = self.settings(name)
+        settings = settings if limited else dataclasses.replace(settings, max_completion_length=None)
+        return Sources([Source(name, with_system_message(settings.system_prompt, rows), settings)])
+
+    def weights_at(self, step: int) -> list[float]:
+        """Weights before an optimizer step."""
+        return [weight_at(one.settings.weight, step, len(one.rows)) for one in self.sources]
+
+    def shares_at(self, step: int) -> list[float]:
+        """Shares of the prompts, by source."""
+        weights = self.weights_at(step)
+        return [weight / sum(weights) for weight in weights]
+
+
+def parts_of(dataset: Any, role: str) -> list[tuple[str, Any]]:
+    """Each source of a dataset as a dataset of its own, with its place for messages; one dataset is one part."""
+    if dataset is None:
+        return []
+    if not isinstance(dataset, Sources) or len(dataset.sources) == 1:
+        return [(role, dataset)]
+    return [(f"{role}[{one.name!r}]", Sources([one])) for one in dataset.sources]
+
+
+def source_of(dataset: Any) -> str:
+    """Name of the one source of a dataset; "" for a dataset that is none."""
+    return dataset.names[0] if isinstance(dataset, Sources) else ""
+
+
+def raw(dataset: Any) -> Any:
+    """Rows of a dataset as they were given, where they are of one source."""
+    return dataset.sources[0].rows if isinstance(dataset, Sources) and len(dataset.sources) == 1 else dataset
+
+
+def weight_at(weight: Any, step: int, rows: int) -> float:
+    """The weight of a source before an optimizer step: linear between the points of a schedule, constant around them.
+
+    Example:
+        >>> [weight_at([[0, 1], [100, 3]], step, 10) for step in (0, 50, 200)], weight_at("rows", 0, 10)
+        ([1.0, 2.0, 3.0], 10.0)
+    """
+    if weight == "rows":
+        return float(rows)
+    if not isinstance(weight, list | tuple):
+        return float(weight)
+    if step <= weight[0][0]:
+        return float(weight[0][1])
+    for (begin, first), (end, second) in pairwise(weight):
+        if step < end:
+            return first + (second - first) * (step - begin) / (end - begin)
+    return float(weight[-1][1])
+
+
+class Shares:
+    """The source of each prompt of a run: no prefix is off by a whole prompt from the weights' shares.
+
+    Before each prompt every source is owed its share of it. Of the k sources that are owed at least 1 / (2k - 2) of a
+    prompt, the one comes next that would be owed 1 - 1 / (2k - 2) first (Tijdeman, The chairman assignment problem,
+    Discrete Mathematics 32, 1980, which bounds every debt by that number). To take the one that is owed most instead
+    is off by more than a prompt for some weights of four sources and more. Counted in whole parts of a prompt, so that
+    a resumed run continues exactly.
+
+    Example:
+        >>> shares = Shares(3)
+        >>> [shares.next([5, 2, 1]) for _ in range(8)]
+        [0, 0, 1, 0, 2, 0, 1, 0]
+    """
+
+    def __init__(self, sources: int):
+        self.owed = [0] * sources
+        """Parts of a prompt by source, of `UNIT`; below 0 where it has had more than its share."""
+
+    def next(self, weights: Sequence[float]) -> int:
+        """The source of the next prompt."""
+        parts = parts_of_prompt(weights)
+        self.owed = [owed + part for owed, part in zip(self.owed, parts, strict=True)]
+        trained = [index for index, part in enumerate(parts) if part]
+        edges = max(2 * len(trained) - 2, 1)
+        ready = [index for index in trained if self.owed[index] * edges >= UNIT]
+        if ready:
+            due = {index: Fraction(UNIT * (edges - 1) - self.owed[index] * edges, parts[index]) for index in ready}
+            chosen = min(ready, key=due.__getitem__)
+        else:
+            chosen = max(trained, key=self.owed.__getitem__)
+        self.owed[chosen] -= UNIT
+        return chosen
+
+    def take(self, count: int, weights: Sequence[float]) -> list[int]:
+        """The sources of the next prompts."""
+        return [self.next(weights) for _ in range(count)]
+
+
+def parts_of_prompt(weights: Sequence[float]) -> list[int]:
+    """Shares of the weights as whole parts that add up to `UNIT`; the largest remainders get one more."""
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(exact)
+    shares = [UNIT * weight / total for weight in exact]
+    parts = [math.floor(share) for share in shares]
+    order = sorted(range(len(parts)), key=lambda index: parts[index] - shares[index])
+    for index in order[: UNIT - sum(parts)]:
+        parts[index] += 1
+    return parts
+
+
+def most_of_a_batch(sources: Sources, prompts: int, batches: int, steps_per_batch: float = 1.0) -> list[int]:
+    """Largest number of prompts of each source in one of so many first rollout batches."""
+    shares, most = Shares(len(sources.sources)), [0] * len(sources.sources)
+    for batch in range(batches):
+        taken = shares.take(prompts, sources.weights_at(int(batch * steps_per_batch)))
+        most = [max(known, taken.count(index)) for index, known in enumerate(most)]
+    return most
+
+
+# ---- what a trainer is given -----------------------------------------------------------------------------------------
+
+
+def are_datasets(given: Any) -> bool:
+    """True for a dictionary of data sets by name; False for splits of one, and for columns of one."""
+    if not isinstance(given, Mapping) or hasattr(given, "column_names"):
+        return False
+    firsts = [rows[0] for rows in given.values() if isinstance(rows, list | tuple) and rows]
+    return bool(given) and all(isinstance(row, dict) for row in firsts)
+
+
+def read_sources(datasets: Mapping[str, Any], given: Mapping[str, Any] | None) -> Sources:
+    """The sources of data sets by name and their settings, which `check_sources` has found no error in."""
+    found = []
+    for name, rows in datasets.items():
+        settings = SourceSettings(**(given or {}).get(name, {}))
+        found.append(Source(name, with_system_message(settings.system_prompt, rows), settings))
+    return Sources(found)
+
+
+def check_sources(datasets: Any, given: Any, longest: int | None) -> Iterator[Finding]:
+    """Errors of sources and their settings, before rows are read; `longest` is the run's max_completion_length."""
+    if given is not None and not (
+        isinstance(given, Mapping) and all(isinstance(one, Mapping) for one in given.values())
+    ):
+        yield Finding.error(
+            "source-setting",
+            f"`sources` must give each source its settings, as in {{'code': {{'weight': 2}}}}, got {given!r:.200}.",
+        )
+        return
+    if not isinstance(datasets, Mapping) or not datasets:
+        yield Finding.error(
+            "source-name",
+            f"`sources` has settings of {', '.join(map(repr, given or ['none']))}, and `train_dataset` is no dictionary"
+            " of datasets.",
+            "Give a dictionary of datasets by name, as in train_dataset={'sums': rows, 'code': others}.",
+        )
+        return
+    if odd := [
+        name for name in datasets if not isinstance(name, str) or not name or "/" in name or name.strip() != name
+    ]:
+        evidence = f"a source is called {odd[0]!r}, and its name is part of metrics' names."
+        yield Finding.error("source-name", evidence, "Give text without slashes and without spaces around it.")
+    for name, rows in datasets.items():
+        if not hasattr(rows, "__len__"):
+            yield Finding.error(
+                "stream-lookup",
+                f"source {name!r} ({type(rows).__name__}) can only be read forward, and prompts of several sources are"
+                " looked up by their number.",
+                "Give a dataset with a length (`datasets.load_dataset` without streaming=True, or a list of rows).",
+            )
+    for name in given or {}:
+        if name not in datasets:
+            known = f"`sources` has settings of {name!r}, and `train_dataset` no such rows; it has"
+            yield Finding.error("source-name", f"{known} {', '.join(map(repr, datasets))}.{closest(name, datasets)}")
+    for name, settings in (given or {}).items():
+        yield from _check_settings(settings, f"sources: {name}", longest)
+    yield from _check_weights(datasets, given or {})
+
+
+def _check_weights(datasets: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Finding]:
+    weights = {name: given.get(name, {}).get("weight", "rows") for name in datasets}
+    wrong = False
+    for name, weight in weights.items():
+        points = weight if isinstance(weight, list | tuple) else [[0, weight]]
+        pairs = bool(points) and all(isinstance(point, list | tuple) and len(point) == 2 for point in points)
+        numbers: list[Any] = [number for point in points for number in point] if pairs else [None]
+        well_formed = all(isinstance(one, int | float) and one == one and not isinstance(one, bool) for one in numbers)
+        if weight != "rows" and not (well_formed and all(0 <= number < math.inf for number in numbers if number)):
+            wrong = True
+            yield Finding.error(
+                "source-weights",
+                f"sources: {name}: weight={weight!r} must be a number, 0 or more, 'rows', or a list of [step, weight].",
+            )
+        elif isinstance(weight, list | tuple) and any(a >= b for (a, _), (b, _) in pairwise(weight)):
+            wrong = True
+            yield Finding.error("source-weights", f"sources: {name}: weight={weight!r}: the steps must rise.")
+    if not wrong:
+        marks = sorted({point[0] for one in weights.values() if isinstance(one, list | tuple) for point in one} | {0})
+        for step in marks:
+            if not any(weight_at(weight, step, 1) for weight in weights.values()):
+                when = f" before step {step}" if len(marks) > 1 else ""
+                yield Finding.error(
+                    "source-weights",
+                    f"the weights of all sources ({', '.join(weights)}) are 0{when}, so no prompt could be drawn.",
+                    "Give one of them a weight above 0.",
+                )
+                return
+
+
+def _check_settings(settings: Mapping[str, Any], place: str, longest: int | None) -> Iterator[Finding]:
+    known = [field.name for field in dataclasses.fields(SourceSettings)]
+    for name, value in settings.items():
+        if name in REFUSED:
+            yield Finding.error("source-setting", f"{place}: {name}={value!r}: {REFUSED[name]}.", "Set it for the run.")
+        elif name not in known:
+            evidence = f"{place} has {name!r}, which is no setting of a source; there are: {', '.join(known)}."
+            yield Finding.error("source-setting", f"{evidence}{closest(name, [*known, *REFUSED])}")
+        elif value is not None:
+            yield from _check_setting(name, value, place)
+    length = settings.get("max_completion_length")
+    if isinstance(length, int) and longest is not None and length > longest:
+        yield Finding.error(
+            "source-setting",
+            f"{place}: max_completion_length={length} is above the run's {longest}, which memory is planned for.",
+            "Raise the run's, or lower the source's.",
+        )
+    if settings.get("loss_weight") is not None and settings.get("average", "joint") != "own":
+        yield Finding.error(
+            "source-setting",
+            f"{place}: loss_weight={settings['loss_weight']!r} weighs an average of the source's own.",
+            "Set average='own' too, or change `weight`, its share of the prompts.",
+        )
+
+
+def _check_setting(name: str, value: Any, place: str) -> Iterator[Finding]:
+    shown, number = f"{place}: {name}", isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "sampler":
+        yield from check_sampler(value, shown)
+    elif name == "gates":
+        yield from check_gates(value, shown)
+    elif name in ("floor", "loss_weight"):
+        if not number:
+            yield Finding.error("source-setting", f"{shown}={value!r} must be a number.")
+        elif name == "floor":
+            yield from LIMITS["difficulty_floor"].check(shown, value)
+        elif not 0 <= value < math.inf:
+            yield Finding.error("source-setting", f"{shown}={value!r} must be 0 or more, and finite.")
+    elif name in ("max_completion_length", "pass_at_k"):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield Finding.error("source-setting", f"{shown}={value!r} must be a whole number, 1 or more.")
+    elif name == "scale_rewards":
+        if value not in (True, False, "group", "batch", "none"):
+            yield Finding.error("source-setting", f"{shown}={value!r} must be one of: group, batch, none.")
+    elif name == "advantages":
+        if value not in ADVANTAGES and not (isinstance(value, str) and is_reference(value)):
+            known = f"{shown}={value!r} is not known; choose one of: {', '.join(sorted(ADVANTAGES))}."
+            yield Finding.error("source-setting", f"{known}{closest(value, ADVANTAGES)}")
+    elif name == "compare":
+        given = value.values() if isinstance(value, Mapping) else [value]
+        if any(one not in WITHIN for one in given):
+            known = f"{shown}={value!r} must be one of: {', '.join(WITHIN)}, or give roles one each."
+            yield Finding.error("source-setting", known, "Running means (role_average) are the run's.")
+    elif name == "average":
+        if value not in ("joint", "own"):
+            yield Finding.error("source-setting", f"{shown}={value!r} must be 'joint' or 'own'.")
+    elif name == "mask_truncated_completions":
+        if not isinstance(value, bool):
+            yield Finding.error("source-setting", f"{shown}={value!r} must be True or False.")
+    elif name in ("environment", "system_prompt"):
+        if not isinstance(value, str) or not value:
+            yield Finding.error("source-setting", f"{shown}={value!r} must be text.")
+    elif name == "chat_template_kwargs" and not isinstance(value, Mapping):
+        yield Finding.error("source-setting", f"{shown}={value!r} must be a dictionary.")
+
+
+def check_rows_of_sources(sources: Sources) -> Iterator[Finding]:
+    """Errors of rows that name another source, or another environment, than theirs."""
+    for source in sources.sources:
+        wanted = source.settings.environment
+        for number in range(len(source.rows)):
+            row = plain_row(source.rows[number])
+            if not isinstance(row, dict):
+                break  # which the check of rows names
+            if row.get(COLUMN, source.name) not in (None, source.name):
+                yield Finding.error(
+                    "source-column",
+                    f"row {number} of source {source.name!r} has {row[COLUMN]!r} in its column 'source', which is the"
+                    " name of a row's source in a run with several:",
+                    "rename yours, as by `dataset.rename_column('source', 'origin')`.",
+                )
+                break
+            if wanted is not None and row.get("environment") not in (None, wanted):
+                yield Finding.error(
+                    "environment-name",
+                    f"row {number} of source {source.name!r} names the environment {row['environment']!r}, and the"
+                    f" source {wanted!r}.",
+                    "Leave one of the two out.",
+                )
+                break
+            if number == 0 and COLUMN not in row and "environment" not in row and hasattr(source.rows, "column_names"):
+                break  # a table: no row has them
+
+
+def check_sizes(sources: Sources, prompts: int, batches: int, steps_per_batch: float) -> Iterator[Finding]:
+    """Errors of sources with fewer rows than a rollout batch may draw of them."""
+    if any(one.settings.weight != 0 and len(one.rows) < prompts for one in sources.sources):
+        most = most_of_a_batch(sources, prompts, min(batches, 1 + 20_000 // prompts), steps_per_batch)
+        for source, count in zip(sources.sources, most, strict=True):
+            if count > len(source.rows):
+                yield Finding.error(
+                    "source-small",
+                    f"source {source.name!r} has {len(source.rows)} row(s), and a rollout batch of {prompts} prompts"
+                    f" draws up to {count} of it by its weight: one row would come twice.",
+                    "Lower its weight, give it more rows, or draw fewer prompts at a time.",
+                )
+
+
+def check_rarest(sources: Sources, prompts: int) -> Iterator[Finding]:
+    """A warning of a source that some rollout batches have no prompt of."""
+    shares = dict(zip(sources.names, sources.shares_at(0), strict=True))
+    name, share = min(((name, share) for name, share in shares.items() if share), key=lambda pair: pair[1])
+    if share * prompts < 1:
+        yield Finding.warning(
+            "source-rare",
+            f"source {name!r} has a share of {share:.1%} of the prompts, and a rollout batch has {prompts}: it comes in"
+            f" about one of {1 / (share * prompts):.3g} rollout batches. Shares hold over many of them.",
+        )

@@ -1,0 +1,286 @@
+"""Runs on several data sets: whose prompts come, what scores them, how they weigh, and that a run continues exactly."""
+
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from covey import EvalSuite
+from covey.core.findings import CheckError
+from covey.data.sources import Source, Sources, SourceSettings
+from covey.observability.record_files import read_rows
+from covey.rewards import per_completion
+from covey.trainer.experience import SourceShares
+from tests.support import runs, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:the prompts are text", "ignore:source ")
+
+EIGHT = {"num_generations": 2, "generation_batch_size": 16, "gradient_accumulation_steps": 4}
+THREE = {"sums": {"weight": 5}, "code": {"weight": 2}, "few": {"weight": 1}}
+
+
+def rows(*counts, first=0):
+    """Rows for each count, all different."""
+    taken = tiny.rows(first + sum(counts))
+    found = []
+    for count in counts:
+        found.append(taken[first : first + count])
+        first += count
+    return found
+
+
+def three(*counts):
+    return dict(zip(THREE, rows(*counts), strict=True))
+
+
+def recorded(folder):
+    """Rows of the record, by rollout batch."""
+    return [read_rows(path) for path in sorted(Path(folder, "record").glob("generation_*.parquet"))]
+
+
+def test_every_rollout_batch_has_exactly_its_shares(tmp_path):
+    parts = {"train_dataset": three(9, 4, 2), "sources": THREE}
+    run = runs.trainer(tmp_path, parts=parts, max_steps=4, **EIGHT)
+    run.train()
+    batches = recorded(tmp_path)
+    assert [Counter(row["source"] for row in batch) for batch in batches] == [{"sums": 10, "code": 4, "few": 2}] * 4
+    for batch in batches:
+        assert all(row["data"]["source"] == row["source"] for row in batch)
+    first = [row["row"] for row in batches[0] + batches[1] if row["source"] == "code"]
+    assert sorted(set(first)) == [9, 10, 11, 12]  # an epoch of four rows, each once with two completions
+    for name, share in (("sums", 5 / 8), ("code", 2 / 8), ("few", 1 / 8)):
+        assert runs.history(run, f"source/{name}/prompts") == [share] * 4
+    assert runs.history(run, "source/few/epoch") == [0.5, 1.0, 1.5, 2.0]  # one prompt of two rows in each batch
+    shares = [sum(runs.history(run, f"source/{name}/{of}")[0] for name in THREE) for of in ("tokens", "weight")]
+    assert shares == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_score_rows_of_their_own_sources(tmp_path, stream):
+    seen = {name: Counter() for name in ("usual", "coded", "each")}
+
+    def noting(name):
+        def score(completion_ids, source, **columns):
+            seen[name].update(source)
+            return [float(len(ids)) for ids in completion_ids]
+
+        score.__name__ = name
+        return score
+
+    each = per_completion(noting("each"))
+    parts = {"train_dataset": three(9, 4, 2), "reward_funcs": [noting("usual"), each]}
+    parts["sources"] = {**THREE, "code": {"weight": 2, "reward_funcs": [noting("coded"), each]}}
+    parts["sources"]["code"]["reward_weights"] = [0.5, 2.0]
+    run = runs.trainer(tmp_path, parts=parts, max_steps=1, stream_rewards=stream, **EIGHT)
+    assert run.rewards.names == ["usual", "each", "coded"]  # a function that is shared is one
+    run.train()
+    assert seen == {
+        "usual": {"sums": 10, "few": 2},
+        "coded": {"code": 4},
+        "each": {"sums": 10, "code": 4, "few": 2},
+    }
+    assert run.rewards.weights_of("code").tolist() == [1.0, 2.0, 0.5]
+    lengths = {name: runs.history(run, f"source/{name}/mean_length")[0] for name in THREE}
+    for name, weight in (("sums", 2.0), ("few", 2.0), ("code", 2.5)):
+        assert runs.history(run, f"source/{name}/reward")[0] == pytest.approx(weight * lengths[name])
+
+
+def test_a_run_continues_in_the_middle_of_epochs(tmp_path):
+    """Killed after three batches: in the first epoch of one source, the second and the fourth of the others."""
+    sources = {
+        "sums": {"weight": 5, "sampler": "difficulty", "gates": {"signal": True}},
+        "code": {"weight": [[0, 2], [6, 3]]},
+        "few": {"weight": 1, "scale_rewards": "batch"},
+    }
+
+    def run(folder, steps, resume=None, **save):
+        parts = {"train_dataset": three(24, 4, 2), "sources": sources}
+        made = runs.trainer(tmp_path / folder, parts=parts, max_steps=steps, **save, **EIGHT)
+        made.train(resume_from_checkpoint=resume)
+        return made
+
+    straight = run("straight", 6)
+    run("cut", 3, save_strategy="steps", save_steps=3)
+    resumed = run("cut", 6, str(tmp_path / "cut" / "checkpoint-3"))
+    assert all(torch.equal(one, two) for one, two in zip(*map(runs.weights, (straight, resumed)), strict=True))
+    kept = ("row", "sample", "source", "completion", "advantage")
+    whole, parts = (
+        [[{k: row[k] for k in kept} for row in b] for b in recorded(tmp_path / n)] for n in ("straight", "cut")
+    )
+    assert whole == parts
+
+
+def resumed_with(tmp_path, sources=None, data=None, **settings):
+    before = {"train_dataset": three(8, 8, 8), "sources": THREE}
+    small = {"max_steps": 1, **EIGHT, "gradient_accumulation_steps": 4}
+    runs.trainer(tmp_path, parts=before, save_strategy="steps", save_steps=1, **small).train()
+    after = {"train_dataset": data or three(8, 8, 8), "sources": sources or THREE}
+    made = runs.trainer(tmp_path, parts=after, **{**small, "max_steps": 2}, **settings)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    return made, [str(one.message) for one in caught]
+
+
+def test_weights_samplers_and_gates_may_change_and_are_named(tmp_path):
+    changed = {**THREE, "code": {"weight": 4, "sampler": "difficulty", "gates": {"signal": True}}}
+    _, said = resumed_with(tmp_path, changed)
+    (line,) = [text for text in said if "sources.code.weight" in text]
+    assert "4 (was 2)" in line and "sources.code.sampler" in line and "sources.code.gates" in line
+
+
+def test_a_source_may_join(tmp_path):
+    new = {**three(8, 8, 8), "more": rows(8, first=24)[0]}
+    made, _ = resumed_with(tmp_path, {**THREE, "more": {"weight": 8}}, new, resume_sources=True)
+    assert runs.history(made, "source/more/prompts")[-1] == 0.5
+    assert runs.history(made, "source/more/epoch")[-1] == 0.5
+
+
+@pytest.mark.parametrize(
+    "other", [{"sums": 8, "code": 8}, {"sums": 8, "code": 8, "less": 8}, {"sums": 8, "code": 8, "few": 9}]
+)
+def test_other_sources_and_other_rows_are_refused(tmp_path, other):
+    with pytest.raises(ValueError, match="few"):
+        resumed_with(tmp_path, {}, dict(zip(other, rows(*other.values()), strict=True)))
+
+
+# ---- what a source has of its own ------------------------------------------------------------------------------------
+
+
+def weights_of(run, name):
+    """Sum of the weights of each source's tokens in the first rollout batch, and its trained tokens."""
+    batches, seen = runs.experiences(run), []
+    sample = run.rollouts.sample
+
+    def sampling(key, samples, *given, **named):
+        seen.extend(one.source for one in samples)
+        return sample(key, samples, *given, **named)
+
+    run.rollouts.sample = sampling
+    run.train()
+    batch, found = batches[0], {}
+    for source, weights in zip(seen, batch.weights.split(batch.lengths.tolist()), strict=False):
+        total, tokens, rollouts = found.get(source, (0.0, 0, 0))
+        found[source] = total + weights.sum().item(), tokens + len(weights), rollouts + 1
+    return found
+
+
+def test_limits_of_length_and_their_denominators(tmp_path):
+    """dr_grpo: each token weighs 1 / (16 rollouts * the most tokens of its source)."""
+    sources = {**THREE, "code": {"weight": 2, "max_completion_length": 2}}
+    parts = {"train_dataset": three(9, 4, 2), "sources": sources}
+    run = runs.trainer(tmp_path, parts=parts, max_steps=1, loss_type="dr_grpo", **EIGHT)
+    found = weights_of(run, "code")
+    for source, limit in (("sums", 6), ("code", 2), ("few", 6)):
+        total, tokens, _ = found[source]
+        assert total == pytest.approx(tokens / (16 * limit))
+    assert {row["source"]: max(r["length"] for r in recorded(tmp_path)[0] if r["source"] == row["source"])
+            for row in recorded(tmp_path)[0]}["code"] == 2  # fmt: skip
+    assert runs.history(run, "source/code/truncated")[0] > 0
+
+
+@pytest.mark.parametrize(("own", "weights"), [({}, [10, 4, 2]), ({"loss_weight": 3.0}, [10, 48, 2])])
+def test_an_average_of_its_own(tmp_path, own, weights):
+    """The token mean of code by itself, times its share of 4 in 16 or its weight; the others have a mean together."""
+    sources = {**THREE, "code": {"weight": 2, "max_completion_length": 2, "average": "own", **own}}
+    parts = {"train_dataset": three(9, 4, 2), "sources": sources}
+    run = runs.trainer(tmp_path, parts=parts, max_steps=1, loss_type="dapo", **EIGHT)
+    found = weights_of(run, "code")
+    assert found["code"][0] * 16 == pytest.approx(weights[1])
+    both = found["sums"][0] + found["few"][0]
+    assert both * 16 == pytest.approx(12)
+    assert found["sums"][0] / both == pytest.approx(found["sums"][1] / (found["sums"][1] + found["few"][1]))
+
+
+def test_truncated_completions_of_one_source_are_masked(tmp_path):
+    sources = {**THREE, "code": {"weight": 2, "max_completion_length": 1, "mask_truncated_completions": True}}
+    run = runs.trainer(tmp_path, parts={"train_dataset": three(9, 4, 2), "sources": sources}, max_steps=1, **EIGHT)
+    run.train()
+    fates = {source: {row["fate"] for row in recorded(tmp_path)[0] if row["source"] == source} for source in THREE}
+    assert "masked" in fates["code"] and "masked" not in fates["sums"] | fates["few"]
+    assert runs.history(run, "source/code/tokens")[0] < 0.1
+
+
+def walks(name):
+    class Walk:
+        def reset(self, **row):
+            return f"Where to? {name}"
+
+        def step(self, text):
+            return "on", float(len(text)), True, {}
+
+    Walk.__name__ = name
+    return Walk
+
+
+def test_environments_by_source_are_those_of_a_column(tmp_path):
+    """Unshuffled, the rows of both runs come in the same order."""
+    near, far = ([{"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(4)] for _ in range(2))
+    factories = {"near": walks("Near"), "far": walks("Far")}
+    usual = {"environment_factory": factories, "reward_funcs": None}
+    settings = {"shuffle_dataset": False, "max_steps": 1, **EIGHT}
+    sources = {"a": {"environment": "near"}, "b": {"environment": "far"}}
+    mixed = runs.trainer(
+        tmp_path / "m", parts={**usual, "train_dataset": {"a": near, "b": far}, "sources": sources}, **settings
+    )
+    column = [row for pair in zip(*([{**row, "environment": name} for row in some] for name, some in
+              (("near", near), ("far", far))), strict=True) for row in pair]  # fmt: skip
+    alone = runs.trainer(tmp_path / "c", parts={**usual, "train_dataset": column}, **settings)
+    for run in (mixed, alone):
+        run.train()
+    one, two = (recorded(tmp_path / name)[0] for name in ("m", "c"))
+    assert [row["data"]["environment"] for row in one] == [row["data"]["environment"] for row in two]
+    assert runs.history(mixed, "environment/near/reward") and runs.history(alone, "environment/near/reward")
+
+
+def test_an_evaluation_set_with_a_sources_name_is_scored_like_it(tmp_path):
+    def one(completion_ids, **columns):
+        return [1.0] * len(completion_ids)
+
+    def two(completion_ids, **columns):
+        return [2.0] * len(completion_ids)
+
+    parts = {
+        "train_dataset": three(9, 4, 2),
+        "sources": {**THREE, "code": {"weight": 2, "reward_funcs": two, "max_completion_length": 2}},
+        "reward_funcs": one,
+        "eval_dataset": {
+            "code": tiny.rows(4),
+            "few": EvalSuite(tiny.rows(4), num_generations=2, pass_at=(1,), success_threshold=1.0),
+            "others": tiny.rows(4),
+        },
+    }
+    run = runs.trainer(tmp_path, parts=parts, max_steps=1, per_device_eval_batch_size=8, **EIGHT)
+    metrics = run.evaluate()
+    assert [metrics[f"eval_{name}_reward"] for name in ("code", "few", "others")] == [2.0, 1.0, 1.0]
+    assert metrics["eval_few_pass@1"] == 1.0
+    assert metrics["eval_code_completions/max_length"] == 2 < metrics["eval_others_completions/max_length"]
+
+
+# ---- shares of the weight --------------------------------------------------------------------------------------------
+
+
+def drowned(lengths, batches=3, average="joint"):
+    """Names in warnings about two sources with one prompt each in a batch, and tokens of one weight."""
+    some = [Source(name, [{}], SourceSettings(average=average)) for name in lengths]
+    shares = SourceShares()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(batches):
+            shares.look(list(lengths), [float(length) for length in lengths.values()], Sources(some))
+    return [one.message.finding.code for one in caught]
+
+
+def test_a_source_that_others_drown_is_pointed_out_once():
+    # shares of the weight 20 / 420 = 4.8% and 95.2%, of the prompts 50% each
+    assert drowned({"short": 20, "long": 400}, batches=9) == ["source-drowned"]
+    assert drowned({"short": 20, "long": 400}, batches=2) == []
+    assert drowned({"short": 20, "long": 140}) == []  # 1/8 is exactly a fourth of 1/2
+    assert drowned({"short": 20, "long": 400}, average="own") == []
+
+
+def test_splits_and_columns_are_no_sources(tmp_path):
+    for given in ({"prompt": ["a", "b"]}, {"a": tiny.rows(8), "b": ["text"]}):
+        with pytest.raises(CheckError) as raised:
+            runs.trainer(tmp_path, parts={"train_dataset": given})
+        assert raised.value.codes == ["dataset-type"]
