@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.tinker.build import serve
 from covey.tinker.server import TinkerServer, served
 from tests.support import tinkering
 
@@ -37,14 +38,19 @@ def python(request):
     return PYTHONS[request.param]
 
 
-def run(python, url, name, *arguments):
-    """What a program of the client prints."""
+def program(python, url, *words):
+    """Lines that a program of the client prints."""
     added = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | added
-    command = [python, "-W", "ignore", str(PROGRAMS), name, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    command = [python, "-W", "ignore", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+def run(python, url, name, *arguments):
+    """The finding of a function of `programs/client.py`."""
+    return json.loads(program(python, url, str(PROGRAMS), name, *arguments)[-1])
 
 
 @contextmanager
@@ -160,3 +166,11 @@ def test_a_server_that_is_killed_keeps_what_was_saved(python, tiny_folder, tmp_p
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_example_takes_a_step(python, tiny_folder, tmp_path):
+    words = ["--max_steps", "1", "--prompts", "2", "--group", "2", "--held_out", "2", "--max_tokens", "4"]
+    with serve(tiny_folder, checkpoints=tmp_path) as url:
+        lines = program(python, url, str(ROOT / "examples/tinker/sums.py"), "--model", tiny_folder, *words)
+    assert [line.partition(":")[0] for line in lines] == ["before", "step 1", "after", "tinker"]
+    assert list(tmp_path.glob("*/weights/sums"))

@@ -32,13 +32,8 @@ RECIPES = {  # module, flags, and the operations of a client that each of its st
         [f"model_name={KNOWN}", "loss_fn=importance_sampling", "batch_size=2", "group_size=2", "max_tokens=8"],
     ),
     "sl_loop": ("sl_loop", [f"model_name={KNOWN}", "batch_size=4"]),
-    "rl_basic": (
-        "rl_basic",
-        [
-            *(f"model_name={KNOWN}", "dataset_builder.batch_size=2", "dataset_builder.group_size=2", "max_tokens=8"),
-            "loss_fn=importance_sampling",
-        ],
-    ),
+    # its batches cannot be made smaller by flags: one step of 16 prompts, which are all there are
+    "rl_basic": ("rl_basic", [f"model_name={KNOWN}", "max_tokens=4", "loss_fn=importance_sampling"]),
     "guess_number": (
         "multiplayer_rl.guess_number.train",
         [*MODEL, "group_size=2", "batch_size=2", "max_tokens=4", "eval_every=0"],
