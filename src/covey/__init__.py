@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from covey.config.distillation import DistillationConfig as DistillationConfig
     from covey.config.grpo import GRPOConfig as GRPOConfig
     from covey.config.rloo import RLOOConfig as RLOOConfig
     from covey.core.records import FinishReason as FinishReason
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from covey.runtime.calling_thread import threaded as threaded
     from covey.runtime.isolation import isolated as isolated
     from covey.trainer.evaluation.suites import EvalSuite as EvalSuite
+    from covey.trainer.trainers import DistillationTrainer as DistillationTrainer
     from covey.trainer.trainers import GRPOTrainer as GRPOTrainer
     from covey.trainer.trainers import RLOOTrainer as RLOOTrainer
 
@@ -44,6 +46,8 @@ def _is_new(record: logging.LogRecord) -> bool:
 logging.getLogger("transformers.trainer_utils").addFilter(_is_new)
 
 _HOMES = {
+    "DistillationConfig": "covey.config.distillation",
+    "DistillationTrainer": "covey.trainer.trainers",
     "Episode": "covey.rollout.episode",
     "EpisodeEngine": "covey.rollout.episode",
     "EvalSuite": "covey.trainer.evaluation.suites",

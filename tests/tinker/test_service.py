@@ -1,13 +1,9 @@
 """What a client may do, in which order, and what it is told: the service with a tiny model, without HTTP."""
 
 import asyncio
-import itertools
 import json
 import math
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -350,63 +346,6 @@ def test_a_damaged_state_is_refused_by_its_file(tmp_path):
     file.write_bytes(content)
     with pytest.raises(Refusal, match=r"adapter_model.safetensors"):
         tinkering.run(tmp_path, load)
-
-
-@pytest.mark.parametrize("renames", [0, 1])
-def test_a_server_that_dies_while_it_replaces_a_state_keeps_one_of_both(tmp_path, monkeypatch, renames):
-    async def replace(service, client):
-        model = await client.create()
-        path = (await client.save(model, "a"))["path"]
-        await trained(client, model)
-        left = itertools.count()
-
-        def rename(self, target, *, whole=Path.rename):
-            if next(left) >= renames:
-                raise MemoryError("as if the server were killed")
-            return whole(self, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", rename)
-            patch.setattr("shutil.rmtree", lambda *args, **options: None)
-            assert "error" in await client.save(model, "a", overwrite=True)
-        return path
-
-    async def load(service, client):
-        return await client.load(path), [one["tinker_path"] for one in service.checkpoints(None, {})["checkpoints"]]
-
-    path = tinkering.run(tmp_path, replace)
-    loaded, listed = tinkering.run(tmp_path, load)
-    assert "model_id" in loaded and listed == [path]
-    assert not list(tmp_path.glob("*/*/.*"))
-
-
-def test_two_servers_do_not_share_a_folder(tmp_path):
-    with tinkering.service(tmp_path):
-        code = "from tests.support import tinkering; tinkering.service(sys.argv[1]).__enter__()"
-        command = [sys.executable, "-c", f"import sys; {code}", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 1 and "another server" in done.stderr
-
-
-def test_equal_prompts_that_come_one_by_one_are_computed_once(tmp_path):
-    async def program(service, client):
-        computed, engine = [], service.worker._engine
-        whole = engine._compute_prompts
-        engine._compute_prompts = lambda prompts: computed.append(len(prompts)) or whole(prompts)
-        model = await client.create()
-        await trained(client, model)
-        sampler = await client.sampler(model)
-        await client.result(client.sample(sampler, PROMPT, 99))  # layouts are tried with prompts of their own
-        computed.clear()
-        asked = []
-        for number in range(8):
-            asked.append(client.sample(sampler, PROMPT, number))
-            await asyncio.sleep(0.001)
-        found = [samples(await client.result(one)) for one in asked]
-        return computed, found
-
-    computed, found = tinkering.run(tmp_path, program)
-    assert sum(computed) <= 2 and len({str(one) for one in found}) > 1
 
 
 def test_states_are_listed_kept_and_deleted(tmp_path):

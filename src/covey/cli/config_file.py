@@ -62,7 +62,8 @@ class RunConfig:
         data = [] if self.sources else ["dataset"]
         if not self.environment_factory and not self.agent:
             own = [bool(one.get("reward_funcs")) for one in (self.sources or {}).values() if isinstance(one, dict)]
-            return ["model", *data, *(["reward_funcs"] if not own or not all(own) else [])]
+            rewarded = self.args.teacher is not None or (own and all(own))
+            return ["model", *data, *([] if rewarded else ["reward_funcs"])]
         return ["model"] if self.args.max_steps > 0 else ["model", *data]
 
     def missing(self, *names: str) -> Iterator[Finding]:

@@ -125,6 +125,19 @@ ALIASES: dict[str, Alias] = {
     "tau_pos": Alias("sapo_temperature_pos"),
     "tau_neg": Alias("sapo_temperature_neg"),
     "off_policy_sequence_mask_delta": Alias("off_policy_mask_threshold"),
+    # distillation: TRL, ms-swift and others
+    "teacher_model_name_or_path": Alias("teacher"),
+    "loss_top_k distillation_topk gkd_logits_topk topk_logits_k": Alias("teacher_top_k", kind=int),
+    "teacher_kl_coef kl_penalty_coef opd_kl_coef distillation_loss_coef": Alias("teacher_coef", kind=float),
+    "teacher_tag_key teacher_key": Alias("teacher_column"),
+    "distillation_alpha": Alias("teacher_beta", kind=float),
+    "teacher_update_rate": Alias("teacher_mixup_alpha", kind=float),
+    "success_reward_threshold": Alias("teacher_success_reward", kind=float),
+    "teacher_model_kind": Alias(
+        "teacher",
+        "base is 'start', live is 'policy', ema is 'follower'",
+        lambda kind, _: {"base": "start", "live": "policy", "ema": "follower"}.get(kind, kind),
+    ),
     "rollout_importance_sampling_mode": Alias("vllm_importance_sampling_mode"),
     "rollout_importance_sampling_threshold": Alias("vllm_importance_sampling_clip_max"),
 }
@@ -172,6 +185,18 @@ _ADAPTER = (
 _ARGUMENT = "it is an argument of the trainer"
 
 HINTS: dict[str, str] = {
+    "loss_add_tail distillation_add_tail add_tail_bucket": "the tokens that are not named are always counted as one"
+    " bin, since a policy that leaves the named ones would else have no loss",
+    "lmbda seq_kd": "completions are always the policy's own (lmbda=1)",
+    "distillation_mode": "`teacher_top_k` is 0 for the sampled token, or the number of tokens that are compared",
+    "distillation_weight": "`teacher_coef` weighs the teacher next to the rewards",
+    "kl_discount_factor": "each token has the gap at its own place, which is a factor of 0",
+    "num_loss_tokens_to_skip generate_from_teacher reverse_kl_top_1_mode": "there is no such variant here",
+    "teacher_model_server_url teacher_server_urls teacher_model_server use_teacher_server": "teachers are scored in"
+    " this process: `teacher` is a folder or hub id",
+    "teacher_tokenizer_name_or_path use_uld_loss use_extended_uld uld_token_merge_strategy uld_use_hybrid_loss": "a"
+    " teacher must have the policy's tokenizer, as other tokens cannot be compared one by one: train on its answers",
+    "privileged_context": "it is a column of the rows, {context} in `teacher_prompt_template`",
     "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
     "eos token",
     "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
@@ -304,6 +329,9 @@ def _remember(config: Any, keywords: Mapping[str, Any]) -> None:
 def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Replace old names in the keywords of a config class, with one warning each; unknown names raise TypeError."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    for theirs, ours in getattr(cls, "other_names", {}).items():  # a copy is given both, and keeps them
+        if theirs in keywords and ours not in keywords:
+            keywords = {ours if name == theirs else name: value for name, value in keywords.items()}
     result = {name: value for name, value in keywords.items() if name not in ALIASES and name != "advantage_estimator"}
     if unknown := [name for name in result if name not in fields]:
         known = [*fields, *ALIASES]

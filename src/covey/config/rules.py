@@ -197,7 +197,8 @@ def check_batch_settings(args: Args) -> Iterator[Finding]:
             f"Start one process per GPU (accelerate launch --num_processes {args.n_gpu} script.py) or show one only"
             " (CUDA_VISIBLE_DEVICES=0).",
         )
-    fewest = 1 if args.compare == ROLE_AVERAGE else 2
+    with_teacher = args.teacher is not None or bool(getattr(args, "other_names", None))  # a trainer may be given it
+    fewest = 1 if args.compare == ROLE_AVERAGE or with_teacher else 2
     if args.num_generations is None or args.num_generations < fewest:
         yield Finding.error(
             "group-of-one",

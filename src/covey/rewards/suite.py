@@ -107,6 +107,7 @@ class RewardSuite:
         classes = [None] * len(given) if processing_classes is None else list(classes)
         report(_check_given(given, weights, classes, timeout, batch_size))
         self.timeout = timeout
+        self.abstains = all(one is no_reward for one in given)  # a run without rewards
         self.names = unique_names([_name(candidate) for candidate in given])
         self.weights = as_weights(weights, len(given))
         self.routes = routes
@@ -207,7 +208,8 @@ class RewardSuite:
                     )
             result.log.replay(context, mine, len(rollouts))
             rewards[mine, index] = torch.tensor(result.values, dtype=torch.float64)
-        if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
+        unscored = rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist()
+        if unscored and not self.abstains:
             self._warn_once(
                 "",
                 "unscored",
@@ -330,6 +332,11 @@ class RewardSuite:
             stats[f"rewards/{name}/timeouts"] = Sum(float(late))
             stats[f"rewards/{name}/seconds"] = Mean.of([result.seconds])
         return stats
+
+
+def no_reward(completions: Sequence[Any], **columns: Any) -> list[None]:
+    """No reward for any completion: of runs that learn from a teacher alone."""
+    return [None] * len(completions)
 
 
 def _name(candidate: Any) -> str:

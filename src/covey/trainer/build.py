@@ -13,9 +13,10 @@ from datasets import Dataset, IterableDataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.comparison import ROLE_AVERAGE
 from covey.algorithms.credit import Judge, JudgeOf, UnreadSettings
 from covey.config.base import OnlineConfig, fill_unset
-from covey.config.messages import is_set
+from covey.config.messages import ignored, is_set
 from covey.config.rules import check_fields
 from covey.core.distillation import split_names
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
@@ -39,6 +40,7 @@ from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rewards.marks import named_tokens
+from covey.rewards.suite import no_reward
 from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
@@ -46,7 +48,7 @@ from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report, warn
 from covey.trainer.batch_scorer import BatchScorer
-from covey.trainer.build_rollouts import build_rollout_spec, check_reward_sources, reward_plan
+from covey.trainer.build_rollouts import RewardPlan, build_rollout_spec, check_reward_sources, reward_plan
 from covey.trainer.checks import MovedWeights, check_model, check_precision
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
@@ -403,11 +405,22 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
     args, player = run.args, collector.spec and collector.spec.play
     plan = reward_plan(reward_funcs, args.reward_weights, processing_classes, player, run.sources)
     report(check_reward_sources(plan, run.sources))
-    if plan.functions is None:
+    if plan.functions is None and (args.teacher is None or run.sources is not None):
         raise CheckError.of(
             "reward-missing",
             "`reward_funcs` is missing.",
-            "Give a reward function, a reward model or a list of them. Environments with `get_reward` need none.",
+            "Give a reward function, a reward model or a list of them. Environments with `get_reward` need none, and"
+            " neither does a run with a `teacher`.",
+        )
+    if plan.functions is None:
+        report(_check_without_rewards(args))
+        plan = RewardPlan([no_reward], None, None)
+    elif args.num_generations == 1 and args.compare != ROLE_AVERAGE:
+        raise CheckError.of(
+            "group-of-one",
+            "num_generations=1 with rewards: a completion is compared with the others of its prompt, so every advantage"
+            " would be 0.",
+            "Set num_generations to 2 or more, or leave `reward_funcs` out to learn from the teacher alone.",
         )
     with whole_models():
         suite = RewardSuite(
@@ -431,6 +444,19 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
         )
         report([Finding.warning("setting-unread", evidence)])
     return suite
+
+
+def _check_without_rewards(args: OnlineConfig) -> Iterator[Finding]:
+    """Errors of settings that go by rewards, in a run that has a teacher alone."""
+    for name, value in (("dynamic_sample", True), ("prompt_sampler", "difficulty")):
+        if getattr(args, name) == value:
+            yield Finding.error(
+                "reward-missing",
+                f"{name}={value!r} chooses prompts by their rewards, and there are no `reward_funcs`.",
+                "Give a reward function, or leave the setting at its default.",
+            )
+    names = ["reward_weights", "scale_rewards", "advantages", "reward_timeout", "reward_isolation", "stream_rewards"]
+    yield from ignored(args, names, "there are no `reward_funcs`")
 
 
 def unread_settings(args: OnlineConfig) -> UnreadSettings:

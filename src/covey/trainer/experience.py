@@ -389,8 +389,11 @@ class CreditAssigner:
         stats |= step_stats(self.judge_of, sampled.scores, names, members)
         alone = credit if everyone.kl is None else None  # the rewards' own
         baselines = self._baselines(everyone.scores)
-        signal = alone or credit_by_source(self.judge_of, everyone.scores, group, baselines=baselines)
-        stats |= signal_stats(signal, group)
+        if self.rewards.abstains:  # nothing is compared
+            stats.pop("frac_reward_zero_std", None)
+        else:
+            signal = alone or credit_by_source(self.judge_of, everyone.scores, group, baselines=baselines)
+            stats |= signal_stats(signal, group)
         if everyone.scores.seats:
             stats |= reports.role_stats(sampled, weights, members)
             stats |= reports.credit_stats(everyone.scores, credit, baselines)
