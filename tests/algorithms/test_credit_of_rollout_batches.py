@@ -19,6 +19,8 @@ from covey.algorithms.credit import (
     step_stats,
     weights_by_source,
 )
+from covey.algorithms.registered import ADVANTAGES
+from covey.core.findings import CheckError
 from covey.core.stats import merge_all
 from tests.support import runs
 
@@ -50,6 +52,44 @@ def test_outcomes_are_the_same_for_all_tokens():
     assert tokens(credit, 2) == [[1, 1, 1], [-1]]
     assert credit.of_completions().tolist() == [1, -1]
     assert credit.has_signal().tolist() == [True, True]
+
+
+def fading(x):
+    """R - mean of the group, times 1, 2, 3, ... from the first token on."""
+    return (x.totals - x.totals.nanmean(1, keepdim=True))[..., None] * torch.arange(1, int(x.lengths.max()) + 1)
+
+
+@pytest.fixture
+def per_token(monkeypatch):
+    monkeypatch.setitem(ADVANTAGES, "fading", fading)
+    return algorithm(advantages="fading")
+
+
+def test_a_function_of_the_group_may_credit_each_token(per_token):
+    """Rewards 2 and 0, mean 1; 5 and no reward; lengths 3, 1, 2 and 2."""
+    given = scores([[2.0], [0.0], [5.0], [NAN]], lengths=[3, 1, 2, 2])
+    credit = assign_credit(per_token, ONE, given, 2)
+    assert tokens(credit, 4) == [[1, 2, 3], [-1], [0, 0], [0, 0]]
+    assert credit.of_tokens(slice(0, 2)).tolist() == [1, 2, 3, -1]
+    assert credit.of_completions().tolist() == [1, -1, 0, 0]
+    assert credit.has_signal().tolist() == [True, True, False, False]
+
+
+def test_credit_of_each_token_needs_a_loss_and_rewards_that_go_with_it(per_token, monkeypatch):
+    with pytest.raises(CheckError) as error:
+        assign_credit(per_token, ONE, scores([[3.0], [1.0]], [{0: [(1, 3.0)]}, {}]), 2)
+    assert error.value.codes == ["advantages-twice"]
+    shares = algorithm(advantages="fading", importance_sampling_level="sequence")
+    with pytest.raises(CheckError) as error:
+        assign_credit(shares, ONE, scores([[3.0], [1.0]]), 2)
+    assert error.value.codes == ["advantages-tokens"]
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 3), (1, 2, 3, 1)])
+def test_credit_of_other_shapes_is_refused(monkeypatch, shape):
+    monkeypatch.setitem(ADVANTAGES, "fading", lambda x: torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"\[1, 2\], .* \[1, 2, 3\]"):
+        assign_credit(algorithm(advantages="fading"), ONE, scores([[2.0], [0.0]], lengths=[3, 1]), 2)
 
 
 def test_a_number_of_a_process_function_is_one_last_step():

@@ -19,6 +19,9 @@ def loss(x):
 def advantages(x):
     return x.totals - x.totals.nanmean(1, keepdim=True)
 
+def of_tokens(x):
+    return advantages(x)[..., None].expand(-1, -1, int(x.lengths.max()))
+
 def mean(x):
     return (-x.ratio * x.advantages).mean()
 
@@ -50,6 +53,8 @@ def later(x):
     return (-x.ratio * x.advantages) if len(calls) < 3 else x.logprobs.sum()
 """
 
+SEVERAL = {"num_iterations": 2, "max_tokens_per_micro_batch": 30}  # epochs, and micro-batches of several sizes
+
 REGISTERED = """
 from covey.algorithms import register_loss
 from covey.core.losses import mean_per_sequence
@@ -76,6 +81,17 @@ def test_loss_and_advantages_are_named_by_file(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(own), runs.weights(known), strict=True))
 
 
+def test_advantages_of_tokens_that_are_equal_are_those_of_completions(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    trained = [
+        runs.trainer(tmp_path / name, advantages=f"{file}:{name}", **SEVERAL) for name in ("advantages", "of_tokens")
+    ]
+    for one in trained:
+        one.train()
+    assert all(torch.equal(a, b) for a, b in zip(*map(runs.weights, trained), strict=True))
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -84,7 +100,7 @@ def test_loss_and_advantages_are_named_by_file(tmp_path):
         ("integer", "returned losses of torch.int64"),
         ("nothing", "returned a NoneType"),
         ("certain", "x.entropies is None: call register_loss(..., entropies=True)"),
-        ("unequal", "in line 29 of"),  # not of torch's own file
+        ("unequal", "in line 32 of"),  # not of torch's own file
         ("misspelt", "misspelt.py: AttributeError: 'SurrogateInputs' object has no attribute 'ratios'"),
         ("later", "returned shape []"),  # in the second step
     ],

@@ -34,7 +34,7 @@ class Algorithm:
         name: shown in messages and model cards.
         totals: (rewards [..., F], reward weights [F], KL penalty [...] or None) -> total rewards [...], NaN for none.
         advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, with `reads_members` the
-            `Members` [P, G]) -> advantages [P, G].
+            `Members` [P, G]) -> advantages [P, G], or [P, G, T] where each token has its own.
         step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
             weights [F'], the subgroup of each completion [B]) -> the advantages of all steps [S], concatenated over the
             functions.

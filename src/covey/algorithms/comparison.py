@@ -72,9 +72,9 @@ def gathered(values: Tensor, members_PG: Tensor, fill: float) -> Tensor:
 
 
 def scattered(values_PG: Tensor, members_PG: Tensor, count: int) -> Tensor:
-    """Values of members, [P, G], back to their completions, [N]."""
+    """Values of members, [P, G] or [P, G, T], back to their completions, [N] or [N, T]."""
     there = members_PG >= 0
-    values = values_PG.new_zeros(count)
+    values = values_PG.new_zeros(count, *values_PG.shape[2:])
     values[members_PG[there]] = values_PG[there]
     return values
 

@@ -22,6 +22,7 @@ from covey.algorithms.comparison import gathered, less_average, numbers_of, scat
 from covey.core.advantages import Credited, nanstd, spread, weighted_total
 from covey.core.batch import token_index
 from covey.core.credit import credit_to_go, gather_steps, join_steps, optimal_token_baseline
+from covey.core.findings import CheckError
 from covey.core.records import NO_SEAT
 from covey.core.records import Scores as Scores
 from covey.core.stats import Mean, Stat
@@ -96,6 +97,8 @@ def assign_credit(
         more = (_members(scores, lengths, members),) if algorithm.reads_members else ()
         rewards_PGF = gathered(rewards, members, torch.nan)
         outcome_N = scattered(algorithm.advantages(rewards_PGF, weights_F, kl_PG, *more), members, len(lengths))
+    if outcome_N.dim() == 2:
+        return Credit(lengths, _of_each_token(algorithm, outcome_N, lengths, process))
     if energies is not None:
         if process:
             raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")
@@ -108,6 +111,24 @@ def assign_credit(
     parts = [gather_steps(scores.steps_of(function), scores.lengths) for function in process]
     advantages_S = algorithm.step_advantages(parts, weights_F[process], groups)
     return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
+
+
+def _of_each_token(algorithm: Algorithm, advantages_NT: Tensor, lengths: Tensor, process: list[int]) -> Credited:
+    """Advantages [N, T] of tokens, each of which ends a step of its own; CheckError where they cannot be used."""
+    given = "the function of `advantages` gives each token an advantage of its own"
+    if process:
+        raise CheckError.of(
+            "advantages-twice", f"{given}, and a reward function rewards steps.", "Return one reward per completion."
+        )
+    if not algorithm.objective.credits_tokens:
+        raise CheckError.of(
+            "advantages-tokens",
+            f"{given}, but this loss gives all tokens of a completion the same (loss_type='gmpo', or"
+            " importance_sampling_level='sequence').",
+            "Set importance_sampling_level='sequence_token' or 'token', or choose another loss_type.",
+        )
+    rows, ends = (torch.arange(advantages_NT.shape[1]) < lengths[:, None]).nonzero(as_tuple=True)
+    return Credited(rows, ends, advantages_NT[rows, ends].double() * algorithm.mix.outcome_weight)
 
 
 class Judge(NamedTuple):

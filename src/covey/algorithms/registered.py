@@ -140,14 +140,20 @@ class AdvantageInputs(NamedTuple):
 
 
 Advantages = Callable[[AdvantageInputs], Tensor]
-"""Rewards and lengths -> advantages [P, G]; NaN counts as 0."""
+"""Rewards and lengths -> advantages of completions [P, G], or of each of their tokens [P, G, T]; NaN counts as 0.
+
+T is at least the largest length; what stands after a completion's last token is not read.
+"""
 
 ADVANTAGES: Registry[Advantages] = Registry("advantages")
 """Every value of `advantages` by name; `register_advantages` extends it."""
 
 
 def register_advantages(name: str, function: Advantages) -> Advantages:
-    """Register `AdvantageInputs -> advantages [P, G]`, of all processes' groups, as `advantages=name`; returns it.
+    """Register `AdvantageInputs -> advantages`, [P, G] or [P, G, T], of all processes' groups, as `advantages=name`.
+
+    Returns:
+        The function.
 
     Raises:
         ValueError: the name is taken.
@@ -157,20 +163,23 @@ def register_advantages(name: str, function: Advantages) -> Advantages:
 
 
 def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, members: Members) -> Tensor:
-    """Advantages [P, G] float32 by the function that the config names; 0 for a completion without a reward."""
+    """Advantages [P, G] or [P, G, T] float32 by the function that the config names; 0 for one without a reward."""
     numbers = totals.double(), rewards.double(), members.lengths.double()
     x = AdvantageInputs(*numbers, config.pass_at_k, members.roles, members.games, members.role_names)
     try:
         found = ADVANTAGES[config.advantages](x)
     except Exception as error:
         raise ValueError(f"advantages={config.advantages!r} failed in {_described(error)}") from error
-    if not isinstance(found, Tensor) or found.shape != totals.shape:
+    longest = int(members.lengths.max()) if members.lengths.numel() else 0
+    of_tokens = isinstance(found, Tensor) and found.dim() == 3 and found.shape[2] >= longest
+    if not isinstance(found, Tensor) or found.shape[: 2 if of_tokens else None] != totals.shape:
         given = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ValueError(
             f"advantages={config.advantages!r} returned {given}, but must return a tensor with the advantage of"
-            f" each completion, shape {list(totals.shape)}."
+            f" each completion, shape {list(totals.shape)}, or of each token, shape {[*totals.shape, longest]}."
         )
     found = found.float()
     if found.isinf().any():
         raise ValueError(f"advantages={config.advantages!r} returned an infinite advantage. 0 or NaN gives none.")
-    return torch.where(totals.isnan(), 0.0, found).nan_to_num(0.0)
+    unknown = totals.isnan()[..., None] if of_tokens else totals.isnan()
+    return torch.where(unknown, 0.0, found).nan_to_num(0.0)

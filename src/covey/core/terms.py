@@ -49,7 +49,9 @@ class TokenTerm:
     """
 
     name: str
-    tokens: Callable[[TrainBatch], Tensor]  # batch -> [N] share of each token: 0 without, else 1 or a factor of its own
+    # batch -> [N] share of each token: 0 without, else 1 or a factor of its own. Log-probs of other policies are known
+    # then, advantages are not: where these matter, `value` is 0.
+    tokens: Callable[[TrainBatch], Tensor]
     value: Callable[[TermInputs], Tensor]  # -> [N], which is minimised
     coef: Coefficient
     stats: Callable[[TermInputs], dict[str, Stat]] | None = None
