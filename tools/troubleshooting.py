@@ -1,6 +1,6 @@
-"""Write docs/troubleshooting.md and docs/messages.md: make every mistake of tests/support/mistakes, note its message.
+"""Write docs/troubleshooting.md and benchmarks/messages.md: make each mistake, note its message.
 
-The tables of docs/survival.md are written, too, from tests/support/hostile.
+The tables of benchmarks/survival.md are written, too, from tests/support/hostile.
 
 Usage: python tools/troubleshooting.py [WORDS]
 
@@ -26,7 +26,7 @@ from tests.support.mistakes.cases import Bench  # noqa: E402
 from tests.support.mistakes.page import MISTAKES, produced, read, render, shown  # noqa: E402
 
 DOCS = ROOT / "docs"
-ROBUSTNESS = DOCS / "survival.md"
+ROBUSTNESS = ROOT / "benchmarks" / "survival.md"
 
 
 def main(words: str) -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/survival.md, rendered from the hostile cases; `tools/troubleshooting.py` writes them."""
+"""The tables of benchmarks/survival.md, rendered from the hostile cases; `tools/troubleshooting.py` writes them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md and docs/messages.md, rendered from the catalogue of mistakes and the messages they cause.
+"""docs/troubleshooting.md and benchmarks/messages.md, rendered from the mistakes and their messages.
 
 The first has what needs advice, the second what its own text explains; both show how a message begins.
 `tools/troubleshooting.py` writes the pages; the tests compare every message with them.
@@ -45,6 +45,9 @@ MISTAKES = [
     *VISION,
 ]
 
+PAGES = ("troubleshooting.md", "../benchmarks/messages.md")
+"""Files of the pages, from docs/: with advice, and without."""
+
 WORDS = 12
 """Words of a message on the page: enough to find it by. Whoever looks for it has the rest on the screen."""
 
@@ -55,7 +58,8 @@ HEAD = """\
 
 What to do about errors and warnings, by how their messages begin; paths, names and numbers are examples. Messages say
 what was given, what is allowed and what to do. Those whose text says everything are
-[on a page of their own](messages.md), failures of inference servers [on another](../benchmarks/server-faults.md).
+[on a page of their own](../benchmarks/messages.md), failures of inference servers
+[on another](../benchmarks/server-faults.md).
 
 Everything that can be known is checked before training: a config when it is made; models, tokenizers, datasets and
 reward functions when the trainer is made. An error loses nothing: a run that ended in one continues exactly from its
@@ -71,7 +75,7 @@ CLEAR = """\
 <!-- Written by `python tools/troubleshooting.py` from tests/support/mistakes: edit those, not this page. -->
 
 Errors and warnings that say all there is to do, by how they begin. The others are in
-[troubleshooting](troubleshooting.md).
+[troubleshooting](../docs/troubleshooting.md).
 """
 
 QUOTED = (
@@ -148,20 +152,20 @@ def same(message: str, on_page: str) -> bool:
 
 def read(docs: Path) -> dict[str, str]:
     """Kind and beginning of the message by what the user did, from both pages."""
-    text = "".join((docs / name).read_text() for name in ("troubleshooting.md", "messages.md"))
+    text = "".join((docs / name).read_text() for name in PAGES)
     return dict(re.findall(r"^### (.+)\n\n    (.+)$", text, flags=re.MULTILINE))
 
 
 def render(messages: dict[str, str]) -> dict[str, str]:
     """The text of each page; `messages` are those of `read`, in any length."""
     codes_of = {mistake.what: mistake.code for mistake in reversed(MISTAKES)}
-    pages = {"troubleshooting.md": [HEAD], "messages.md": [CLEAR]}
+    pages = dict(zip(PAGES, ([HEAD], [CLEAR]), strict=True))
     for section, rows in SECTIONS.items():
         for name, parts in pages.items():
-            chosen = {what: advice for what, advice in rows.items() if bool(advice) == (name == "troubleshooting.md")}
+            chosen = {what: advice for what, advice in rows.items() if bool(advice) == (name == PAGES[0])}
             if chosen:
                 parts.append(f"## {section}\n")
-            if chosen and section in INTRODUCTIONS and name == "troubleshooting.md":
+            if chosen and section in INTRODUCTIONS and name == PAGES[0]:
                 parts.append(f"{INTRODUCTIONS[section]}\n")
             for what, advice in chosen.items():
                 parts.append(f"### {what}\n\n    {beginning(messages[what])}\n")

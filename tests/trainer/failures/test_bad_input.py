@@ -1,6 +1,6 @@
 """Every mistake in the catalogue: one clear error or warning, as early as it can be known, and nothing is lost.
 
-docs/troubleshooting.md and docs/messages.md show how each begins; `python tools/troubleshooting.py` writes them.
+docs/troubleshooting.md and benchmarks/messages.md show how each begins; `python tools/troubleshooting.py` writes them.
 """
 
 import ast
@@ -20,7 +20,7 @@ from tests.support.mistakes.advice import SECTIONS
 from tests.support.mistakes.cases import Bench
 from tests.support.mistakes.colocate import SHOWN_BY_VLLM
 from tests.support.mistakes.data import REWARDS
-from tests.support.mistakes.page import MISTAKES, produced, read, render, same, shown
+from tests.support.mistakes.page import MISTAKES, PAGES, produced, read, render, same, shown
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -133,7 +133,7 @@ def strings(source: Path) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-@pytest.mark.parametrize("name", ["troubleshooting.md", "messages.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_script_renders(name):
     assert (DOCS / name).read_text() == render(rows())[name], "run: python tools/troubleshooting.py"
 

@@ -1,6 +1,6 @@
 """Whatever tools, rollout functions, environments and rewards do, the run continues; nothing leaks between rollouts.
 
-The catalogue is in `hostile` and the modules it names; docs/survival.md has a row for each case.
+The catalogue is in `hostile` and the modules it names; benchmarks/survival.md has a row for each case.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.support.hostile import tools as hostile_tools
 from tests.support.hostile.cases import ENDS, FAILS, Scene, acts_badly, failed
 from tests.support.hostile.page import SECTIONS, render
 
-PAGE = Path(__file__).parents[3] / "docs" / "survival.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "survival.md"
 
 MOST_SECONDS = 300.0  # on the busiest machine
 """Of a run; deadlines are below a second in most of them, and the machine may be shared."""
