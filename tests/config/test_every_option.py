@@ -72,6 +72,9 @@ VALUES: dict[str, Any] = {
     **{"teacher": "start", "teacher_prompt": "answer", "teacher_prompt_template": "{prompt} {answer}"},
     **{"teacher_schedule": {"warmup": 1, "peak": 0.5, "decay": 2, "valley": 0.1}},
     **{"teacher_model_init_kwargs": {"dtype": "bfloat16"}, "teacher_advantage": "tests/support/gaps.py:none"},
+    **{"supervised_roles": {"tool": 0.5}, "supervised_filter": "tests/support/objective_cases.py:bare_batch"},
+    **{"demonstrations": "tests/support/demonstrations.jsonl"},
+    **{"demonstrations_schedule": {"warmup": 1, "peak": 0.5, "decay": 2, "valley": 0.1}},
     **{"max_tokens_per_micro_batch": 16, "vllm_importance_sampling_clip_min": 0.5, "entropy_target": 1.0},
     **each(("transformers_continuous_batching_config", "vllm_engine_kwargs", "sglang_server_args"), {"a": 1}),
 }
@@ -182,7 +185,11 @@ TAUGHT = {"teacher": "start"}
 NAMED_ROWS = [{**row, "teacher": "a", "x": "a"} for row in ROWS]
 SGLANG = {"use_sglang": True, "sglang_base_url": "http://a:1"}
 TOOLS: dict[str, Any] = {"given": {"tools": [lookup], "train_dataset": tiny.rows(conversational=True)}}
+SHOWN = {"demonstrations": "tests/support/demonstrations.jsonl"}
 WITH: dict[str, dict[str, Any]] = {
+    **each([f"demonstrations_{name}" for name in ("per_step", "coef", "schedule", "phi")], SHOWN),
+    "supervised_roles": TOOLS,
+    "supervised_filter": {**TOOLS, "supervised_roles": {"tool": 0.1}},
     **{name: {"loss_type": loss} for loss, row in LOSS_TYPES.items() for name in row.reads or ()},
     **each(("epsilon", "epsilon_high", "delta"), {**STEP_BY_STEP, "loss_type": "grpo"}),
     **each(("off_policy_mask_threshold", "importance_sampling_level"), {**STEP_BY_STEP, "loss_type": "grpo"}),

@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType, Members
 from covey.algorithms.comparison import RolloutComparison
 from covey.algorithms.registered import registered_advantages
-from covey.algorithms.terms import teacher_advantage, terms
+from covey.algorithms.terms import surrogate_coefficient, teacher_advantage, terms
 from covey.core import losses
 from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
 from covey.core.credit import CreditMix, Steps, steps_normalized_then_summed, steps_relative, steps_weighted
@@ -116,7 +116,10 @@ def method(
         step_advantages=partial(step_advantages, config),
         mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
         objective=replace(
-            objective(config, kl_in_reward=kl_in_reward), terms=terms(config), teacher=teacher_advantage(config)
+            objective(config, kl_in_reward=kl_in_reward),
+            terms=terms(config),
+            teacher=teacher_advantage(config),
+            surrogate_coef=surrogate_coefficient(config),
         ),
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=kl_in_reward,

@@ -15,6 +15,7 @@ from covey.core.distillation import (
     sampled_divergence,
     tokens_with_a_teacher,
 )
+from covey.core.supervision import DEMONSTRATIONS, cross_entropy, tokens_of_writers, weighted_cross_entropy
 from covey.core.terms import Coefficient, TokenTerm, constant, peak_and_valley
 from covey.runtime.import_path import resolve
 
@@ -51,7 +52,37 @@ def teacher_advantage(config: Any) -> TeacherAdvantage | None:
     return TeacherAdvantage(own, teacher_coefficient(config), config.teacher_clip)
 
 
-TERMS: list[Callable[[Any], TokenTerm | None]] = [teacher]
+def supervised(config: Any) -> TokenTerm | None:
+    """Cross-entropy on what others wrote in the policy's rollouts (ECHO, arXiv 2605.24517)."""
+    if config.supervised_roles is None:
+        return None
+    return TokenTerm("supervised", tokens_of_writers(config.supervised_roles), cross_entropy, lambda step: 1.0)
+
+
+def demonstrations_coefficient(config: Any) -> Coefficient:
+    """Weight of the demonstrations by the step; with a schedule it is μ, and the rewards' part has 1 - μ."""
+    if config.demonstrations_schedule is None:
+        return constant(config.demonstrations_coef)
+    return lambda step: peak_and_valley(step, **config.demonstrations_schedule)
+
+
+def demonstrations(config: Any) -> TokenTerm | None:
+    """Cross-entropy on demonstrations (CHORD, arXiv 2508.11408)."""
+    if config.demonstrations is None:
+        return None
+    value = weighted_cross_entropy if config.demonstrations_phi else cross_entropy
+    return TokenTerm(DEMONSTRATIONS, None, value, demonstrations_coefficient(config))
+
+
+def surrogate_coefficient(config: Any) -> Coefficient | None:
+    """Weight of surrogate and KL term beside the others, or None for 1."""
+    if config.demonstrations is None or config.demonstrations_schedule is None:
+        return None
+    mu = demonstrations_coefficient(config)
+    return lambda step: 1.0 - mu(step)
+
+
+TERMS: list[Callable[[Any], TokenTerm | None]] = [teacher, supervised, demonstrations]
 """Config -> a term, or None where the config asks for none."""
 
 

@@ -115,6 +115,17 @@ ALIASES: dict[str, Alias] = {
     "cosine_min_len_value_wrong cosine_min_len_value_correct": _removed(_COSINE),
     "cosine_max_len_value_wrong cosine_max_len_value_correct cosine_max_len": _removed(_COSINE),
     "repetition_n_grams repetition_max_penalty": _removed(_REPETITION),
+    "chord_sft_dataset": Alias("demonstrations"),
+    "chord_enable_phi_function": Alias("demonstrations_phi", kind=bool),
+    "chord_sft_per_device_train_batch_size": _removed(
+        "demonstrations_per_step counts the demonstrations of an optimizer step, over all processes", int
+    ),
+    "chord_mu_warmup_steps chord_mu_decay_steps": _removed(
+        "set demonstrations_schedule={'warmup': ..., 'peak': ..., 'decay': ..., 'valley': ...}", int
+    ),
+    "chord_mu_peak chord_mu_valley": _removed(
+        "set demonstrations_schedule={'warmup': ..., 'peak': ..., 'decay': ..., 'valley': ...}", float
+    ),
     "split_dataset_ratio": _removed("the dataset is never split: evaluation runs only with an eval_dataset of its own"),
     "use_wandb": Alias("report_to", "True means 'wandb'", lambda on, _: "wandb" if on in (True, "true", 1) else "none"),
     "batch_size": Alias("per_device_train_batch_size", "it counts completions"),

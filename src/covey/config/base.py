@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from covey.algorithms import ADVANTAGES, LOSS_TYPES, register_advantages
 from covey.algorithms.registered import register_loss_of_file
-from covey.config import engines, objective, rules, sampling, teachers, training
+from covey.config import engines, objective, rules, sampling, supervision, teachers, training
 from covey.config.algebra import PLANNED, BatchAlgebra, planning_for, steps_of
 from covey.config.aliases import AcceptsAliases, OldNames
 from covey.config.fields import DICT_FIELDS, FILE_FIELDS, SAMPLING_FIELDS, none_means_unset
@@ -84,6 +84,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     objective.KLFields,
     objective.EntropyFields,
     teachers.TeacherFields,
+    supervision.SupervisionFields,
     engines.MismatchFields,
     engines.VllmFields,
     engines.SglangFields,

@@ -84,6 +84,8 @@ DICT_FIELDS = (
     "model_init_kwargs",
     "teacher_model_init_kwargs",
     "teacher_schedule",
+    "supervised_roles",
+    "demonstrations_schedule",
     "generation_kwargs",
     "chat_template_kwargs",
     "gates",

@@ -1,8 +1,7 @@
 """Rules of a config: each is one function, named after what it guarantees.
 
 A rule yields findings: errors for settings that cannot work, warnings for those without effect. To add one, write it
-below the fields of its theme (`training`, `sampling`, `objective`, `teachers`, `engines`): every public function there
-is a rule.
+below the fields of its theme (`training`, `sampling`, `objective`, ...): every public function there is a rule.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.algorithms.comparison import COMPARISONS, ROLE_AVERAGE, WITHIN
-from covey.config import engines, objective, sampling, teachers, training
+from covey.config import engines, objective, sampling, supervision, teachers, training
 from covey.config.aliases import OldNames
 from covey.config.choosing import check_gates, check_sampler
 from covey.config.fields import LIMITS, Args, Limits
@@ -32,7 +31,7 @@ from covey.runtime.safe_text import is_secret, without_secrets
 
 RULES: tuple[Callable[[Args], Iterator[Finding]], ...] = tuple(
     rule
-    for theme in (training, sampling, objective, teachers, engines)
+    for theme in (training, sampling, objective, supervision, teachers, engines)
     for name, rule in vars(theme).items()
     if inspect.isfunction(rule) and rule.__module__ == theme.__name__ and not name.startswith("_")
 )

@@ -26,12 +26,14 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
 )
 WIDE_FIELDS = ("named_ids", "teacher_tops")  # several numbers of each token, [N, K]
 TEACHER_FIELDS = ("teacher_logprobs",)  # of each token, NaN for one without a teacher
-TOKEN_FIELDS = ("token_ids", "sampled", "jumps", "kept_counts", "chosen", "origin", *LOSS_FIELDS, *WIDE_FIELDS)
+OF_ROLLOUTS = ("token_ids", "sampled", "observed", "jumps", "kept_counts", "chosen", "origin")
+TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, *WIDE_FIELDS)
 
 UNREPORTED = {
     "engine_logprobs": math.nan,
     "mismatch_weights": 1.0,
     "kept_counts": 0,
+    "observed": 0,
     "jumps": 0,
     "origin": -1,
     "named_ids": -1,
@@ -87,6 +89,8 @@ class TrainBatch:
     # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
     kept_counts: Tensor | None = None
     kept_ids: Tensor | None = None
+    # [N] int64 or None: who wrote each token (`Rollout.observed`), 0 in truncated completions that are masked
+    observed: Tensor | None = None
     # [N, K] int64 or None: tokens to score besides each token, -1 for none (`named` of `TokenScorer`)
     named_ids: Tensor | None = None
     teacher_tops: Tensor | None = None  # [N, K] float32 or None, log-probs of the named tokens by the rollout's teacher
@@ -217,6 +221,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
     token_ids: list[int] = []
     sampled: list[bool] = []
     logprobs: list[float] = []
+    observed: list[int] = []
     kept: list[Sequence[int]] = []
     jumps: dict[int, int] = {}
     masks = [mask_truncated] * len(rollouts) if isinstance(mask_truncated, bool) else mask_truncated
@@ -226,7 +231,9 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
             jumps[len(token_ids) + start] = follows - (len(rollout.prompt_ids) + start - 1)
         lengths.append(size)
         token_ids += rollout.completion_ids
-        sampled += [False] * size if masked and rollout.truncated else rollout.sampled
+        left_out = masked and rollout.truncated
+        sampled += [False] * size if left_out else rollout.sampled
+        observed += [0] * size if left_out or rollout.observed is None else rollout.observed
         logprobs += [math.nan] * size if rollout.logprobs is None else rollout.logprobs
         kept += [()] * size if rollout.sampling_mask is None else rollout.sampling_mask
     reporting = [rollout.completion_ids for rollout in rollouts if rollout.logprobs is not None]
@@ -242,6 +249,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
         kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if cut else None,
         kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if cut else None,
+        observed=torch.tensor(observed, dtype=torch.long) if any(observed) else None,
         media=media if any(media) else None,
     )
     if jumps:

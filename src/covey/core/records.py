@@ -50,6 +50,9 @@ StepRewards = list[tuple[int, float]]
 
 Message = dict[str, Any]  # one chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads
 
+WRITERS = ("user", "tool", "system")
+"""Roles of messages that others than the policy write in an episode; `Rollout.observed` has their places from 1 on."""
+
 PER_TOKEN = ("logprobs", "entropies", "versions", "sampling_mask")
 """Fields of completions and rollouts that have a value for each token, or are None where the engine reports none."""
 
@@ -153,10 +156,13 @@ class Rollout:
     returned: dict[int, list[Any]] = field(default_factory=dict)
     role: str = ""  # seat of a game that it was played in, by which credit is assigned; "": none
     game: int = 0  # number of its game among those of its group
+    # who wrote each completion token during the episode: 1 + the place of the message's role in `WRITERS`, or 0 where
+    # the policy or a program did. The template's own tokens count with the message. None where nobody says
+    observed: list[int] | None = None
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
-        for name in ("sampled", *PER_TOKEN):
+        for name in ("sampled", "observed", *PER_TOKEN):
             values = getattr(self, name)
             if values is not None and len(values) != tokens:
                 raise ValueError(

@@ -49,9 +49,9 @@ class TokenTerm:
     """
 
     name: str
-    # batch -> [N] share of each token: 0 without, else 1 or a factor of its own. Log-probs of other policies are known
-    # then, advantages are not: where these matter, `value` is 0.
-    tokens: Callable[[TrainBatch], Tensor]
+    # batch -> [N] share of each token: 0 without, else 1 or a factor of its own; None where no rollout has any. Log-probs
+    # of other policies are known then, advantages are not: where these matter, `value` is 0.
+    tokens: Callable[[TrainBatch], Tensor] | None
     value: Callable[[TermInputs], Tensor]  # -> [N], which is minimised
     coef: Coefficient
     stats: Callable[[TermInputs], dict[str, Stat]] | None = None
@@ -98,7 +98,7 @@ class TermCounts(NamedTuple):
 
 def tokens_of_terms(terms: Sequence[TokenTerm], batch: TrainBatch) -> dict[str, Tensor]:
     """`TrainBatch.term_tokens` of a batch, from what is known of its tokens."""
-    return {term.name: term.tokens(batch) for term in terms}
+    return {term.name: term.tokens(batch) for term in terms if term.tokens is not None}
 
 
 def term_sizes(batch: TrainBatch) -> dict[str, Tensor]:

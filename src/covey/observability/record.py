@@ -56,6 +56,7 @@ LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sg
 AS_THEY_ARE = ("group", "role", "game", "prompt", "completion", "reused", "calls", "seconds", "tool_seconds")
 """Fields of a rollout that are columns of its name."""
 LISTS = dict.fromkeys(("turn_ends", "prompt_ids", "versions"), "int32") | {"sampled": "bool"}
+LISTS["observed"] = "int8"
 LISTS |= dict.fromkeys(("logprobs", "entropies"), "float32")
 """Fields of a rollout that hold lists, and the type of their values."""
 OF_TOKENS = (

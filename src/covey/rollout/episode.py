@@ -14,7 +14,7 @@ import numpy as np
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
-from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
+from covey.core.records import PER_TOKEN, WRITERS, Completion, FinishReason, Message, Rollout
 from covey.core.special_tokens import CompletionDecoder, opened_thinking
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import (
@@ -238,6 +238,7 @@ class Episode:
         messages: the completion as messages: turns of the policy and the messages written between them.
         logprobs: of every completion token, 0.0 where it was not sampled; None if the engine reports none.
         entropies, versions, sampling_mask: the same, as in a `Rollout`.
+        observed: who wrote each token, as in a `Rollout`; messages of several roles count as the last one's.
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
             itself leaves it None, since something may be written after it.
@@ -254,6 +255,7 @@ class Episode:
     path: tuple[int | str, ...] = ()
     completion_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
+    observed: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -393,7 +395,9 @@ class Episode:
         self.media += encoded.media
         last_version = (self.versions or [0])[-1]
         written = {"logprobs": 0.0, "entropies": 0.0, "versions": last_version, "sampling_mask": []}
-        self._append(encoded.ids, False, {name: [value] * len(encoded.ids) for name, value in written.items()})
+        role = messages[-1].get("role")
+        writer = 1 + WRITERS.index(role) if role in WRITERS else 0
+        self._append(encoded.ids, False, {name: [value] * len(encoded.ids) for name, value in written.items()}, writer)
         self.messages += messages
         self._turn_start, self._open = None, False
         return True
@@ -434,7 +438,7 @@ class Episode:
         if turns is None:
             self._refuse_while_sampling("forked")
         other = copy.copy(self)
-        for name in ("completion_ids", "sampled", "turn_ends", "calls", "returned", *PER_TOKEN):
+        for name in ("completion_ids", "sampled", "observed", "turn_ends", "calls", "returned", *PER_TOKEN):
             setattr(other, name, copy.copy(getattr(self, name)))
         other.messages = [dict(message) for message in self.messages]
         if turns is not None:
@@ -445,7 +449,7 @@ class Episode:
 
     def _keep(self, turns: int) -> None:
         end, sampled = self.turn_ends[turns - 1] + 1, [m["role"] == "assistant" for m in self.messages]
-        for name in ("completion_ids", "sampled", *PER_TOKEN):
+        for name in ("completion_ids", "sampled", "observed", *PER_TOKEN):
             if (values := getattr(self, name)) is not None:
                 del values[end:]
         last = [index for index, by_policy in enumerate(sampled) if by_policy][turns - 1]
@@ -486,14 +490,16 @@ class Episode:
             prompt=self.prompt,
             media=self.media,
             returned=dict(self.returned),
+            observed=list(self.observed) if any(self.observed) else None,
             role=role,
             game=game,
             **{name: getattr(self, name) for name in PER_TOKEN},
         )
 
-    def _append(self, token_ids: list[int], sampled: bool, per_token: dict[str, Any]) -> None:
+    def _append(self, token_ids: list[int], sampled: bool, per_token: dict[str, Any], writer: int = 0) -> None:
         self.completion_ids += token_ids
         self.sampled += [sampled] * len(token_ids)
+        self.observed += [writer] * len(token_ids)
         for name, values in per_token.items():
             known = getattr(self, name)  # None where an engine did not report it for an earlier turn
             setattr(self, name, None if known is None or values is None else known + values)

@@ -222,6 +222,7 @@ def _plain_rollout(rollout: Rollout) -> Rollout:
         extras={_text(name): value for name, value in rollout.extras.items()},
         reused=int(rollout.reused),
         versions=_each(int, rollout.versions),
+        observed=_each(int, rollout.observed),
         strands=[(int(start), int(follows)) for start, follows in rollout.strands],
         turn_ends=[int(one) for one in rollout.turn_ends],
         calls={_text(outcome): int(count) for outcome, count in rollout.calls.items()},

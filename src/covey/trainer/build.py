@@ -50,6 +50,7 @@ from covey.runtime.user_code import report, warn
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.build_rollouts import RewardPlan, build_rollout_spec, check_reward_sources, reward_plan
 from covey.trainer.checks import MovedWeights, check_model, check_precision
+from covey.trainer.demonstrations import Demonstrations, load_demonstrations
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.opponents import PastPolicies, build_seats
@@ -174,6 +175,22 @@ def blank_row(codec: PromptCodec) -> Rollout:
     content = [{"type": "image", "image": Image.new("RGB", (64, 64), "white")}, {"type": "text", "text": "?"}]
     encoded = codec.read([{"role": "user", "content": content}])
     return Rollout(encoded.ids, [], [], None, "", FinishReason.STOP, media=encoded.media)
+
+
+def build_demonstrations(run: Run, codec: PromptCodec) -> Demonstrations | None:
+    """The demonstrations that steps learn from, or None."""
+    args = run.args
+    if args.demonstrations is None:
+        return None
+    return Demonstrations(
+        load_demonstrations(args.demonstrations, codec, args.max_completion_length, bool(args.prompts_as_messages)),
+        per_step=args.demonstrations_per_step,
+        seed=args.resolved_data_seed,
+        processes=run.collectives.size,
+        weighting=run.algorithm.weighting,
+        rows=args.per_device_train_batch_size,
+        max_completion_length=args.max_completion_length,
+    )
 
 
 def build_reference(

@@ -127,6 +127,7 @@ def _check_combinations(
             if (value := getattr(args, name)) != default:
                 evidence = f"`{name}={value!r}` has no effect on rollouts that are one completion."
                 yield Finding.warning("setting-unread", evidence)
+        yield from ignored(args, ["supervised_roles"], "nobody but the policy is known to write in rollouts")
     if not plays and args.compare != "group":
         yield Finding.error(
             "roles-missing",

@@ -34,6 +34,7 @@ from covey.observability.metrics import rollout_batch_stats, stats_by_label
 from covey.policy.loading import has_dropout
 from covey.policy.replicas import Reference
 from covey.rewards import RewardSuite
+from covey.runtime.import_path import resolve
 from covey.runtime.user_code import report
 from covey.trainer import rollout_reports as reports
 from covey.trainer.batch_scorer import BatchScorer
@@ -54,6 +55,19 @@ from covey.trainer.teachers import TeacherScorer
 Stats = dict[str, Stat]
 
 
+def filtered(rollout: Rollout, may_count: Callable[[Rollout], Sequence[bool]]) -> Rollout:
+    """The rollout with nobody as the writer of the tokens that may not count; ValueError for too few or many flags."""
+    if rollout.observed is None:
+        return rollout
+    flags = list(may_count(rollout))
+    if len(flags) != len(rollout.observed):
+        raise ValueError(
+            f"supervised_filter gave {len(flags)} flags for a rollout of {len(rollout.observed)} completion_ids: give"
+            " True or False for each."
+        )
+    return replace(rollout, observed=[who if flag else 0 for who, flag in zip(rollout.observed, flags, strict=True)])
+
+
 @dataclass(eq=False)
 class BehaviourScorer:
     """Scores rollouts under the policies that the loss compares with, where it needs them."""
@@ -64,11 +78,16 @@ class BehaviourScorer:
     engine_check: EngineCheck  # compares the engine's first log-probs with the scorer's
     teachers: TeacherScorer | None = None
 
+    def __post_init__(self) -> None:
+        reference = self.run.args.supervised_filter
+        self._may_count = None if reference is None else resolve(reference, "supervised_filter")
+
     def score(self, scored: RolloutBatch, mode: Mode) -> Behaviour:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty. Collective."""
         run, given = self.run, scored.rollouts
         masks = [run.masks_truncated(sample.source) for sample in scored.samples]
-        batch = collate(given, mask_truncated=masks).to(run.device)
+        counted = given if self._may_count is None else [filtered(one, self._may_count) for one in given]
+        batch = collate(counted, mask_truncated=masks).to(run.device)
         with run.phases("score"):
             self.scorer.settle_layout(batch)
             rollouts = self.with_entropies(given) if run.args.log_entropy else list(given)

@@ -239,6 +239,7 @@ class OnlineTrainer(TrainingLoop):
             self.finite,
             compute_loss=self.loss_of,
             backward=self.backward,
+            demonstrations=build.build_demonstrations(run, self.collector.codec),
             updates=None if self.recorder is None else self.recorder.updates,
         )
         self.evaluation = EvaluationPhase(

@@ -22,6 +22,7 @@ from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.checks import FiniteCheck
+from covey.trainer.demonstrations import Demonstrations
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
 from covey.trainer.distributed.sharding import average_gradients
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, choose_tokens, entropy_threshold
@@ -52,6 +53,7 @@ class UpdatePhase:
     # (model, micro-batch, plan, number of the micro-batch in the step) -> loss and metrics: `loss`, or an override
     compute_loss: Callable[[Any, TrainBatch, Plan, int], tuple[Tensor, Stats]]
     backward: Callable[[Tensor], None]  # adds the gradients of a loss to the parameters'
+    demonstrations: Demonstrations | None = None  # that steps learn from besides
     updates: UpdateLog | None = None  # of the run's record, where it keeps tokens
     buffer: RolloutBuffer = field(default_factory=RolloutBuffer, init=False)
 
@@ -76,6 +78,10 @@ class UpdatePhase:
         known = bool(began) and all(one.entropy for one in began)
         stats: list[Stats] = list(chain.from_iterable(one.entropy for one in began)) if known else []
         own, index = self._whole_step(parts)
+        if self.demonstrations is not None:
+            share = micro_steps / args.gradient_accumulation_steps
+            own, index, found = self.demonstrations.added(own, index, run.step, share)
+            stats.append(found)
         self.batch_scorer.settle_layout(own.batch)
         if not self._needs_every_rollout:
             index = index.without_signal_dropped()

@@ -4,6 +4,7 @@ import pytest
 
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
+from covey.observability.record import files, read_rows
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.rollout_reports import FailureMonitor
 from tests.support import runs, tiny
@@ -182,3 +183,31 @@ def test_failed_rollouts_in_a_row_are_counted_on_by_a_resume():
     resumed.load_state_dict(watch.state_dict())
     with pytest.raises(RolloutError, match="all 2 rollouts failed, 3 rollout batches in a row"):
         resumed.count(of(ERROR, 2))
+
+
+def test_what_tools_said_is_learned_beside_the_rewards(tmp_path):
+    """ECHO: with rewards that teach nothing, the policy still learns to predict the results."""
+    parts = {"tools": [add], "reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    settings = {"max_steps": 3, "learning_rate": 1e-2, "record": "tokens"}
+    plain = trainer(tmp_path / "plain", says(CALL, "5"), parts=parts, **settings)
+    echo = trainer(tmp_path / "echo", says(CALL, "5"), parts=parts, supervised_roles={"tool": 1.0}, **settings)
+    plain.train()
+    echo.train()
+    losses = runs.history(echo, "supervised/loss")
+    assert losses[-1] < losses[0] and not any("supervised/loss" in log for log in plain.state.log_history)
+    first, *_ = read_rows(files(tmp_path / "echo/record")[0])
+    observed, sampled = first["observed"], first["sampled"]
+    written = [token for token, who in zip(first["token_ids"], observed, strict=True) if who]
+    assert "tool: 5" in TOKENIZER.decode(written)
+    assert set(observed) == {0, 2} and not any(s and who for s, who in zip(sampled, observed, strict=True))
+    weights = first["term/supervised"]
+    assert [weight > 0 for weight in weights] == [who > 0 for who in observed]
+    assert runs.history(echo, "supervised/tokens")[0] == 8 * len(written)
+
+
+def test_tokens_that_the_filter_leaves_out_are_not_learned(tmp_path):
+    (tmp_path / "own.py").write_text("def none(rollout):\n    return [False] * len(rollout.completion_ids)\n")
+    settings = {"supervised_roles": {"tool": 1.0}, "supervised_filter": f"{tmp_path}/own.py:none"}
+    trained = trainer(tmp_path, says(CALL, "5"), parts={"tools": [add]}, **settings)
+    trained.train()
+    assert runs.history(trained, "supervised/tokens") == [0]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
+from covey.config.base import OnlineConfig
 from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
 from covey.config.teachers import OF_THE_POLICY
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
@@ -215,6 +216,7 @@ def loss(run: ExplainedRun) -> Iterator[str]:
         yield f"""beta={args.beta:g}: {args.beta:g} * KL to the reference model is {where}. kl starts at 0. beta=0
         removes the penalty and the reference model."""
     yield from _teachers(run)
+    yield from _supervised(args)
     if args.beta and args.sync_ref_model:
         yield f"The reference moves towards the policy every {args.ref_model_sync_steps} updates."
     if args.max_completion_length is None:
@@ -228,6 +230,21 @@ def loss(run: ExplainedRun) -> Iterator[str]:
         completions/clipped_ratio is their fraction. mask_truncated_completions leaves them out."""
     if args.entropy_coef or args.use_adaptive_entropy:
         yield "The entropy bonus is subtracted from the loss; policy_loss is without it."
+
+
+def _supervised(args: OnlineConfig) -> Iterator[str]:
+    """Supervised terms, each with its denominator."""
+    if isinstance(args.supervised_roles, dict):
+        roles = ", ".join(f"{weight:g} * of {role}" for role, weight in args.supervised_roles.items())
+        yield f"""The cross-entropy of what others wrote in rollouts ({roles}) is a term of its own (supervised/loss),
+        averaged over these tokens of an update as loss_type={args.loss_type} averages: others are not counted."""
+    if args.demonstrations is not None:
+        coef = f"{args.demonstrations_coef:g} * "
+        if args.demonstrations_schedule is not None:
+            coef = "by its schedule μ, and the rewards' part by 1 - μ: "
+        yield f"""Demonstrations: {coef}the cross-entropy of {args.demonstrations_per_step} completions of
+        {args.demonstrations} in each update is a term of its own (demonstrations/loss), averaged over their tokens as
+        loss_type={args.loss_type} averages. They run with the update's micro-batches and take memory as rollouts do."""
 
 
 def _comparison(compare: Any, decay: float) -> Iterator[str]:

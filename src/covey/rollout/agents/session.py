@@ -310,6 +310,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     ends: dict[tuple[int, int], int] = {}
     strands: list[tuple[int, int]] = []
     sampled: list[bool] = []
+    observed: list[int] = []
     fields: dict[str, Any] = {name: [] for name in PER_TOKEN}
     for number, (part, own) in enumerate(parts):
         tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
@@ -325,6 +326,8 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
         found.append((tokens, position))
         whole += tokens[shared:].tolist()
         sampled += mask[shared:]
+        of_part = part.observed or [0] * len(part.completion_ids)
+        observed += [*[0] * len(part.prompt_ids), *of_part][shared:]
         skipped = shared - len(part.prompt_ids)
         for name, values in fields.items():
             given = getattr(part, name)
@@ -337,6 +340,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
             if end + len(part.prompt_ids) >= own:
                 ends[number, turn] = int(position[end + len(part.prompt_ids)]) - prompt
     fields |= {"completion": "", "finish": FinishReason.STOP, "strands": strands, "media": first.media}
+    fields["observed"] = observed if any(observed) else None
     return Rollout(first.prompt_ids, whole[prompt:], sampled, **fields), ends
 
 

@@ -1,0 +1,77 @@
+"""Fields and rules about supervised terms: tokens that the policy has not sampled and is to predict."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config.fields import Args, describe_fields, limited
+from covey.config.messages import ignored
+from covey.core.findings import Finding
+from covey.core.records import WRITERS
+
+
+@dataclass
+class SupervisionFields:
+    """Cross-entropy on what tools and users said, and on demonstrations."""
+
+    supervised_roles: dict[str, float] | str | None = None
+    """Weight of the cross-entropy of what others than the policy wrote in its rollouts, by role, such as
+    {"tool": 0.05} (ECHO): `tool`, `user`, `system`, or several. It is a term of its own in the loss, averaged over
+    these tokens. A prompt is no part of it."""
+    supervised_filter: str | None = None
+    """With `supervised_roles`: path/to/file.py:name, a function of a rollout that gives True for each token of its
+    completion that may count, as many as there are; errors of a harness, for instance, need not be learned."""
+
+    demonstrations: str | None = None
+    """Dataset of demonstrations to learn beside the rewards: a file (jsonl, json, parquet, csv), a folder or a hub id,
+    whose rows have a `prompt`, as those of the training data, and a `completion`. Their cross-entropy is a term of its
+    own in the loss, averaged over their completions' tokens."""
+    demonstrations_per_step: int = limited(8, ge=1)
+    """Demonstrations in each optimizer step, over all processes."""
+    demonstrations_coef: float = limited(1.0, gt=0, finite=True, advice="0.1 to 1 are usual.")
+    """Weight of the demonstrations' cross-entropy next to the rewards' part, which keeps its own weight of 1."""
+    demonstrations_schedule: dict[str, float] | str | None = None
+    """In the place of `demonstrations_coef`, CHORD's weight μ by the optimizer step; the rewards' part has 1 - μ:
+    {"warmup": steps, "peak": a, "decay": steps, "valley": b}, linear from 0 to the peak, then by a cosine to the
+    valley. Both weights are between 0 and 1."""
+    demonstrations_phi: bool = False
+    """Weigh each token of a demonstration by p (1 - p) of its probability p under the policy (CHORD-φ)."""
+
+
+describe_fields(__name__)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def supervised_roles_have_weights(args: Args) -> Iterator[Finding]:
+    given: Any = args.supervised_roles  # a config parses JSON
+    if given is None:
+        yield from ignored(args, ["supervised_filter"], "supervised_roles is unset")
+        return
+    right = isinstance(given, dict) and given and {*given} <= {*WRITERS}
+    if not right or not all(isinstance(one, int | float) and 0 < one < float("inf") for one in given.values()):
+        yield Finding.error(
+            "setting-format",
+            f"supervised_roles={given!r} must map roles ({', '.join(WRITERS)}) to weights above 0.",
+            'Write supervised_roles={"tool": 0.05}.',
+        )
+
+
+def demonstrations_are_weighed_once(args: Args) -> Iterator[Finding]:
+    names = [f"demonstrations_{name}" for name in ("per_step", "coef", "schedule", "phi")]
+    if args.demonstrations is None:
+        yield from ignored(args, names, "demonstrations is unset")
+        return
+    given: Any = args.demonstrations_schedule  # a config parses JSON
+    if given is None:
+        return
+    yield from ignored(args, ["demonstrations_coef"], "demonstrations_schedule is set")
+    known = isinstance(given, dict) and {*given} == {"warmup", "peak", "decay", "valley"}
+    right = known and all(isinstance(value, int | float) and value >= 0 for value in given.values())
+    if not right or max(given["peak"], given["valley"]) > 1 or given["warmup"] % 1 or given["decay"] % 1:
+        yield Finding.error(
+            "setting-format",
+            f"demonstrations_schedule={given!r} must have the keys warmup, peak, decay and valley: whole numbers of"
+            " steps, and weights from 0 to 1.",
+            'Write demonstrations_schedule={"warmup": 0, "peak": 0.9, "decay": 200, "valley": 0.05}.',
+        )
