@@ -1,4 +1,4 @@
-"""Demonstrations beside rewards: a run begins as fine-tuning on written answers and ends as learning from rewards."""
+"""Demonstrations next to rewards: a run begins as fine-tuning on written answers and ends as learning from rewards."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Demonstrations: their term has a count of its own, whatever rollouts, processes and cuts there are beside it."""
+"""Demonstrations: their term has a count of its own, whatever rollouts, processes and cuts there are."""
 
 import json
 

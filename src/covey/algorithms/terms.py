@@ -75,7 +75,7 @@ def demonstrations(config: Any) -> TokenTerm | None:
 
 
 def surrogate_coefficient(config: Any) -> Coefficient | None:
-    """Weight of surrogate and KL term beside the others, or None for 1."""
+    """Weight of surrogate and KL term next to the others, or None for 1."""
     if config.demonstrations is None or config.demonstrations_schedule is None:
         return None
     mu = demonstrations_coefficient(config)

@@ -23,7 +23,7 @@ class SupervisionFields:
     completion that may count, as many as there are; errors of a harness, for instance, need not be learned."""
 
     demonstrations: str | None = None
-    """Dataset of demonstrations to learn beside the rewards: a file (jsonl, json, parquet, csv), a folder or a hub id,
+    """Dataset of demonstrations to learn next to the rewards: a file (jsonl, json, parquet, csv), a folder or a hub id,
     whose rows have a `prompt`, as those of the training data, and a `completion`. Their cross-entropy is a term of its
     own in the loss, averaged over their completions' tokens."""
     demonstrations_per_step: int = limited(8, ge=1)
