@@ -152,8 +152,13 @@ test-agents: .venv/dev.done .venv-agents/agents.done
 	.venv-tinker-$*/bin/pip install --quiet --disable-pip-version-check -r $< $(TINKER_$*)
 	touch $@
 
-# The official client, the oldest that is supported and the newest; Covey itself is not installed where they run.
-test-tinker: .venv/dev.done .venv-tinker-oldest/client.done .venv-tinker-newest/client.done
+.venv-tinker-newest/cookbook.done: .venv-tinker-newest/client.done tests/tinker/cookbook.txt tests/tinker/cookbook-needs.txt
+	.venv-tinker-newest/bin/pip install --quiet --disable-pip-version-check -r tests/tinker/cookbook-needs.txt
+	.venv-tinker-newest/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/tinker/cookbook.txt
+	touch $@
+
+# The official client, the oldest that is supported and the newest, and recipes of its cookbook; Covey itself is not installed where they run.
+test-tinker: .venv/dev.done .venv-tinker-oldest/client.done .venv-tinker-newest/cookbook.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker tests/tinker
 
 .venv-deepspeed/covey.done: pyproject.toml $(filter-out /dev/null,$(CONSTRAINTS))

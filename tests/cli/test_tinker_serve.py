@@ -50,7 +50,7 @@ def test_limits_reach_the_server(tiny_folder, tmp_path, monkeypatch):
         made.append((settings, options))
         raise ValueError("noted")
 
-    monkeypatch.setattr("covey.tinker.build.make_service", note)
+    monkeypatch.setattr("covey.tinker.build.opened", note)
     words = ["--max-clients", "1", "--max-rank", "2", "--max-tokens", "3", "--max-waiting", "4"]
     words += ["--token-budget", "5", "--seed", "6", "--device", "meta"]
     assert main(["tinker-serve", "--model", tiny_folder, "--port", "0", *words]) == 2

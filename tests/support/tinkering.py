@@ -1,7 +1,6 @@
 """A service of the tiny model without HTTP, and requests to it as clients send them."""
 
 import asyncio
-from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from covey.policy.adapters import with_shared_weights
 from covey.policy.scoring import TokenScorer
-from covey.tinker.build import make_service
+from covey.tinker.build import opened
 from covey.tinker.learner import Base
 from covey.tinker.service import Settings
 from covey.tinker.wire import Datum, ForwardBackward, WireTensor
@@ -97,19 +96,10 @@ class Client:
         return self.service.asample({**asked, "sampling_params": params, **options})
 
 
-@contextmanager
 def service(folder, model=None, **settings):
-    made = make_service(
-        tiny.model() if model is None else model,
-        Settings((NAME,), **settings),
-        folder,
-        tokenizer=tiny.tokenizer(),
-        token_budget=settings.pop("token_budget", 2048),
-    )
-    try:
-        yield made
-    finally:
-        made.worker.close()
+    """Context of a service for the tiny model."""
+    made = tiny.model() if model is None else model
+    return opened(made, Settings((NAME,), **settings), folder, tokenizer=tiny.tokenizer())
 
 
 def run(folder, program, **settings):

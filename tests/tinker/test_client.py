@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from covey.tinker.build import make_service
+from covey.tinker.build import serve
 from covey.tinker.server import TinkerServer, served
-from covey.tinker.service import Settings
-from tests.support import tiny
+from tests.support import tinkering
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs") / "client.py"
@@ -38,26 +38,31 @@ def python(request):
     return PYTHONS[request.param]
 
 
-def run(python, url, name, *arguments):
-    """What a program of the client prints."""
+def program(python, url, *words):
+    """Lines that a program of the client prints."""
     added = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | added
-    command = [python, "-W", "ignore", str(PROGRAMS), name, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    command = [python, "-W", "ignore", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
 
 
+def run(python, url, name, *arguments):
+    """The finding of a function of `programs/client.py`."""
+    return json.loads(program(python, url, str(PROGRAMS), name, *arguments)[-1])
+
+
+@contextmanager
 def serving(folder, **settings):
-    return make_service(tiny.model(), Settings(("tiny",), **settings), folder, tokenizer=tiny.tokenizer())
+    with tinkering.service(folder, **settings) as service, served(service) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    service = serving(tmp_path_factory.mktemp("states"), max_clients=100)
-    with served(service) as url:
+    with serving(tmp_path_factory.mktemp("states"), max_clients=100) as url:
         yield url
-    service.worker.close()
 
 
 def test_every_call(python, url):
@@ -86,10 +91,8 @@ def test_a_loss_of_ones_own_has_the_gradient_of_the_built_in_one(python, url):
 
 def test_chunks_of_two_datums_make_one_step(python, url, tmp_path):
     whole = run(python, url, "steps")
-    service = serving(tmp_path, client_config={"fwdbwd_max_chunk_len": 2})
-    with served(service) as other:
+    with serving(tmp_path, client_config={"fwdbwd_max_chunk_len": 2}) as other:
         parts = run(python, other, "steps")
-    service.worker.close()
     assert parts["outputs"] == whole["outputs"] == 5
     assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     for one, other in zip(parts["end"], whole["end"], strict=True):
@@ -109,11 +112,17 @@ def test_an_answer_that_is_lost_repeats_nothing(python, url, tmp_path, monkeypat
 
     whole = run(python, url, "steps")
     monkeypatch.setattr(TinkerServer, "_forward_backward", lose)
-    service = serving(tmp_path)
-    with served(service) as other:
+    with serving(tmp_path) as other:
         found = run(python, other, "steps")
-    service.worker.close()
     assert len(lost) == 2 and found == whole
+
+
+def test_targets_of_each_position_dense_and_sparse(python, url):
+    found = run(python, url, "many_targets")
+    assert found["shapes"] == [[4, 2], [4, 2]] and found["dense"] == found["sparse"]
+    # each weighted sum is that of the two targets by themselves
+    assert found["loss"] == pytest.approx(found["loss_of_each"], rel=1e-5)
+    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-5)
 
 
 def test_failures_are_told_in_words(python, url):
@@ -157,3 +166,11 @@ def test_a_server_that_is_killed_keeps_what_was_saved(python, tiny_folder, tmp_p
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_example_takes_a_step(python, tiny_folder, tmp_path):
+    words = ["--max_steps", "1", "--prompts", "2", "--group", "2", "--held_out", "2", "--max_tokens", "4"]
+    with serve(tiny_folder, checkpoints=tmp_path) as url:
+        lines = program(python, url, str(ROOT / "examples/tinker/sums.py"), "--model", tiny_folder, *words)
+    assert [line.partition(":")[0] for line in lines] == ["before", "step 1", "after", "tinker"]
+    assert list(tmp_path.glob("*/weights/sums"))

@@ -1,9 +1,13 @@
 """What a client may do, in which order, and what it is told: the service with a tiny model, without HTTP."""
 
 import asyncio
+import itertools
 import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.tinker import service as service_module
+from covey.tinker import work
 from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
 from tests.support import tinkering, tiny
@@ -348,6 +353,66 @@ def test_a_damaged_state_is_refused_by_its_file(tmp_path):
         tinkering.run(tmp_path, load)
 
 
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_server_that_dies_while_it_replaces_a_state_keeps_one_of_both(tmp_path, monkeypatch, renames):
+    async def replace(service, client):
+        model = await client.create()
+        path = (await client.save(model, "a"))["path"]
+        await trained(client, model)
+        left = itertools.count()
+
+        def rename(self, target, *, whole=Path.rename):
+            if next(left) >= renames:
+                raise MemoryError("as if the server were killed")
+            return whole(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            patch.setattr("shutil.rmtree", lambda *args, **options: None)
+            assert "error" in await client.save(model, "a", overwrite=True)
+        return path
+
+    async def load(service, client):
+        return await client.load(path), [one["tinker_path"] for one in service.checkpoints(None, {})["checkpoints"]]
+
+    path = tinkering.run(tmp_path, replace)
+    loaded, listed = tinkering.run(tmp_path, load)
+    assert "model_id" in loaded and listed == [path]
+    assert not list(tmp_path.glob("*/*/.*"))
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path):
+    with tinkering.service(tmp_path):
+        code = "from tests.support import tinkering; tinkering.service(sys.argv[1]).__enter__()"
+        command = [sys.executable, "-c", f"import sys; {code}", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 1 and "another server" in done.stderr
+
+
+def test_equal_prompts_that_come_one_by_one_are_computed_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "QUIET", 0.3)  # seconds that a slow machine may take between two of them
+    monkeypatch.setattr(work, "MOST_QUIET", 30.0)
+
+    async def program(service, client):
+        computed, engine = [], service.worker._engine
+        whole = engine._compute_prompts
+        engine._compute_prompts = lambda prompts: computed.append(len(prompts)) or whole(prompts)
+        model = await client.create()
+        await trained(client, model)
+        sampler = await client.sampler(model)
+        await client.result(client.sample(sampler, PROMPT, 99))  # layouts are tried with prompts of their own
+        computed.clear()
+        asked = []
+        for number in range(8):
+            asked.append(client.sample(sampler, PROMPT, number))
+            await asyncio.sleep(0.001)
+        found = [samples(await client.result(one)) for one in asked]
+        return computed, found
+
+    computed, found = tinkering.run(tmp_path, program)
+    assert computed == [1] and len({str(one) for one in found}) > 1
+
+
 def test_states_are_listed_kept_and_deleted(tmp_path):
     async def program(service, client):
         model = await client.create()
@@ -458,9 +523,8 @@ def test_a_cancelled_sample_frees_its_place(tmp_path):
     async def program(service, client):
         sampler = await client.sampling()
         long = client.sample(sampler, PROMPT, 0, 64, params={"max_tokens": 240, "stop": []})
-        while not service.worker.busy and not service._sampling:
+        while not service.worker._engine._running:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.2)
         service.cancel_future({"request_id": long["request_id"]})
         cancelled = await client.result(long)
         short = await client.result(client.sample(sampler, PROMPT, 1))
@@ -471,21 +535,22 @@ def test_a_cancelled_sample_frees_its_place(tmp_path):
 
 
 def test_training_runs_between_decoding_steps(tmp_path):
-    async def program(service, client):
-        model, sampler = await client.create(), await client.sampling()
-        long = client.sample(sampler, PROMPT, 0, 32, params={"max_tokens": 240, "stop": [], "seed": 1})
-        while not service._sampling:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.2)
-        await trained(client, model)
-        promise = service.promises.get(long["request_id"])
-        early = not promise.result.done()
-        busy = samples(await client.result(long))
-        quiet = client.sample(sampler, PROMPT, 1, 32, params={"max_tokens": 240, "stop": [], "seed": 1})
-        return early, busy, samples(await client.result(quiet))
+    params = {"max_tokens": 240, "stop": [], "seed": 1}
 
-    early, busy, quiet = tinkering.run(tmp_path, program)
-    assert early and busy == quiet
+    async def program(service, client):
+        model, sampler, engine = await client.create(), await client.sampling(), service.worker._engine
+        decoding, run = [], service.worker.run
+        service.worker.run = lambda job: run(lambda: decoding.append(len(engine._running)) or job())
+        long = client.sample(sampler, PROMPT, 0, 32, params=params)
+        while not engine._running:
+            await asyncio.sleep(0.001)
+        await client.result(client.forward_backward(model, DATA))
+        busy = samples(await client.result(long))
+        quiet = samples(await client.result(client.sample(sampler, PROMPT, 1, 32, params=params)))
+        return decoding, busy, quiet
+
+    decoding, busy, quiet = tinkering.run(tmp_path, program)
+    assert decoding == [32] and busy == quiet
 
 
 @pytest.mark.parametrize(

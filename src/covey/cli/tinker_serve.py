@@ -45,7 +45,7 @@ def checked_key(given: str | None, host: str, command: Sequence[str]) -> str | N
 
 def run(given: argparse.Namespace, command: Sequence[str], port: int, key: str | None, log: TextIO) -> int:
     from covey.tinker.adapter import AdapterSpec, bytes_of
-    from covey.tinker.build import make_service, names_of, tokenizer_place
+    from covey.tinker.build import names_of, opened, tokenizer_place
     from covey.tinker.server import served
     from covey.tinker.service import Settings, substitutions
 
@@ -59,23 +59,20 @@ def run(given: argparse.Namespace, command: Sequence[str], port: int, key: str |
         seed=given.seed,
         substitute=substitutions(given.substitute),
     )
-    service = make_service(
-        given.model,
-        settings,
-        given.checkpoints,
-        token_budget=given.token_budget,
-        max_tokens=given.max_tokens,
-        device=given.device,
-        log=lambda line: print(f"covey: {line}", file=log, flush=True),
-    )
-    try:
-        with served(service, given.host, port, key) as url:
-            size = bytes_of(service.base.model, AdapterSpec(rank=32))
-            for line in [*greeting(settings, size), *([] if command else address(url, key))]:
-                print(f"covey: {line}", file=sys.stderr, flush=True)
-            return run_command(command, url, key, place is not None) if command else wait()
-    finally:
-        service.worker.close()
+    options = {
+        "token_budget": given.token_budget,
+        "max_tokens": given.max_tokens,
+        "device": given.device,
+        "log": lambda line: print(f"covey: {line}", file=log, flush=True),
+    }
+    with (
+        opened(given.model, settings, given.checkpoints, **options) as service,
+        served(service, given.host, port, key) as url,
+    ):
+        size = bytes_of(service.base.model, AdapterSpec(rank=32))
+        for line in [*greeting(settings, size), *([] if command else address(url, key))]:
+            print(f"covey: {line}", file=sys.stderr, flush=True)
+        return run_command(command, url, key, place is not None) if command else wait()
 
 
 def greeting(settings: Any, size: int) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from covey.engines.native.adapter_engine import AdapterEngine
 from covey.policy.adapters import with_shared_weights
 from covey.policy.loading import end_token_ids, load_policy, load_processing_class, max_context, sees_images
 from covey.policy.scoring import TokenScorer
+from covey.runtime.files import locked
 from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
 from covey.tinker.learner import Base
@@ -42,7 +43,8 @@ def tokenizer_place(model: str) -> str | None:
     return path if path.count("/") != 2 else path.replace("/", "/./", 1)
 
 
-def make_service(
+@contextmanager
+def opened(
     model: Any,
     settings: Settings,
     checkpoints: str | Path,
@@ -52,8 +54,8 @@ def make_service(
     max_tokens: int | None = None,
     device: str | None = None,
     log: Callable[[str], None] = lambda line: None,
-) -> TinkerService:
-    """A service for a model, by its id or folder or loaded; close its worker at the end."""
+) -> Iterator[TinkerService]:
+    """A service for a model, by its id or folder or loaded, within the context; Refusal if another has its folder."""
     model = load_policy(os.path.expanduser(model) if isinstance(model, str) else model)
     if sees_images(model.config):
         raise Refusal(f"{type(model).__name__} sees images, and this server reads text alone. Give a language model.")
@@ -74,8 +76,18 @@ def make_service(
         max_context=limit,
         tokenizer=tokenizer,
     )
-    store = CheckpointStore(Path(checkpoints).expanduser().resolve())
-    return TinkerService(settings, base, Worker(make_engine), store, ends, log)
+    folder = Path(checkpoints).expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder))
+        except ValueError as error:
+            raise Refusal(f"another server has --checkpoints {folder}: choose another folder. ({error})") from error
+        store = CheckpointStore(folder)
+        store.recover()
+        worker = Worker(make_engine)
+        stack.callback(worker.close)
+        yield TinkerService(settings, base, worker, store, ends, log)
 
 
 @contextmanager
@@ -99,14 +111,10 @@ def serve(
         host, port: address to listen at; port 0 is any that is free.
         key: what clients send as TINKER_API_KEY; None for any on this machine.
         settings: limits and the like; its `names` are those of the model.
-        options: `token_budget`, `max_tokens`, `device`, `tokenizer` and `log` of `make_service`.
+        options: `token_budget`, `max_tokens`, `device`, `tokenizer` and `log` of `opened`.
     """
     own = names_of(model, names) if isinstance(model, str) else tuple(names)
     place = tokenizer_place(model) if isinstance(model, str) else None
     settings = replace(settings or Settings(own), names=own, tokenizer_id=place)
-    service = make_service(model, settings, checkpoints, **options)
-    try:
-        with served(service, host, port, key) as url:
-            yield url
-    finally:
-        service.worker.close()
+    with opened(model, settings, checkpoints, **options) as service, served(service, host, port, key) as url:
+        yield url

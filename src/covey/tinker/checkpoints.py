@@ -25,6 +25,7 @@ PATH = re.compile(r"tinker://([A-Za-z0-9][A-Za-z0-9._:-]{0,199})/(\w+)/([A-Za-z0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 RUN_FILE, CHECKPOINT_FILE = "run.json", "checkpoint.json"
 ADAPTER, ADAPTER_CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
+NEW, OLD = ".new-", ".old-"  # beginnings of the names of folders that are being written and replaced
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -70,6 +71,17 @@ class CheckpointStore:
 
     folder: Path
 
+    def recover(self) -> None:
+        """Put back what a killed server was replacing, and remove what it was writing."""
+        for old in self.folder.glob(f"*/*/{OLD}*"):
+            place = old.with_name(old.name.removeprefix(OLD))
+            if place.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(place)
+        for new in self.folder.glob(f"*/*/{NEW}*"):
+            shutil.rmtree(new, ignore_errors=True)
+
     def note(self, run: TrainingRun) -> None:
         """Remember a run."""
         with written_whole(self._run_folder(run.id) / RUN_FILE) as new:
@@ -100,8 +112,8 @@ class CheckpointStore:
     ) -> str:
         """Save a client's state, the optimizer's with it if the kind is `weights`; its path.
 
-        The folder appears under its name when it is whole. Refusal if there is one already; OSError if the disk takes
-        no more.
+        The folder appears under its name when it is whole; `recover` completes what a killed server began. Refusal if
+        there is one already; OSError if the disk takes no more.
         """
         home = self._run_folder(run.id) / kind
         place = home / name
@@ -117,7 +129,8 @@ class CheckpointStore:
         }
         with naming_disk_errors("a checkpoint", str(self.folder), "Then {remedy} and save again."):
             home.mkdir(parents=True, exist_ok=True)
-            new = home / f".new-{secrets.token_hex(8)}"
+            new, old = home / f"{NEW}{name}", home / f"{OLD}{name}"
+            shutil.rmtree(new, ignore_errors=True)
             try:
                 new.mkdir()
                 save_file(learner.adapter.saved(), new / ADAPTER)
@@ -126,13 +139,12 @@ class CheckpointStore:
                     save_file(_moments(learner), new / OPTIMIZER)
                 (new / CHECKPOINT_FILE).write_text(json.dumps(noted))
                 seal(new)
+                shutil.rmtree(old, ignore_errors=True)
                 if place.exists():
-                    place.rename(old := home / f".old-{secrets.token_hex(8)}")
-                    new.rename(place)
-                    shutil.rmtree(old, ignore_errors=True)
-                else:
-                    new.rename(place)
+                    place.rename(old)
+                new.rename(place)
                 flush(home)
+                shutil.rmtree(old, ignore_errors=True)
             finally:
                 shutil.rmtree(new, ignore_errors=True)
         return f"tinker://{run.id}/{kind}/{name}"
@@ -200,7 +212,7 @@ class CheckpointStore:
         place = self._run_folder(run_id) / kind / name
         if not place.is_dir():
             raise Refusal(f"{path} is not here.", 404)
-        place.rename(gone := place.with_name(f".old-{secrets.token_hex(8)}"))
+        place.rename(gone := place.with_name(f"{NEW}{secrets.token_hex(8)}"))
         shutil.rmtree(gone, ignore_errors=True)
 
     def keep(self, path: str, seconds: float | None) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,8 @@ class Promises:
     """All promises by id."""
 
     def __init__(self) -> None:
-        self._by_id: OrderedDict[str, Promise] = OrderedDict()
+        self._by_id: dict[str, Promise] = {}
+        self._swept = time.monotonic()
 
     def get(self, request_id: str) -> Promise | None:
         return self._by_id.get(request_id)
@@ -70,12 +70,14 @@ class Promises:
             del self._by_id[promise.id]
 
     def _forget(self) -> None:
-        """Drop results that were fetched long ago; they are in the order in which they were asked for."""
+        """Drop results that were fetched long ago, and look for them from time to time alone."""
         now = time.monotonic()
+        if now - self._swept < KEPT / 4:
+            return
+        self._swept = now
         for promise in list(self._by_id.values()):
-            if promise.fetched is None or now - promise.fetched < KEPT:
-                break
-            del self._by_id[promise.id]
+            if promise.fetched is not None and now - promise.fetched >= KEPT:
+                del self._by_id[promise.id]
 
 
 async def settled(work: Callable[[], Awaitable[Result]], result: "asyncio.Future[Result]") -> Exception | None:

@@ -128,6 +128,48 @@ def steps():
     return {"loss": result.metrics["loss:sum"], "outputs": len(result.loss_fn_outputs), "end": scored(training)}
 
 
+def many_targets():
+    """Two targets of each position, sent dense and sparse, and one after the other."""
+    tokens, targets = types.ModelInput.from_ints([5, 6, 7, 8]), np.array([[6, 9], [7, 10], [8, 11], [9, 12]])
+    weights = np.array([[0.5, 0.0], [0.0, 1.0], [0.25, 0.75], [0.0, 0.0]], np.float32)
+    rows = np.cumsum([0, *(weights != 0).sum(1)])
+    columns = weights.nonzero()[1]
+    dense = {"target_tokens": tensor(targets), "weights": tensor(weights)}
+    sparse = {
+        name: types.TensorData(
+            data=values[weights != 0].tolist(),
+            dtype=kind,
+            shape=[4, 2],
+            sparse_crow_indices=rows.tolist(),
+            sparse_col_indices=columns.tolist(),
+        )
+        for name, values, kind in (("target_tokens", targets, "int64"), ("weights", weights, "float32"))
+    }
+    found, norms = [], []
+    for inputs in (dense, sparse):
+        training = client()
+        data = [types.Datum(model_input=tokens, loss_fn_inputs=inputs)]
+        found.append(done(training.forward_backward(data, "cross_entropy")))
+        norms.append(done(step(training)).metrics["grad_norm"])
+    alone = client()
+    each = [
+        types.Datum(
+            model_input=tokens,
+            loss_fn_inputs={"target_tokens": tensor(targets[:, k]), "weights": tensor(weights[:, k])},
+        )
+        for k in range(2)
+    ]
+    shown = [np.where(weights != 0, np.reshape(one.loss_fn_outputs[0]["logprobs"].data, (4, 2)), 0.0) for one in found]
+    return {
+        "shapes": [one.loss_fn_outputs[0]["logprobs"].shape for one in found],
+        "dense": shown[0].tolist(),
+        "sparse": shown[1].tolist(),
+        "loss": found[0].metrics["loss:sum"],
+        "loss_of_each": done(alone.forward_backward(each, "cross_entropy")).metrics["loss:sum"],
+        "norms": [norms[0], done(step(alone)).metrics["grad_norm"]],
+    }
+
+
 def failures():
     """Errors as a program sees them."""
     training, found = client(), {}
