@@ -96,8 +96,8 @@ Of several parts the weakest decides. An undecided claim runs as many seeds agai
 is at 97.5%; figures here show 95%. Where a precondition fails, the mechanism does not act here, and the claim is
 undecided.
 
-**False verdicts to expect.** A part errs in at most about 5%, so that of the {planned} parts with an interval on this
-page two or fewer would be wrong; {counted} have run so far. Enumerations are exact.
+**False verdicts to expect.** A part errs in at most about 5%: of the {planned} parts with an interval on this page
+{expected} would be wrong. Parts that have run so far: {counted}. Enumerations are exact.
 
 **The interval** treats seeds and prompts as samples: a two-way table with Satterthwaite's degrees of freedom. The
 first plan, the wider one of a bootstrap over seeds and prompts and Student's t over seeds, was replaced before any
@@ -114,7 +114,13 @@ def render(records: ClaimRecords) -> str:
     counted = sum(one.interval is not None for _, now in shown for one in now.parts)
     planned = sum(isinstance(part, Part) for claim in CLAIMS for part in claim.parts)
     lines = [
-        INTRODUCTION.format(delta=".05", counted=counted, planned=planned, simulated=simulated_sentence()),
+        INTRODUCTION.format(
+            delta=".05",
+            counted=counted,
+            planned=planned,
+            expected=f"{0.05 * planned:.1f}",
+            simulated=simulated_sentence(),
+        ),
         "## Verdicts",
         "",
         "| | claim | verdict | figure | where | minutes |",
@@ -221,7 +227,7 @@ def _ended(results: Sequence[dict]) -> list[str]:
 
 
 def picture_data(claim: Claim, records: ClaimRecords) -> dict[str, list[tuple[list[float], list[float]]]]:
-    """For each arm the curves of its seeds, as steps and values; empty where runs have none."""
+    """For each arm the curves of its seeds, as x and y: values by step, or shares of completions by difference."""
     found: dict[str, list[tuple[list[float], list[float]]]] = {}
     for (arm, seed), result in records.runs(claim).items():
         if seed == PILOT:
@@ -232,8 +238,11 @@ def picture_data(claim: Claim, records: ClaimRecords) -> dict[str, list[tuple[li
             name = shown_curve(result)
             values = [np.nan if value is None else value for value in result["curves"][name]]
             curve = list(range(1, len(values) + 1)), running(values, 5)
+        elif "differences" in result:
+            ordered = sorted(result["differences"])
+            curve = ordered, [(place + 1) / len(ordered) for place in range(len(ordered))]
         else:
-            continue
+            curve = list(range(1, len(result["unchanged"]) + 1)), result["unchanged"]
         found.setdefault(arm, []).append(curve)
     return found
 
@@ -258,7 +267,14 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
         axes.fill_between(steps, values.min(0), values.max(0), color=f"C{number}", alpha=0.15, lw=0)
         axes.plot(steps, values.mean(0), color=f"C{number}", linewidth=1.6, label=f"{arm} ({len(curves)})")
     result = next(iter(records.runs(claim).values()))
-    axes.set(xlabel="optimizer steps", ylabel=shown_curve(result) if "curves" in result else "mean held-out reward")
+    labels = {"xlabel": "optimizer steps", "ylabel": "mean held-out reward"}
+    if "curves" in result:
+        labels["ylabel"] = shown_curve(result)
+    elif "differences" in result:
+        labels = {"xlabel": "mean difference of a completion (nats)", "ylabel": "share of completions", "xscale": "log"}
+    elif "unchanged" in result:
+        labels["ylabel"] = "share of weights that stay as they were"
+    axes.set(**labels)
     axes.grid(alpha=0.3)
     axes.legend(title="arm (seeds)", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
