@@ -226,3 +226,10 @@ def test_what_goes_wrong_with_tools_is_told(name, changes, says):
 )
 def test_tools_that_work_are_not_talked_about(changes):
     assert advice(logs(5, **{**LEARNS, **changes}), TOOLS) == {}
+
+
+def test_a_teacher_that_disagrees_about_everything_is_reported():
+    """Also where there are no rewards, whose metrics are then absent."""
+    history = [{"step": step, "teacher/kl": 4.0, "completions/clipped_ratio": 0.5} for step in range(1, 6)]
+    assert "4.0 nats" in advice(history, ARGS)["teacher-disagrees"]
+    assert advice([{**log, "teacher/kl": 1.0} for log in history], ARGS) == {}

@@ -218,6 +218,7 @@ DIAGNOSED = {
     "tools-failing": Code(RUNNING, "tools fail"),
     "tools-budget": Code(RUNNING, "rollouts run out of rounds of calls"),
     "tools-slow": Code(RUNNING, "rollouts wait for tools"),
+    "teacher-disagrees": Code(RUNNING, "the teacher disagrees with the policy about everything"),
     "eval-overlap": Code(DATA, "evaluation prompts are training prompts"),
     "eval-differs": Code(DATA, "evaluation prompts have another system message"),
     "answer-in-prompt": Code(DATA, "the right answer stands in the prompt"),

@@ -62,7 +62,7 @@ class Course:
 
     def add(self, log: Log, args: Any) -> None:
         """Add the metrics of a log or step; one without new completions says nothing."""
-        if "frac_reward_zero_std" not in log:
+        if "frac_reward_zero_std" not in log and "teacher/kl" not in log:
             return
         if len(self.end) == self.end.maxlen:
             self._keep(self.end[0])
@@ -227,6 +227,18 @@ def _slow_tools(logs: list[Log], args: Any) -> Iterator[str]:
     s)."""
 
 
+DISAGREES = 3.0  # nats a token between policy and teacher; a larger model of the same family is a tenth of that away
+
+
+def _another_teacher(logs: list[Log], args: Any) -> Iterator[str]:
+    gap = fmean(log["teacher/kl"] for log in logs)
+    yield f"""the teacher finds the policy's tokens {gap:.1f} nats a token less likely than the policy does
+    (teacher/kl): they disagree about everything, not about single tokens."""
+    yield f"""Mostly one of the two reads a chat template that it was not trained with, or the teacher's own prompt does
+    not lead to such an answer: ask the teacher itself for a few completions. Tokens by their gap are in `covey view
+    {args.output_dir}` (record="tokens"); teacher_clip bounds them."""
+
+
 FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], Iterator[str]]]] = {
     "signal-sparse": (lambda log, args: log.get("frac_advantage_zero") == 1, _no_advantage),
     "completions-cut": (
@@ -245,6 +257,7 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
         _budget,
     ),
     "tools-slow": (_tools_are_slow, _slow_tools),
+    "teacher-disagrees": (lambda log, args: log.get("teacher/kl", 0.0) > DISAGREES, _another_teacher),
 }
 """Code: what each of the logs must satisfy, and evidence and fix of those that do."""
 

@@ -67,7 +67,8 @@ SLOW_TO_LEARN = (
 """Causes of learning nothing: no errors in a run whose reward rose."""
 
 FEW_TRAINED = 0.01  # of the weights, as few as an adapter has
-SEEN_IN_LOGS = ("completions-cut", "engine-mismatch", *(code for code in DIAGNOSED if code.startswith("tools-")))
+OF_LOGS = ("tools-", "teacher-")
+SEEN_IN_LOGS = ("completions-cut", "engine-mismatch", *(code for code in DIAGNOSED if code.startswith(OF_LOGS)))
 """Causes that logs of a whole run show better than a few samples do."""
 
 Staged = Callable[..., Iterator[Finding]]
@@ -97,7 +98,7 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
             summary |= {"rebuilt": False, "problem": read.problem}
             seen = {*ALONE, *OF_THE_COURSE, *(one.code for one in found)}
             for code in DIAGNOSED:
-                if code not in seen and not code.startswith("tools-") and code != "memory":
+                if code not in seen and not code.startswith(OF_LOGS) and code != "memory":
                     summary.setdefault("not_examined", {}).setdefault(code, "part")
             found += alone(read, summary) if not grave else ()
         found += (
