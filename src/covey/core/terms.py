@@ -49,8 +49,8 @@ class TokenTerm:
     """
 
     name: str
-    # batch -> [N] share of each token: 0 without, else 1 or a factor of its own; None where no rollout has any. It reads
-    # the log-probs of other policies, and no advantages: where these matter, `value` is 0.
+    # batch -> [N] share of each token: 0 without, else 1 or a factor of its own; None where no rollout has any. It
+    # reads the log-probs of other policies, and no advantages: where these matter, `value` is 0.
     tokens: Callable[[TrainBatch], Tensor] | None
     value: Callable[[TermInputs], Tensor]  # -> [N], which is minimised
     coef: Coefficient
