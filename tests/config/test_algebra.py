@@ -152,7 +152,6 @@ def test_no_game_is_cut_between_processes(processes):
     ("changes", "values"),
     [
         ({"num_generations": 6, "rollouts_per_game": 4, "per_device_train_batch_size": 6}, ("6", "4", "8")),
-        ({"num_generations_eval": 3}, ("num_generations_eval=3", "2 or 4")),
         (  # 12 rollouts over 4 processes
             {"per_device_train_batch_size": 3, "steps_per_generation": 1, "num_generations": 6, "world_size": 4},
             ("12 rollouts", "4 processes", "2 rollouts", "1 or 2 or 3"),
@@ -163,3 +162,10 @@ def test_a_game_that_would_be_cut_is_refused_with_numbers(changes, values):
     (found,) = games(**changes).check()
     assert found.code == "game-cut"
     assert all(value in found.sentence for value in values)
+
+
+def test_a_game_of_an_evaluation_is_not_cut_either():
+    assert [*games(num_generations_eval=3).check()] == []
+    (found,) = games(num_generations_eval=3, per_device_eval_batch_size=9).check_eval()
+    assert found.code == "game-cut"
+    assert "num_generations_eval=3" in found.sentence and "2 or 4" in found.sentence

@@ -165,6 +165,7 @@ class BatchAlgebra:
         def fits(changed: BatchAlgebra) -> bool:
             return changed.eval_batch_size % changed.eval_group == 0
 
+        yield from self._check_group("num_generations_eval", self.eval_group)
         if not fits(self):
             resolved = replace(self, num_generations_eval=self.eval_group)
             proposals = [
@@ -180,6 +181,16 @@ class BatchAlgebra:
                 f"Change one of these to the nearest number that divides: {'; '.join(proposals)}.",
             )
 
+    def _check_group(self, name: str, group: int) -> Iterator[Finding]:
+        """The error of a group, the setting `name`, that is no whole number of games."""
+        games = self.rollouts_per_game
+        if group % games:
+            yield Finding.error(
+                "game-cut",
+                f"{name}={group} is no whole number of games of rollouts_per_game={games}.",
+                f"Change {_proposal(name, group, lambda n: n % games == 0)}.",
+            )
+
     def _check_games(self) -> Iterator[Finding]:
         """Errors of groups and of processes' shares that would cut a game."""
         games, own = self.rollouts_per_game, self.per_device_train_batch_size * self.steps_per_generation
@@ -187,15 +198,9 @@ class BatchAlgebra:
         def whole(number: int) -> bool:
             return number % games == 0
 
-        for name, group in (("num_generations", self.num_generations), ("num_generations_eval", self.eval_group)):
-            if not whole(group):
-                yield Finding.error(
-                    "game-cut",
-                    f"{name}={group} is no whole number of games of rollouts_per_game={games}.",
-                    f"Change {_proposal(name, group, whole)}.",
-                )
-                return
-        if not whole(own):
+        if not whole(self.num_generations):
+            yield from self._check_group("num_generations", self.num_generations)
+        elif not whole(own):
             total, single = self.generation_batch_size, self.per_device_train_batch_size
             counts = [n for n in range(1, self.world_size + 2) if total % n == 0 and whole(total // n)]
             yield Finding.error(

@@ -1,0 +1,82 @@
+"""Opponents that answer in text: servers and functions, and the names of seats."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from covey.core.records import FinishReason
+from covey.rollout.seats import Seat, TextSeat, checked_seats, past_steps, seat_named, text_of
+
+
+async def served(status, body, play):
+    """What `play` gets from a server that answers so, and the requests that it saw."""
+    seen = []
+
+    async def answer(request):
+        seen.append((request.headers.get("Authorization"), await request.json()))
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        return await play(Seat(f"http://127.0.0.1:{port}/v1", model="m", key="secret")), seen
+    finally:
+        await runner.cleanup()
+
+
+def test_a_server_is_asked_with_the_whole_conversation():
+    async def play(seat):
+        conversation = TextSeat("judge", seat, max_tokens=9, temperature=0.5).begin("one")
+        first = await conversation.sample(stop=["."])
+        assert conversation.write("two")
+        return first, await conversation.sample(max_tokens=3)
+
+    body = {"choices": [{"message": {"content": "so"}, "finish_reason": "length"}]}
+    (first, second), seen = asyncio.run(served(200, body, play))
+    assert (first.text, first.finish, second.token_ids) == ("so", FinishReason.LENGTH, [])
+    (key, asked), (_, again) = seen
+    assert key == "Bearer secret"
+    assert asked == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "one"}],
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "stop": ["."],
+    }
+    roles = [(one["role"], one["content"]) for one in again["messages"]]
+    assert roles == [("user", "one"), ("assistant", "so"), ("user", "two")] and again["max_tokens"] == 3
+
+
+def test_a_server_that_refuses_or_is_not_there_is_named():
+    async def play(seat):
+        return await TextSeat("judge", seat, 9, 1.0).begin("one").sample()
+
+    with pytest.raises(ValueError, match=r"'judge' at http://127.*status 500.*busy"):
+        asyncio.run(served(500, {"error": "busy"}, play))
+    with pytest.raises(ValueError, match=r"'judge' at http://127\.0\.0\.1:9/v1 does not answer"):
+        asyncio.run(play(Seat("http://127.0.0.1:9/v1")))
+
+
+def test_a_function_returns_text():
+    async def late(messages):
+        return messages[-1]["content"] + "!"
+
+    assert asyncio.run(text_of(late, [{"role": "user", "content": "a"}])) == "a!"
+    with pytest.raises(ValueError, match="returned a int; it must return text"):
+        asyncio.run(text_of(lambda messages: 5, []))
+
+
+def test_seats_have_names_and_kinds():
+    assert past_steps("policy:50") == 50 and past_steps("policy:0") is None and past_steps("frozen") is None
+    seats = checked_seats({"a": "frozen", "b": "policy:3", "c": Seat("http://x/v1"), "d": str}, functions=True)
+    assert seat_named(seats, "b") == "policy:3"
+    with pytest.raises(ValueError, match="the seat 'd' is"):
+        checked_seats(seats)
+    with pytest.raises(ValueError, match="the trainer was given none"):
+        seat_named({}, "b")
