@@ -8,6 +8,7 @@ import torch
 from covey.core.findings import CheckError
 from covey.core.records import FinishReason
 from covey.observability.record_files import FOLDER, files, read_rows
+from covey.trainer.resuming import check_same_sizes
 from tests.support import runs
 
 
@@ -182,3 +183,13 @@ def test_a_failed_group_has_no_seats(tmp_path):
     failed = [row for row in rows if row["finish"] == str(FinishReason.ERROR)]
     assert len(failed) == 4 and {row["role"] for row in failed} == {""}
     assert trainer.state.global_step == 2
+
+
+def test_a_checkpoint_from_before_games_is_resumed():
+    """It has no `rollouts_per_game`, which was 1; another number now is refused."""
+    saved = {"num_generations": 4, "per_device_train_batch_size": 2}
+    check_same_sizes("old", saved, {**saved, "rollouts_per_game": 1})
+    with pytest.raises(ValueError, match=r"rollouts_per_game=1 \(now 2\)"):
+        check_same_sizes("old", saved, {**saved, "rollouts_per_game": 2})
+    with pytest.raises(ValueError, match=r"num_generations=4 \(now 8\)"):
+        check_same_sizes("old", saved, {**saved, "num_generations": 8})
