@@ -171,7 +171,7 @@ def check_kind(checkpoint: str, adapter: bool) -> None:
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
     """Refuse (ValueError) other batch sizes; a size that is younger than the checkpoint had its default."""
-    defaults = {one.name: one.default for one in dataclasses.fields(BatchAlgebra)}
+    defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(BatchAlgebra)}
     saved = {**{name: defaults[name] for name in current if name in defaults}, **saved}
     changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
     if changed:
