@@ -62,7 +62,7 @@ class MetricLog:
         return {**self._stats, "train": merge_all(dict(self._stats.get("train", {})), self._step)}
 
     def _read(self) -> None:
-        """Merge what was not read, in its order: sums round as if it had been."""
+        """Merge the unread statistics in the order in which they came, so that sums round as if they had been read."""
         modes, self._unread = self._unread, {}
         for mode, unread in modes.items():
             for stats in read(unread):

@@ -113,7 +113,7 @@ def read_text(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, on the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk (fsync)."""
     if os.name == "posix":
         number = os.open(path, os.O_RDONLY)
         try:
@@ -183,7 +183,7 @@ def added_whole(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the kernel releases when this process ends in whatever way.
+    """Lock a folder; the kernel releases the lock when the process ends, also by SIGKILL.
 
     Forked processes do not inherit it. Where the file system knows no locks, nothing is held. ValueError if
     another process, perhaps of another machine, holds it.

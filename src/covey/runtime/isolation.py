@@ -215,7 +215,7 @@ class FunctionWorker:
 
 
 def _end_if_late(process: ChildProcess, until: list[float]) -> None:
-    """Watch the deadline of the call under way: neither writing nor reading need ever end."""
+    """Kill the worker at the deadline of its call: reads and writes of pipes may block forever."""
     while process.poll() is None:
         if time.monotonic() > until[0]:
             process.end()

@@ -44,7 +44,7 @@ class VisionEncoderSpec(NamedTuple):
 
 
 class QuantisedWeights(NamedTuple):
-    """Weights in fewer bits."""
+    """Quantised weights."""
 
     numbers: int = 0
     size: int = 0  # bytes, with scales

@@ -56,7 +56,7 @@ from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.opponents import PastPolicies, build_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
-from covey.trainer.integrations.attributes import listed
+from covey.trainer.integrations.attributes import as_list
 from covey.trainer.integrations.first_step import FirstStep, planned_bytes
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, changed, provenance
@@ -322,7 +322,7 @@ def build_collector(
     """
     args, context = run.args, max_context(model)
     report(_check_context(args, context))
-    named = named_tokens(listed(reward_funcs), tokenizer)
+    named = named_tokens(as_list(reward_funcs), tokenizer)
     codec = PromptCodec(
         tokenizer,
         args.chat_template_kwargs,  # type: ignore[arg-type]

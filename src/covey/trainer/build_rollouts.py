@@ -32,7 +32,7 @@ from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from covey.runtime.calling_thread import CallingThread
 from covey.runtime.user_code import report
-from covey.trainer.integrations.attributes import listed
+from covey.trainer.integrations.attributes import as_list
 
 OWN_ROWS = 1000  # of each environment, where there is no training data
 
@@ -359,8 +359,8 @@ def reward_plan(
 
     Those that no weight is given for have weight 1.
     """
-    every, added = listed(functions), list[Any]()
-    own = {one.name: listed(one.settings.reward_funcs) for one in (sources.sources if sources else ())}
+    every, added = as_list(functions), list[Any]()
+    own = {one.name: as_list(one.settings.reward_funcs) for one in (sources.sources if sources else ())}
     for function in chain.from_iterable(own.values()):
         if not any(function is known for known in (*every, *added)):
             added.append(function)
@@ -372,7 +372,7 @@ def reward_plan(
     if weights is not None and len(weights) == len(every):
         weights = [*weights, *(1.0 for _ in added)]
     if processing_classes is not None:
-        processing_classes = [*listed(processing_classes), *(None for _ in added)]
+        processing_classes = [*as_list(processing_classes), *(None for _ in added)]
     both = [*every, *added]
     routes = None if sources is None else _routes(both, sources, len(every))
     return RewardPlan(both, weights, processing_classes, routes)
@@ -389,7 +389,7 @@ def _routes(functions: list[Any], sources: Sources, of_run: int) -> Routes:
         settings = source.settings
         usual = list(range(of_run))
         if settings.reward_funcs is not None:
-            given = listed(settings.reward_funcs)
+            given = as_list(settings.reward_funcs)
             usual = [next(place for place, one in enumerate(functions) if one is function) for function in given]
         for place in usual:
             if (names := scored_by[place]) is not None:

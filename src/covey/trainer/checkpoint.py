@@ -159,7 +159,7 @@ class Checkpointer:
         return None
 
     def _compare(self, checkpoint: str) -> None:
-        """Refuse (ValueError) another run's checkpoint by all but frozen weights, before anything is loaded."""
+        """Raise ValueError if the checkpoint is of another run, before it is loaded; frozen weights come later."""
         policy = self.run.policy
         resuming.check_kind(checkpoint, adapter=has_adapter(policy))
         changed = resuming.adapter_changes(checkpoint, policy)
@@ -220,7 +220,7 @@ class Checkpointer:
             model._keys_to_ignore_on_save = ignored
 
     def load_best(self, model: Any, folder: str | None, load: Callable[[], None], is_best: bool = True) -> None:
-        """The same without looking for mistakes; whole models under other names than their modules' are read here."""
+        """Load the best model without validation, also a whole one whose names differ from those of its modules."""
         whole = not self.run.sharding.weights and not has_adapter(model)
         if folder is not None and whole and any(Path(folder).glob("model*.safetensors")) and saves_other_names(model):
             load_renamed(model, folder)

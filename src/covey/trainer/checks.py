@@ -28,7 +28,7 @@ from covey.runtime.user_code import warn
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
-from covey.trainer.integrations.attributes import listed as as_list
+from covey.trainer.integrations.attributes import as_list
 from covey.trainer.run import Run
 
 MOST_NAMED = 3  # parameters that a message names
@@ -373,7 +373,7 @@ def _check_best_metric(name: str | None, datasets: Any) -> Iterator[Finding]:
 
 
 def determine_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -> bool:
-    """A method of the trainer: an evaluation in which no reward function gave a reward is not the best one."""
+    """A method of the trainer: an evaluation without any reward never becomes the best."""
     name = "eval_" + (trainer.args.metric_for_best_model or "").removeprefix("eval_")
     if name not in metrics and any(name in entry for entry in trainer.state.log_history):
         warn(

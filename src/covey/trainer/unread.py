@@ -30,7 +30,7 @@ from covey.runtime.packages import is_own
 from covey.runtime.user_code import is_async
 from covey.trainer.checks import evaluation_sets
 from covey.trainer.evaluation.suites import rows_of
-from covey.trainer.integrations.attributes import listed
+from covey.trainer.integrations.attributes import as_list
 from covey.trainer.teachers import columns_read
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -47,7 +47,7 @@ def check_unread(trainer: Any) -> Iterator[Finding]:
     args, given = trainer.args, trainer.made_of
     yield from check_teacher_settings(trainer)
     yield from check_optimizer_settings(trainer)
-    yield from check_callbacks(listed(given.get("callbacks")))
+    yield from check_callbacks(as_list(given.get("callbacks")))
     yield from check_rewards(trainer)
     yield from check_marks(given)
     if given.get("engine") is not None:
@@ -91,7 +91,7 @@ def check_prompt_settings(trainer: Any, prompts: Sequence[Any]) -> Iterator[Find
             " prompts are the same without.",
         )
     factory = trainer.made_of.get("environment_factory")
-    for one in factory.values() if isinstance(factory, dict) else listed(factory):
+    for one in factory.values() if isinstance(factory, dict) else as_list(factory):
         for name in ("instructions", "system"):
             text = "" if isinstance(one, type) else getattr(one, name, None)
             if isinstance(text, str) and text and prompts and not any(text in str(_texts(one)) for one in prompts):
@@ -180,11 +180,11 @@ def _names_itself(kind: type, method: str) -> bool:
 def check_rewards(trainer: Any) -> Iterator[Finding]:
     """Warnings of a reward that is there twice, of tokenizers of functions, and of marks that a function cannot use."""
     given, names, functions = (
-        listed(trainer.made_of.get("reward_funcs")),
+        as_list(trainer.made_of.get("reward_funcs")),
         trainer.rewards.names,
         trainer.rewards.functions,
     )
-    classes = listed(trainer.made_of.get("reward_processing_classes"))
+    classes = as_list(trainer.made_of.get("reward_processing_classes"))
     for place, one in enumerate(given[: len(names)]):
         if any(one is earlier for earlier in given[:place]):
             yield Finding.warning(
@@ -221,7 +221,7 @@ def check_marks(given: dict[str, Any]) -> Iterator[Finding]:
     marks: dict[str, Callable[[Any], Any]] = {"isolated": isolation_of, "per_completion": is_per_completion}
     for argument in ("tools", "rollout_func", "environment_factory", "agent"):
         value = given.get(argument)
-        for one in value.values() if isinstance(value, dict) else listed(value):
+        for one in value.values() if isinstance(value, dict) else as_list(value):
             for mark, is_marked in marks.items():
                 if is_marked(one):
                     name = getattr(one, "__name__", type(one).__name__)

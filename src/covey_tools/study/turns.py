@@ -55,7 +55,7 @@ class Turn:
             self.go_on(Cancelled())
 
     def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """On the work's thread: pause until somebody has run a coroutine, and return its result."""
+        """Block the trainer's thread until the study has run a coroutine; return its result."""
         assert threading.current_thread() is self._thread, "only the work itself pauses"
         self.pending = work
         self._paused.release()

@@ -93,7 +93,7 @@ def no_numbers(c: Comparison) -> str | None:
             " overflows in float16: try bfloat16, and look at the engine's own log."
         )
     if reported.max() > 1e-2:
-        return f"some are above 0 ({reported.max():.2g}), so they are no natural logarithms of probabilities."
+        return f"some are above 0 ({reported.max():.2g}), so they are not natural logarithms of probabilities."
     return None
 
 

@@ -1,11 +1,12 @@
-"""Test, throughout a run, of the version of the weights that an engine samples with.
+"""Sign test, throughout a run, of the version of the weights that an engine samples with.
 
-A few fresh rollouts are scored twice: with the current weights, and with those of an earlier rollout batch, which are
-put back for a moment. Each token votes for the version that is closer to the engine's log-prob. Rounding, in whatever
-number format, makes votes that cancel; an engine that missed an update gets votes of one sign.
+The check at the start of a run misses an engine that quietly keeps its weights: one update of a usual learning rate
+moves log-probs by less than rounding explains. So a few fresh rollouts are scored twice, with the current weights and
+with an earlier snapshot of them. Each token votes for the version that is closer to the engine's log-prob: rounding
+makes votes that cancel, and a missed update makes votes of one sign.
 
-Two earlier versions are asked: an old one at a few versions after it, because differences that rounding hides add up,
-and the last one that the engine had, as soon as the engine differs from the trainer by more than ever before.
+Two snapshots are compared: an old one, because small differences accumulate over updates, and the previous one, as soon
+as the gap between engine and trainer exceeds everything seen before.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +69,7 @@ class Snapshot:
 
 @dataclass
 class Evidence:
-    """Votes between current weights and a copy of those of `version`, over looks."""
+    """Running evidence that the engine still uses the weights of `version` instead of the current ones."""
 
     snapshot: Snapshot
     version: int
@@ -78,7 +79,7 @@ class Evidence:
         """True if the evidence with these votes, of all processes, suffices."""
         self.sums += torch.tensor(votes, dtype=torch.float64).sum(0)
         total, squares, sizes, *_ = self.sums.tolist()
-        if total <= 0:  # nothing speaks against the engine: what was is no credit for later
+        if total <= 0:  # the engine agrees, so reset: earlier agreement must not mask a later failure
             self.sums.zero_()
         return total > 0 and total >= DEVIATIONS * squares**0.5 and total >= AGREEMENT * sizes
 

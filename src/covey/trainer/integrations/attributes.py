@@ -27,10 +27,10 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "reward_func_names": lambda trainer: FixedList(trainer.rewards.names, "reward_func_names"),
     "reward_weights": lambda trainer: trainer.rewards.weights,
     "reward_processing_classes": lambda trainer: FixedList(
-        listed(trainer.made_of.get("reward_processing_classes")) or [None] * len(trainer.reward_funcs),
+        as_list(trainer.made_of.get("reward_processing_classes")) or [None] * len(trainer.reward_funcs),
         "reward_processing_classes",
     ),
-    "tools": lambda trainer: FixedList(listed(trainer.made_of.get("tools")), "tools"),
+    "tools": lambda trainer: FixedList(as_list(trainer.made_of.get("tools")), "tools"),
     "environment_factory": lambda trainer: trainer.made_of.get("environment_factory"),
     "rollout_func": lambda trainer: trainer.made_of.get("rollout_func"),
     "aux_loss_enabled": lambda trainer: trainer.balance.coef != 0,
@@ -174,7 +174,7 @@ class RewardFunctions(FixedList):
     """The user's reward functions; assigning an element replaces that function in the run."""
 
     def __init__(self, trainer: Any):
-        super().__init__(listed(trainer.made_of.get("reward_funcs")), "reward_funcs")
+        super().__init__(as_list(trainer.made_of.get("reward_funcs")), "reward_funcs")
         self.trainer = trainer
 
     def __setitem__(self, index: Any, function: Any) -> None:  # type: ignore[override]
@@ -229,7 +229,7 @@ def change_weights(trainer: Any, weights: Any) -> None:
 
 def change_functions(trainer: Any, functions: Any) -> None:
     """Replace each of the user's reward functions."""
-    known, given = RewardFunctions(trainer), listed(functions)
+    known, given = RewardFunctions(trainer), as_list(functions)
     if len(given) != len(known):
         raise AttributeError(
             f"`trainer.reward_funcs` has {len(known)} functions and cannot become {len(given)}: their number is that of"
@@ -334,7 +334,7 @@ def is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, RewardFunctions):
-        other = listed(other)
+        other = as_list(other)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
         return both and torch.equal(one.cpu(), other.cpu().to(one.dtype))
@@ -344,5 +344,5 @@ def is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def listed(given: Any) -> list[Any]:
+def as_list(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]

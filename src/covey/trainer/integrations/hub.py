@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback
 
 from covey.runtime.user_code import warn
-from covey.trainer.integrations.attributes import listed
+from covey.trainer.integrations.attributes import as_list
 from covey.trainer.integrations.model_card import hub_id, model_card
 
 if TYPE_CHECKING:
@@ -49,13 +49,15 @@ def create_model_card(
         warn(f"`{'`, `'.join(idle)}` has no effect: the task is text generation.")
     config, folder = self.policy.config, Path(self.args.output_dir or ".")
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
-    trained_on = listed(getattr(getattr(self.train_dataset, "info", None), "dataset_name", None))
+    trained_on = as_list(getattr(getattr(self.train_dataset, "info", None), "dataset_name", None))
     trained_on = [name for name in trained_on if name not in ("", *NO_DATA_SETS)]
     known = self.hub_model_id or self.args.hub_model_id
     if known and model_name in (None, known.rpartition("/")[2]):  # transformers gives it without its owner
         model_name = str(known)
-    datasets = listed(dataset_name or dataset or dataset_tags) or trained_on
-    card = model_card(self, model_name or folder.name, base, datasets, listed(tags), language=language, license=license)
+    datasets = as_list(dataset_name or dataset or dataset_tags) or trained_on
+    card = model_card(
+        self, model_name or folder.name, base, datasets, as_list(tags), language=language, license=license
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(card, encoding="utf-8")
 

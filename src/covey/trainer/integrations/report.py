@@ -29,7 +29,7 @@ from covey.runtime.packages import versions
 from covey.runtime.safe_text import is_secret, without_secrets
 from covey.runtime.user_code import call_all, unwrap_partial, warn
 from covey.trainer.checkpoint import numbered_checkpoints
-from covey.trainer.integrations.attributes import listed
+from covey.trainer.integrations.attributes import as_list
 from covey.trainer.integrations.model_card import PACKAGES, PRIVATE
 
 REPORT, CURVES = "report.html", "curves.png"
@@ -227,7 +227,7 @@ def named_parts(trainer: Any) -> dict[str, Any]:
         "method": method,
         "model": str(getattr(config, "_name_or_path", "")) or None,
         "tokenizer": str(getattr(made.get("processing_class"), "name_or_path", "")) or None,
-        "reward_funcs": [name_of(one) for one in listed(made.get("reward_funcs"))],
+        "reward_funcs": [name_of(one) for one in as_list(made.get("reward_funcs"))],
         "tools": [name_of(one) for one in made.get("tools") or ()],
         "peft": None if adapter is None else _adapter(adapter.to_dict()),
         "rollout_func": name_of(made.get("rollout_func")),
