@@ -56,6 +56,8 @@ def config(**changes):
         "step_discount": 1.0,
         "step_baseline": "group",
         "teacher": None,
+        "supervised_roles": None,
+        "demonstrations": None,
     }
     return SimpleNamespace(**{**fields, **changes})
 
