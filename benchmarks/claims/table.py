@@ -686,7 +686,8 @@ CLAIMS = (
                 above=0.99,
             ),
         ),
-        "It follows from the size of AdamW's step: the share says how many weights are larger than 512 rates.",
+        "It follows from the size of AdamW's step: the share says how many weights are larger than 512 rates. The first"
+        " step is a whole rate for every weight, later ones are smaller, and the verdict is about the mean of three.",
         3,
         WeightsBed(),
         {f"{rate:g}": {"learning_rate": rate} for rate in (1e-6, 1e-5, 1e-4)},
