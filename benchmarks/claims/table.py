@@ -847,6 +847,8 @@ NOT_TESTED = {
     "advantages=opo": "with completions of one length it is the group's mean",
     "advantages=otb": "its claim is a lower variance over long completions, at two passes more",
     "prompt_sampler=uniform": "it is the baseline, and no paper's",
+    "prompt_sampler=pools": "its shares are the user's, for data whose difficulty changes over long runs",
+    "prompt_sampler=order": "a curriculum needs more steps than an epoch of these tasks has",
 }
 """Methods without a claim, and why."""
 

@@ -56,7 +56,7 @@ from benchmarks.claims.table import CLAIMS, NOT_TESTED
 
 from covey import GRPOConfig
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
-from covey.config.fields import LIMITS
+from covey.config.choosing import SAMPLER_FORMS, SAMPLERS
 from covey_tools.study.variants import settings_of
 from tests.algorithms.test_algorithms import BUILT_IN
 
@@ -398,9 +398,8 @@ def test_parts_name_arms_that_there_are(claim):
 def test_every_method_with_a_paper_has_a_claim_or_a_reason():
     """All losses, all advantages and all samplers of the library."""
     own = [name for name, function in ADVANTAGES.items() if function.__module__ == "covey.algorithms.published"]
-    samplers = LIMITS["prompt_sampler"].choices
     wanted = {f"loss_type={name}" for name in BUILT_IN} | {f"advantages={name}" for name in own}
-    wanted |= {f"prompt_sampler={name}" for name in samplers} | {"dynamic_sample"}
+    wanted |= {f"prompt_sampler={name}" for name in (*SAMPLERS, *SAMPLER_FORMS)} | {"dynamic_sample"}
     claimed = {method for claim in CLAIMS for method in claim.methods}
     assert sorted(wanted - claimed - set(NOT_TESTED)) == []
     assert sorted(claimed & set(NOT_TESTED)) == []
