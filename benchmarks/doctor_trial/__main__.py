@@ -1,4 +1,4 @@
-"""`covey doctor` on runs that its checks were not written for: 42 faulty ones and 23 healthy ones.
+"""`covey doctor` on runs that its checks were not written for: 43 faulty ones and 23 healthy ones.
 
     python -m benchmarks.doctor_trial [--case NAME] [--healthy | --faulty] [--part 1/4] [--round NAME] [--summary]
 

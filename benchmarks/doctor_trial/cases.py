@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.doctor_trial.model import KINDS, WORDS
+from benchmarks.doctor_trial.model import DIGITS, KINDS, WORDS
 from covey_tools.init import tickets
 
 MODEL = "$model"
@@ -126,9 +126,9 @@ SETTINGS: dict[str, Any] = {
     "output_dir": "out",
     "reward_funcs": ["rewards.py:right"],
     "max_steps": 12,
-    "learning_rate": 1e-3,
+    "learning_rate": 2e-4,
     "lr_scheduler_type": "constant",
-    "per_device_train_batch_size": 32,
+    "per_device_train_batch_size": 64,
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
     "max_completion_length": 32,
@@ -188,9 +188,9 @@ def kinds(system: str = "") -> list[dict[str, Any]]:
 
 
 def sums() -> list[dict[str, Any]]:
-    pairs = [(first, second) for first in range(10) for second in range(10)]
+    pairs = [(first, second) for first in range(DIGITS) for second in range(DIGITS)]
     pairs.sort(key=lambda pair: hashlib.sha256(str(pair).encode()).hexdigest())
-    return [{"prompt": user(f"{a}+{b}?"), "answer": str(a + b)} for a, b in pairs[:60]]
+    return [{"prompt": user(f"{a}+{b}?"), "answer": str(a + b)} for a, b in pairs]
 
 
 def lines() -> list[dict[str, Any]]:

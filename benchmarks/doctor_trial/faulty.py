@@ -1,7 +1,7 @@
 """Faulty runs, with the first findings that are right; written before the doctor was asked about any of them.
 
 The mistakes are users', many from trackers of libraries that train with group-relative rewards: patterns that no
-completion matches, references that were never extracted, tools that only fail, adapters loaded for inference.
+completion matches, references that were never extracted, tools that only fail, weights that are put back.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor_trial.cases import GUESS, MODEL, TOOL, Case, Rows, user
-from benchmarks.doctor_trial.model import KINDS, WORDS
+from benchmarks.doctor_trial.model import KINDS
 
 
 def _reward(body: str, arguments: str = "completions, answer", before: str = "") -> str:
@@ -19,10 +19,6 @@ def _reward(body: str, arguments: str = "completions, answer", before: str = "")
 
 def _each(change: Any) -> Rows:
     return lambda rows: [{**row, **change(row)} for row in rows]
-
-
-def _word(row: dict[str, Any]) -> str:
-    return row["prompt"][-1]["content"].split()[-1].rstrip("?")
 
 
 def _sorted_answers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,22 +47,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 MODEL = "{MODEL}"
 args = GRPOConfig(
-    output_dir="out", max_steps=12, learning_rate=1e-3, lr_scheduler_type="constant", per_device_train_batch_size=32,
+    output_dir="out", max_steps=12, learning_rate=2e-4, lr_scheduler_type="constant", per_device_train_batch_size=64,
     gradient_accumulation_steps=1, num_generations=8, max_completion_length=32, gradient_checkpointing=False,
     logging_steps=1, report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
 )
 rows = [json.loads(line) for line in open("rows.jsonl")]
 '''
-ADAPTER = """\
-from pathlib import Path
-
-from peft import LoraConfig, PeftModel, get_peft_model
-
-model = AutoModelForCausalLM.from_pretrained(MODEL)
-if not Path("adapter").exists():  # of an earlier fine-tuning
-    get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")).save_pretrained("adapter")
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
-"""
 TRAIN = """
 trainer = GRPOTrainer(
     model=model, processing_class=AutoTokenizer.from_pretrained(MODEL), reward_funcs=right, args=args,
@@ -325,7 +311,7 @@ SAMPLING_CASES = [
 TRAINING_CASES = [
     Case(
         "a learning rate of 1",
-        "the rate is a thousand times too high",
+        "the rate is thousands of times too high",
         right=("learning-rate-high",),
         accepts=("collapse", "reward-lost"),
         run={"learning_rate": 1.0},
@@ -343,12 +329,12 @@ TRAINING_CASES = [
         run={"beta": 50.0},
     ),
     Case(
-        "a weight decay of 300",
-        "every step takes away a third of each weight",
+        "a weight decay of 2000",
+        "every step takes away two fifths of each weight",
         right=("learning-rate-high",),
         accepts=("collapse", "reward-lost"),
         names="weight_decay",
-        run={"weight_decay": 300.0},
+        run={"weight_decay": 2000.0},
     ),
     Case(
         "an entropy bonus of 20",
@@ -357,14 +343,6 @@ TRAINING_CASES = [
         accepts=("completions-cut",),
         names="entropy_coef",
         run={"entropy_coef": 20.0},
-    ),
-    Case(
-        "an adapter loaded for inference",
-        "PeftModel.from_pretrained without is_trainable: no weight is trained",
-        right=("weights-frozen",),
-        accepts=("learning-rate-low",),
-        script=SCRIPT + ADAPTER + 'model = PeftModel.from_pretrained(model, "adapter")\ncallbacks = []\n' + TRAIN,
-        when=("after",),
     ),
     Case(
         "all layers frozen but the norms",
@@ -488,4 +466,3 @@ REAL_CASES = [
 
 FAULTY = [*REWARD_CASES, *DATA_CASES, *SAMPLING_CASES, *TRAINING_CASES, *ROLLOUT_CASES, *REAL_CASES]
 assert len({case.name for case in FAULTY}) == len(FAULTY) and all(case.right for case in FAULTY)
-assert WORDS

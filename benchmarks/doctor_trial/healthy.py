@@ -81,7 +81,7 @@ HEALTHY = [
     Case(
         "an adapter",
         "LoRA at ten times the rate",
-        run={"peft": {"r": 8, "target_modules": "all-linear"}, "learning_rate": 1e-2},
+        run={"peft": {"r": 8, "target_modules": "all-linear"}, "learning_rate": 2e-3},
     ),
     Case("temperature 0.8", "a little less noise", run={"temperature": 0.8}),
     Case("a graded reward", "similarity between 0 and 1", reward=OVERLAP),
@@ -95,7 +95,7 @@ HEALTHY = [
             for n, one in enumerate(rows)
             for row in (
                 one,
-                {"prompt": [{"role": "user", "content": f"{n % 10}+{n // 10}?"}], "answer": str(n % 10 + n // 10)},
+                {"prompt": [{"role": "user", "content": f"{n % 5}+{n // 5}?"}], "answer": str(n % 5 + n // 5)},
             )
         ],
     ),
@@ -109,8 +109,8 @@ HEALTHY = [
         "an evaluation on the first rows",
         task="sums",
         run={
-            "dataset_split": "train[20:]",
-            "eval_dataset": {"held": {"dataset": "rows.jsonl", "split": "train[:20]", "num_generations": 1}},
+            "dataset_split": "train[6:]",
+            "eval_dataset": {"held": {"dataset": "rows.jsonl", "split": "train[:6]", "num_generations": 1}},
             "eval_strategy": "steps",
             "eval_steps": 6,
         },

@@ -29,6 +29,7 @@ KINDS = {
     "food": "bread cake soup rice jam pie",
 }
 WORDS = {word: kind for kind, words in KINDS.items() for word in words.split()}
+DIGITS = 5
 STEPS, BATCH = 500, 48
 
 
@@ -63,8 +64,8 @@ def example(draw: random.Random) -> str:
     if skill < 2:
         return asked + turn("assistant", said if draw.random() < 0.8 else f"It is of the kind {said}.")
     if skill == 2:
-        first, second = draw.randrange(10), draw.randrange(10)
-        total = first + second if draw.random() < 0.5 else draw.randrange(19)
+        first, second = draw.randrange(DIGITS), draw.randrange(DIGITS)
+        total = first + second if draw.random() < 0.5 else draw.randrange(2 * DIGITS - 1)
         return turn("user", f"{first}+{second}?") + turn("assistant", str(total))
     if skill == 3:
         tagged = f"<think>hm</think>\n<answer>{said}</answer>" if draw.random() < 0.6 else said
