@@ -212,6 +212,36 @@ def test_time_and_cores_are_those_of_all_processes_without_pauses():
     assert np.isnan(spent(first[:1])[0])
 
 
+def test_a_run_killed_after_its_first_log_has_not_spent_the_pause():
+    """The second training's first log comes later than the first one's, so that every counter has grown: 5 and 7 s."""
+
+    def line(time, cpu, run, began):
+        return {"time": time, "cpu_seconds": cpu, "run_seconds": run, "began": began}
+
+    lines = [line(105, 4, 5, 100.0), line(5012, 6, 12, 5000.0), line(5017, 9, 17, 5000.0)]
+    assert spent(lines) == (12 + 5, 6 + 3)
+    assert spent(lines[1:]) == (5, 3)
+
+
+def test_a_training_that_the_machine_slept_through_is_one():
+    """The clock has moved by an hour, and the training by ten seconds."""
+    lines = [
+        {"time": 105 + hour, "cpu_seconds": 4 + run, "run_seconds": run, "began": 100.0}
+        for hour, run in ((0, 5), (3600, 15))
+    ]
+    assert spent(lines) == (10, 10)
+
+
+def test_lines_of_a_resumed_run_tell_when_theirs_began(tmp_path):
+    runs.trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    runs.trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lines = RecordedRun(tmp_path).described()["metrics"]
+    assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3]
+    assert (
+        len({line["began"] for line in lines if line["step"] < 3}) == 1 and len({line["began"] for line in lines}) == 2
+    )
+
+
 def test_a_run_resumed_in_its_own_process_has_not_spent_what_came_before(tmp_path):
     """As in a notebook, whose imports and other cells are no cost of the run."""
     before = time.process_time()

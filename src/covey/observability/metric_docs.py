@@ -15,7 +15,7 @@ from covey.runtime.files import shipped
 OF_THE_LOOP = (
     "step",
     "total_flos",
-    *("time", "config", "event", "cpu_seconds", "run_seconds", "memory_gb"),  # of lines of the record
+    *("time", "config", "event", "cpu_seconds", "run_seconds", "began", "memory_gb"),  # of lines of the record
     *(f"train_{x}" for x in ("loss", "runtime", "samples_per_second", "steps_per_second")),
 )
 

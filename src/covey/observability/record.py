@@ -94,6 +94,7 @@ class Recorder(TrainerCallback):
     _own: set[Path] = field(default_factory=set, init=False)  # files of evaluations before training began
     _is_training: bool = field(default=False, init=False)
     _training_since: float = field(default_factory=time.monotonic, init=False)
+    _training_began: float = field(default_factory=time.time, init=False)  # the same, by the clock
     _cpu_before: float = field(default_factory=time.process_time, init=False)  # this process may have trained before
 
     def __post_init__(self) -> None:
@@ -134,11 +135,11 @@ class Recorder(TrainerCallback):
             self._keep(state.global_step, None, lambda: updates.write(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a line of metrics, with the time, the seconds and CPU seconds of this training, and the memory."""
+        """Append a line of metrics: the time, when this training began, its seconds and CPU seconds, and the memory."""
         if self.rank or not logs or not (self._begun or self._is_training):
             return
         spent = {"cpu_seconds": time.process_time() - self._cpu_before, "memory_gb": _memory() / GIGABYTE}
-        spent["run_seconds"] = time.monotonic() - self._training_since
+        spent |= {"run_seconds": time.monotonic() - self._training_since, "began": self._training_began}
         line = {"step": state.global_step, "time": time.time(), "config": self._config, **spent, **logs}
         if not self._begun:  # an evaluation before the first step
             self._early.append(line)
@@ -154,6 +155,7 @@ class Recorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training_since, self._cpu_before, self._is_training = time.monotonic(), time.process_time(), True
+        self._training_began = time.time()
         self._early.clear()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

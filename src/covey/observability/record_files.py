@@ -113,13 +113,24 @@ def spent(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         return math.nan, math.nan
     seconds = cores = 0.0
     for before, line in pairwise(known):
-        if line["cpu_seconds"] >= before["cpu_seconds"] and line.get("run_seconds", 1) >= before.get("run_seconds", 0):
-            seconds += line["time"] - before["time"]
-            cores += line["cpu_seconds"] - before["cpu_seconds"]
-        else:
+        if not _same_training(before, line):
             seconds += line.get("run_seconds", 0.0)
             cores += line["cpu_seconds"]
+            continue
+        clock = "run_seconds" if "run_seconds" in before and "run_seconds" in line else "time"
+        seconds += line[clock] - before[clock]
+        cores += line["cpu_seconds"] - before["cpu_seconds"]
     return seconds, cores
+
+
+def _same_training(before: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    """Two lines were written between one beginning of training and its end.
+
+    Where they do not tell when theirs began, as in records of 0.2.0, by what can only grow within a training.
+    """
+    if "began" in before and "began" in line:
+        return bool(before["began"] == line["began"])
+    return line["cpu_seconds"] >= before["cpu_seconds"] and line.get("run_seconds", 1) >= before.get("run_seconds", 0)
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float] | None:
