@@ -89,11 +89,12 @@ class Case:
         rows = "".join(json.dumps(row) + "\n" for row in self.data)
         files = {
             "rows.jsonl": rows,
-            "rewards.py": REWARDS + self.reward,
+            "rewards.py": REWARDS,
             "run.yaml": yaml.safe_dump(run, sort_keys=False),
             **TASKS[self.task].files,
             **self.files,
         }
+        files["rewards.py"] += self.reward
         if self.script:
             files["train.py"] = self.script.replace(MODEL, str(model))
         for name, content in files.items():
@@ -244,7 +245,7 @@ TASKS: dict[str, Task] = {
     "explained": Task({"reward_funcs": ["rewards.py:last_word"], "max_completion_length": 64}, kinds("Explain.")),
     "lines": Task({"generation_kwargs": {"stop": ["\n"]}, "max_completion_length": 12}, lines()),
     "tool": Task(
-        {"tools": ["tools.py:kind_of"], "reward_funcs": ["rewards.py:after_all"], "max_completion_length": 128},
+        {"tools": ["tools.py:kind_of"], "reward_funcs": ["rewards.py:after_all"], "max_completion_length": 200},
         kinds(),
         {
             "tools.py": TOOL,

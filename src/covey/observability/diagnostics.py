@@ -196,12 +196,28 @@ def _parser(args: Any) -> str:
     return f"now {args.tool_parser!r}" if args.tool_parser else "now chosen by the chat template"
 
 
+OF_THE_CALL = {
+    "wrong_argument": "had an argument that is missing, unknown or of another type",
+    "unknown_tool": "named a tool that there is not",
+}
+FAILED = ("timeout", "exception", *OF_THE_CALL)
+"""Kinds of failures of calls that could be read."""
+
+
 def _failing_tools(logs: list[Log], args: Any) -> Iterator[str]:
-    slow, raised = (sum(log.get(f"tools/failures/{kind}", 0) for log in logs) for kind in ("timeout", "exception"))
-    what = f"took longer than tool_timeout={args.tool_timeout:g} s" if slow > raised else "raised an exception"
+    kind = max(FAILED, key=lambda kind: sum(log.get(f"tools/failures/{kind}", 0) for log in logs))
+    of_the_tool = {
+        "timeout": f"took longer than tool_timeout={args.tool_timeout:g} s",
+        "exception": "raised an exception",
+    }
+    what = (of_the_tool | OF_THE_CALL)[kind]
     yield f"more than half of the tool calls failed although they could be read: most of those {what} (tools/failures)."
-    yield f"""That may be the tools' doing rather than the model's: read the errors with `covey view {args.output_dir}`,
-    and make such a call yourself."""
+    if kind in OF_THE_CALL:
+        yield f"""Compare names and parameters of the tools with the calls that the model writes (`covey view
+        {args.output_dir}` shows them and the errors): rename the tool's, or let the prompts show a right call."""
+    else:
+        yield f"""That may be the tools' doing rather than the model's: read the errors with `covey view
+        {args.output_dir}`, and make such a call yourself."""
 
 
 def _budget(logs: list[Log], args: Any) -> Iterator[str]:
@@ -249,7 +265,7 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
     "tools-unused": (lambda log, args: log.get("tools/call_frequency") == 0, _no_calls),
     "tools-malformed": (lambda log, args: log.get("tools/failures/malformed", 0) > 0.5, _malformed),
     "tools-failing": (
-        lambda log, args: log.get("tools/failures/exception", 0) + log.get("tools/failures/timeout", 0) > 0.5,
+        lambda log, args: sum(log.get(f"tools/failures/{kind}", 0) for kind in FAILED) > 0.5,
         _failing_tools,
     ),
     "tools-budget": (

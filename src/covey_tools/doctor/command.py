@@ -76,6 +76,8 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
     },
     {
         learning.kl_scale: ("kl-scale",),
+        learning.bonus_scale: ("kl-scale",),
+        learning.decay: ("learning-rate-high",),
         learning.learning_rate: ("learning-rate-high", "learning-rate-low"),
         rewards.slow: ("reward-slow",),
     },
@@ -84,7 +86,8 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
 
 REASONS = {
     "time": "no time was left: give more by --seconds",
-    "part": "a part of the run cannot be made again or called with other texts",
+    "part": "a part of the run cannot be made again",
+    "kind": "where tools or an environment decide on the reward, other texts tell nothing of it",
 }
 UNTOUCHED = ("--report_to", "none", "--record", "off", "--push_to_hub", "false")  # a run leaves nothing behind
 
@@ -106,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
         findings = ranked(before(given.run, flags, given.seconds, summary))
     findings = with_signal(findings, summary)
     grave = any(one.level == "error" for one in findings)
-    summary["verdict"] = "errors" if grave else "incomplete" if summary.get("not_examined") else "examined"
+    missing = {reason for reason in summary.get("not_examined", {}).values() if reason != "kind"}
+    summary["verdict"] = "errors" if grave else "incomplete" if missing else "examined"
     if given.json:
         print(json.dumps({"run": given.run, "findings": [one.as_dict() for one in findings], "summary": summary}))
     else:
@@ -133,7 +137,7 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
                 raise
             yield from explained
             return
-        left = max(seconds - (time.perf_counter() - began) / 2, seconds / 4)  # a large model takes long to load
+        left = max(seconds - (time.perf_counter() - began), seconds / 10)  # of what loading has left
         sets = sets_of(trainer.eval_dataset)
         examined = ExaminedRun(trainer, trainer.train_dataset, left, summary, evaluations=sets)
         try:
@@ -178,19 +182,23 @@ def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
     """All findings up to the first stage with an error, as far as the time goes; of the first `stages` alone."""
     run.summary.update(rewards.summary_of(run))
     if not run.rescores:
-        run.leave_out("part", *OF_OTHER_TEXTS, "data-columns")
+        run.leave_out("kind", *OF_OTHER_TEXTS, "data-columns")
+    found: dict[str, str] = {}  # levels by code
     for stage in STAGES[:stages]:
-        levels = []
         for check, codes in stage.items():
             if run.left < 0 and check not in (rewards.failing, rewards.slow):  # which say why time has passed
                 run.leave_out("time", *codes)
                 continue
             for finding in check(run):
                 if (supported := finding.supported) is not None:
-                    levels.append(supported.level)
+                    found[supported.code] = supported.level
                     yield supported
-        if "error" in levels:
-            return
+        if "error" in found.values():
+            break
+    if "reward-order" not in found:
+        yield from rewards.remembered(run)
+    if "error" in found.values():
+        return
     per_step = run.summary.get("seconds_of_sampling_and_updates", 0.0)
     run.summary["steps"], run.summary["hours"] = run.steps, round(per_step * run.steps / 3600, 4)
 
@@ -216,7 +224,8 @@ def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
     lines = [str(finding) for finding in findings]
     if not lines:
         healthy = "Nothing found: the run looks healthy."
-        lines = ["Nothing found in what could be examined." if not_examined else healthy]
+        whole = summary.get("verdict", "examined") == "examined"
+        lines = [healthy if whole else "Nothing found in what could be examined."]
     if summary.get("completions"):
         expected = summary["groups_with_signal_expected"]
         lines.append(

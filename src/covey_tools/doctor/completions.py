@@ -1,9 +1,10 @@
 """Completions: experiments with the chat template, the end of sequence, length and temperature decide on the cause."""
 
 import copy
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from covey.core.findings import LEVELS, Effect, Finding
-from covey.core.records import FinishReason
+from covey.core.records import FinishReason, Rollout
+from covey.core.transcript import content_text
 from covey.observability.diagnostics import said_of
 from covey.policy.loading import end_token_ids
 from covey.rollout.prompts import is_conversational
@@ -34,6 +36,12 @@ FAMILIES = {  # prefix of a turn, its end, opening of the answer
 MARK = re.compile(r"<\|?[a-z_]+\|?>")  # a control token of these
 ANY_MARK = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|^###? ?[A-Z][a-z]+:", re.MULTILINE)
 """A control token of any model's template."""
+
+ERROR = re.compile(
+    r"\b(?:error|exception|traceback|fail(?:ed|ure)?|unavailable|denied|forbidden|time[d ]*out|not found|refused)\b",
+    re.I,
+)
+"""Words of answers that are none."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +146,60 @@ def calls(run: ExaminedRun) -> Iterator[Finding]:
     args, rollouts = SimpleNamespace(**{**vars(run.args), "output_dir": run.place}), run.base.rollouts
     log = {name: stat.value() for name, stat in call_stats(rollouts).items()}
     log["rollouts/tool_budget"] = fmean(float(one.finish is FinishReason.TOOL_BUDGET) for one in rollouts)
-    for code, evidence, fix in said_of(log, args):
-        if code.startswith("tools-"):
-            level = "warning" if run.base.spread.any() else "error"
-            counted = sum((Counter(one.calls) for one in rollouts), Counter[str]())
-            shown = ", ".join(f"{times} {kind}" for kind, times in counted.most_common()) or "no call"
-            yield Finding(code, level, f"of {len(rollouts)} samples: {evidence}", fix, f"The samples made: {shown}.")
+    said = [one for one in said_of(log, args) if one[0].startswith("tools-")]
+    level = "warning" if run.base.spread.any() else "error"
+    for code, evidence, fix in said:
+        counted = sum((Counter(one.calls) for one in rollouts), Counter[str]())
+        shown = ", ".join(f"{times} {kind}" for kind, times in counted.most_common()) or "no call"
+        answered = f" Most often {told}." if (told := _most_common_error(rollouts)) else ""
+        yield Finding(
+            code, level, f"of {len(rollouts)} samples: {evidence}", fix, f"The samples made: {shown}.{answered}"
+        )
+    if not said:
+        yield from _only_errors(rollouts, level)
+
+
+def answered_calls(rollouts: Sequence[Rollout]) -> list[tuple[str, str, str]]:
+    """Name, arguments and answer of each call in the messages of rollouts."""
+    found = []
+    for rollout in rollouts:
+        waiting: list[tuple[str, str]] = []
+        for message in rollout.completion if isinstance(rollout.completion, list) else ():
+            for call in message.get("tool_calls") or ():
+                made = call.get("function", call)
+                waiting.append((str(made.get("name")), json.dumps(made.get("arguments"), sort_keys=True, default=str)))
+            if message.get("role") == "tool" and waiting:
+                found.append((*waiting.pop(0), content_text(message.get("content"))))
+    return found
+
+
+def _most_common_error(rollouts: Sequence[Rollout]) -> str:
+    failed = [one for one in answered_calls(rollouts) if ERROR.search(one[2])]
+    if not failed:
+        return ""
+    answer = Counter(answer for _, _, answer in failed).most_common(1)[0][0]
+    name, arguments = next(one[:2] for one in failed if one[2] == answer)
+    return f"{name}({arguments[:60]}) got {answer[:120]!r}"
+
+
+def _only_errors(rollouts: Sequence[Rollout], level: str) -> Iterator[Finding]:
+    """Tools that answer different calls with one and the same text, which speaks of an error."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for name, arguments, answer in answered_calls(rollouts):
+        answers.setdefault(name, []).append((arguments, answer))
+    for name, made in answers.items():
+        texts, different = {answer for _, answer in made}, {arguments for arguments, _ in made}
+        if len(texts) > 1 or len(different) < 3 or not ERROR.search(text := texts.pop()):
+            continue
+        yield Finding(
+            "tools-failing",
+            level,
+            f"{name} answers every call with the same text, {text[:120]!r}: it raises nothing, so that no call counts"
+            " as failed.",
+            "Make such a call yourself, and repair what is behind the tool; let it raise an exception where it fails,"
+            " which the run counts and names.",
+            f"{len(made)} calls with {len(different)} different arguments got it.",
+        )
 
 
 def temperature(run: ExaminedRun) -> Iterator[Finding]:
@@ -157,7 +213,7 @@ def temperature(run: ExaminedRun) -> Iterator[Finding]:
     }
     narrow = {name: getattr(args, name) for name, is_narrow in tests.items() if is_narrow}
     before = _different(base)
-    if not narrow or before > 0.6:
+    if not narrow or before > 0.6 or not run.has_time("temperature-low"):
         return
     open_: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     other = run.again(**open_)
@@ -186,11 +242,25 @@ def _different(batch: SampleBatch) -> float:
 def _templates(run: ExaminedRun) -> Iterator[Experiment]:
     """Other ways to write the same prompts."""
     base = run.base
-    rows = [sample.row for sample in base.samples[:: base.size]]
+    firsts = base.samples[:: base.size]
+    rows = [sample.row for sample in firsts]
     if not run.single or any(row.get("prompt") is None for row in rows):
-        run.leave_out("part", "template")
+        run.leave_out("kind", "template")
         return
     chat = is_conversational(rows[0]["prompt"])
+    spoken = chat and all(row["prompt"][-1]["role"] == "assistant" for row in rows)
+    if spoken and run.has_time("template"):
+        yield Experiment(
+            "template",
+            "With the last message as a user's",
+            "the last message of the prompts has the role of the assistant, so that the model continues it.",
+            "Give the question the role `user`; end a prompt with an assistant's message only where the answer begins"
+            " with it.",
+            base,
+            run.sampled_of(
+                [(one.prompt, _asked_by_the_user(one.row)) for one in firsts], base.size, max_tokens=base.limit
+            ),
+        )
     opening = _opening(run.codec, rows[0]) if chat else None
     if opening and run.has_time("template"):
         added = run.tokenizer(opening, add_special_tokens=False)["input_ids"]
@@ -242,6 +312,11 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                 suspected=bool(foreign) or chat,
                 certain=of_template and is_control,
             )
+
+
+def _asked_by_the_user(row: dict[str, Any]) -> dict[str, Any]:
+    *earlier, last = row["prompt"]
+    return {**row, "prompt": [*earlier, {**last, "role": "user"}]}
 
 
 def _opening(codec: Any, row: dict[str, Any]) -> str | None:

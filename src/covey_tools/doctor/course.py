@@ -1,7 +1,7 @@
 """Course of a recorded run: a policy that was destroyed, completions that became one answer, a reward that died."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,7 @@ from covey.core.likeness import answer_of, common_share, most_common, reference_
 from covey.core.records import FinishReason, PromptSample, RolloutBatch
 from covey.observability.diagnostics import RISEN, Course, collapsed, entropy_is_lost, lost
 from covey_tools.doctor.examined import ExaminedRun
-from covey_tools.doctor.learning import MUCH, rate_within
+from covey_tools.doctor.learning import MUCH, bonus_scale, decay, rate_within
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
 SMALL = 0.02  # nats a token in the first update, by which no policy is destroyed
@@ -134,6 +134,11 @@ def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) ->
     entropies = [[point.entropy for point in side if point.entropy is not None] for side in (begin[:1], end)]
     before, after = (fmean(side) if side else float("nan") for side in entropies)
     broken = entropy_is_lost(before, after) or after > 3 * before + 1
+    for pull in (decay, bonus_scale) if run is not None else ():  # which no learning rate makes good
+        if (other := next(pull(run), None)) is not None and other.supported is other:
+            return replace(
+                other, evidence=f"the mean reward fell from {fmean(first):.3g} to {fmean(last):.3g}: {other.evidence}"
+            )
     trial = rate_within(run, rate) if run is not None and run.has_time("learning-rate-high") else None
     if trial is not None and trial[1].finite and trial[1].moved < SMALL:
         return None

@@ -138,6 +138,7 @@ class ExaminedRun:
 
     def __post_init__(self) -> None:
         self._ends, self._experiments = time.perf_counter() + self.seconds, 0
+        self._longest = 0.0  # seconds of one sampling, with its rewards
         trainer = self.trainer
         self.args, self.collector, self.suite = trainer.args, trainer.collector, trainer.rewards
         self.codec, self.tokenizer = self.collector.codec, self.collector.codec.tokenizer
@@ -163,14 +164,17 @@ class ExaminedRun:
         return self._ends - time.perf_counter()
 
     def has_time(self, code: str) -> bool:
-        """True if there is time for one more experiment; else its finding is noted as not examined."""
-        if self.left > self.seconds / 10:
+        """True if there is time for one more experiment; else its finding is noted as not examined.
+
+        One takes as long as the longest so far, so that the last one does not end late.
+        """
+        if self.left > max(self.seconds / 10, self._longest):
             return True
         self.leave_out("time", code)
         return False
 
     def leave_out(self, reason: str, *codes: str) -> None:
-        """Note codes that were not examined: for want of "time", or because a "part" of the run does not allow it."""
+        """Note codes that were not examined for want of "time" or a "part" of the run, or because of its "kind"."""
         for code in codes:
             self.summary.setdefault("not_examined", {}).setdefault(code, reason)
 
@@ -261,6 +265,7 @@ class ExaminedRun:
         rewards, stats = self.score(samples, rollouts)
         if self.collector.spec is not None:
             self.collector.spec.release(rollouts)
+        self._longest = max(self._longest, time.perf_counter() - began)
         return SampleBatch(samples, rollouts, rewards, self.weights, size, params.max_tokens, seconds, stats)
 
     def again(self, **changes: Any) -> SampleBatch:

@@ -25,6 +25,8 @@ LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
 PENALTIES = ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size")  # of generation_kwargs
 SURPRISE = 0.1  # nats a token by which samples are less probable than those of the policy
 HIGHEST = 0.1  # learning rate of Adam that is ever proposed: it moves each weight by about as much in a step
+OUTWEIGHS = 2.0  # gradient of a bonus, in that of the reward, from which on the reward says little
+FULL, USUAL_DECAY = 0.95, 0.01  # share of the weights that is all but all of them; a weight decay that costs nothing
 MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 
@@ -67,6 +69,7 @@ class Trials:
         batch = run.collated([base.rollouts[number] for number in kept])
         batch.advantages = expand(advantages.flatten()[kept].to(batch.lengths.device), batch.lengths)
         batch.weights = batch.sampled.float() / batch.sampled.sum()
+        batch.entropy_weights = batch.weights if self.trainer.updates.entropy is not None else None
         batch.engine_logprobs = None
         return batch
 
@@ -90,6 +93,38 @@ class Trials:
             with torch.no_grad():
                 for weight, value in zip(self.trained, saved, strict=True):
                     weight.copy_(value)
+
+    @contextmanager
+    def decayed(self, kept: float) -> Iterator[float]:
+        """The policy with a share of its weights, as weight decay leaves it; the change of log-probs in nats a token.
+
+        Weights that the trainer decays are taken, without biases and norms.
+        """
+        before, names = self.before, set(self.trainer.get_decay_parameter_names(self.trainer.model))
+        decaying = [p for name, p in self.trainer.model.named_parameters() if p.requires_grad and name in names]
+        saved = [weight.detach().clone() for weight in decaying]
+        try:
+            with torch.no_grad():
+                for weight in decaying:
+                    weight.mul_(kept)
+            after = self.run.logprobs(self.batch, self.run.args.temperature, exact=True)
+            yield (after - before)[self.batch.sampled].abs().mean().item()
+        finally:
+            with torch.no_grad():
+                for weight, value in zip(decaying, saved, strict=True):
+                    weight.copy_(value)
+
+    def gradient(self) -> Tensor:
+        """Of the loss on the batch, with respect to all trained weights."""
+        with quiet(), torch.enable_grad():
+            self.trainer.updates.loss(self.trainer.model, self.batch, Plan([[self.batch]], training=False))[
+                0
+            ].backward()
+        found = [weight.grad for weight in self.trained if weight.grad is not None]
+        joined = torch.cat([one.detach().flatten().float() for one in found]) if found else torch.zeros(1)
+        for weight in self.trained:
+            weight.grad = None
+        return joined
 
     def _optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """The run's own kind of optimizer, without weight decay; AdamW where it is not to be had on its own."""
@@ -126,6 +161,9 @@ class Trials:
 
 def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
     """The change of log-probs by one update, and over the run, whose schedule may hold the learning rate back."""
+    if not run.has_time("learning-rate-low"):
+        run.leave_out("time", "learning-rate-high")
+        return
     args, trials = run.args, Trials(run)
     rate, steps = args.learning_rate, max(run.steps, SHORT)
     one = trials.update(rate)
@@ -259,6 +297,66 @@ def kl_scale(run: ExaminedRun) -> Iterator[Finding]:
         f" {balance:.2g} nats away from the reference: the policy cannot go further.",
         f"Set beta={better:g}, or beta=0.",
         f"On the same completions, with beta={better:g} both are equal at {balance * args.beta / better:.2g} nats.",
+    )
+
+
+def bonus_scale(run: ExaminedRun) -> Iterator[Finding]:
+    """Gradients of the reward and of the entropy bonus on the same completions."""
+    updates = run.trainer.updates
+    if updates.entropy is None or not updates.entropy.effective or not run.base.spread.any():
+        return
+    if not run.has_time("kl-scale"):
+        return
+    trials, controller = Trials(run), updates.entropy
+    coef = controller.effective
+    whole = trials.gradient()
+    updates.entropy = None
+    try:
+        reward = trials.gradient()
+    finally:
+        updates.entropy = controller
+    ratio = ((whole - reward).norm() / reward.norm().clamp(min=1e-20)).item()
+    if ratio < OUTWEIGHS:
+        return
+    better = float(f"{coef / ratio / 10:.0e}")
+    yield Finding(
+        "kl-scale",
+        "error" if ratio > 4 * OUTWEIGHS else "warning",
+        f"the gradient of the entropy bonus (entropy_coef={coef:g}) is {ratio:.3g} times as large as that of the"
+        " reward: updates make completions more random, whatever is paid.",
+        f"Set entropy_coef={better:g}, or entropy_coef=0.",
+        f"On the same completions, with entropy_coef={better:g} it is {ratio * better / coef:.2g} times as large.",
+        Effect(ratio, ratio * better / coef, higher_is_better=False),
+    )
+
+
+def decay(run: ExaminedRun) -> Iterator[Finding]:
+    """The policy with what weight decay leaves of its weights over the run."""
+    args = run.args
+    step = args.learning_rate * args.weight_decay
+    if step <= 0:
+        return
+    steps = run.steps * scheduled(run.trainer, run.steps)
+    kept = max(0.0, 1 - step) ** steps
+    if kept > FULL or not run.has_time("learning-rate-high"):
+        return
+    trials, base = Trials(run), run.base
+    before = base.first(min(base.prompts, 4))
+    with trials.decayed(kept) as moved:
+        ruined = run.sample(before.prompts, base.size, max_tokens=min(base.limit, 64))
+    if moved < MUCH / 4 or before.gain(ruined) > 0:
+        return
+    with trials.decayed(max(0.0, 1 - args.learning_rate * USUAL_DECAY) ** steps) as low:
+        pass
+    yield Finding(
+        "learning-rate-high",
+        "error" if moved > MUCH else "warning",
+        f"weight_decay={args.weight_decay:g} at learning_rate={args.learning_rate:g} takes {step:.2g} of each weight in"
+        f" a step and leaves {kept:.2g} of it after {run.steps} steps: without any update by a reward log-probs change"
+        f" by {moved:.2g} nats a token, and the mean reward goes from {before.mean:.3g} to {ruined.mean:.3g}.",
+        f"Set weight_decay={USUAL_DECAY:g}.",
+        f"With weight_decay={USUAL_DECAY:g} decay changes them by {low:.2g} nats.",
+        Effect(moved, low, higher_is_better=False),
     )
 
 

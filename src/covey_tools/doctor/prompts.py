@@ -18,20 +18,25 @@ from covey.rollout.prompts import is_conversational
 from covey_tools.doctor.examined import ExaminedRun, quiet
 
 READ = 24  # prompts that are looked at
+FEW_TEXTS = 3
 REAL_VOCABULARY = 5000  # tokens from which on a model is no toy whose text is noise
 
 
 def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
     """Prompts are as improbable as noise for a model that is sure of itself."""
     size = run.trainer.model.get_input_embeddings().weight.shape[0]
-    if run.codec.vision is not None or size < REAL_VOCABULARY:
+    small = size < REAL_VOCABULARY
+    if run.codec.vision is not None or (small and not _is_trained(run.trainer.model)):
         return
     texts = [text for row in run.taken[:READ] if len(text := prompt_text(row)) > 8][:8]
-    texts.append("The sun rises in the east. Water boils at one hundred degrees, and the cat sat on the mat.")
+    if small and len(texts) < FEW_TEXTS:  # it need not know what it has not been trained on
+        return
+    if not small:
+        texts.append("The sun rises in the east. Water boils at one hundred degrees, and the cat sat on the mat.")
     own = loss_of(run, run.tokenizer, texts)
     if own < 0.55 * math.log(size):
         return
-    for folder, other in _other_tokenizers(run):
+    for folder, other in () if small else _other_tokenizers(run):
         if len(other) > size:
             continue
         better = loss_of(run, other, texts)
@@ -51,12 +56,18 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
     if own > 0.85 * noise and entropy < 0.6 * math.log(size):
         yield Finding(
             "tokenizer-drift",
-            "error" if own > 0.95 * noise else "warning",
+            "error" if own > 0.95 * noise or (small and not run.base.spread.any()) else "warning",
             f"the model is sure of itself ({entropy:.1f} nats of entropy a token), yet finds the text of prompts as"
             f" improbable as noise ({own:.1f} nats a token).",
             "Save the tokenizer that the model was trained with into its folder, or pass it as `processing_class`.",
             f"The same tokens in a random order take {noise:.1f} nats: as they are written they are no text to it.",
         )
+
+
+def _is_trained(model: Any) -> bool:
+    """Norms have left the ones that they begin with, which no model without training has done."""
+    norms = [weight for weight in model.parameters() if weight.dim() == 1]
+    return any(bool((weight != 1).any() and (weight != 0).any()) for weight in norms)
 
 
 def loss_of(run: ExaminedRun, tokenizer: Any, texts: list[str], shuffled: bool = False) -> float:

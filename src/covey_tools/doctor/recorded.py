@@ -4,9 +4,10 @@ Nothing is written into the run's folder, and its script is not run again.
 """
 
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Any
 
 import datasets
 import torch
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from covey.cli.config_file import config_of, load_run, parts_of_record, settings_of
@@ -41,10 +43,13 @@ from covey.observability.record_files import (
     read_rows,
     read_run,
 )
+from covey.rewards.functions import FunctionReward
 from covey.runtime.definitions import script_of_run
+from covey.runtime.user_code import parameters_of
 from covey_tools.doctor import course, data, rewards
 from covey_tools.doctor.data import sets_of
 from covey_tools.doctor.examined import MOST_ROWS, ExaminedRun, SampleBatch, quiet
+from covey_tools.doctor.learning import Trials
 
 ELSEWHERE = (
     *("vllm_", "sglang_", "use_vllm", "use_sglang", "max_staleness", "replay_from", "report_to", "record", "eval_"),
@@ -67,6 +72,8 @@ SLOW_TO_LEARN = (
 """Causes of learning nothing: no errors in a run whose reward rose."""
 
 FEW_TRAINED = 0.01  # of the weights, as few as an adapter has
+LEAST_MOVED = 1e-6  # nats a token, by which an update shows in weights of 32 bits
+MOST_TENSORS = 24
 OF_LOGS = ("tools-", "teacher-")
 SEEN_IN_LOGS = ("completions-cut", "engine-mismatch", *(code for code in DIAGNOSED if code.startswith(OF_LOGS)))
 """Causes that logs of a whole run show better than a few samples do."""
@@ -76,6 +83,7 @@ Staged = Callable[..., Iterator[Finding]]
 
 def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) -> Iterator[Finding]:
     """Findings from a record; where the run's parts can be made again, with the experiments of a run file."""
+    began = time.perf_counter()
     described = read_run(run)
     read = PastRun(run, described)
     summary["rollout_batches"] = len(read.rollout_batches)
@@ -83,7 +91,8 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
     examined = None
     if trainer is not None:
         read.weights = trainer.rewards.weights  # of environments, too
-        examined = examined_again(read, trainer, seconds, summary)
+        left = max(seconds - (time.perf_counter() - began), seconds / 10)  # of what loading has left
+        examined = examined_again(read, trainer, left, summary)
     try:
         found = [*course.findings(read, examined)]
         grave = any(one.grave for one in found)
@@ -94,6 +103,8 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
         if examined is not None:
             stages = staged(examined, 1 if destroyed else None)  # else what the untrained policy shows may be the cause
             found += (one for one in stages if one.code != "learning-rate-high" or read.has_fallen)
+            if "reward-order" not in {one.code for one in found}:
+                found += scored_otherwise(read, examined)
         else:
             summary |= {"rebuilt": False, "problem": read.problem}
             seen = {*ALONE, *OF_THE_COURSE, *(one.code for one in found)}
@@ -103,6 +114,7 @@ def examine(run: Path, seconds: float, summary: dict[str, Any], staged: Staged) 
             found += alone(read, summary) if not grave else ()
         found += (
             *frozen(read),
+            *(unmoved(read, examined) if examined is not None else ()),
             *(one for one in advice(read.metrics, read.args, ended=True) if one.code in SEEN_IN_LOGS),
         )
     finally:
@@ -140,6 +152,73 @@ def frozen(read: "PastRun") -> Iterator[Finding]:
         "Set requires_grad=True for the weights that are to learn before the trainer is made, or train an adapter"
         " (`peft`).",
         "So the record counts them at the start of the run.",
+    )
+
+
+def unmoved(read: "PastRun", examined: ExaminedRun) -> Iterator[Finding]:
+    """The saved weights are those that the run began with, though its updates had gradients and a rate to move them."""
+    norms = [line["grad_norm"] for line in read.metrics if line.get("grad_norm")]
+    start = Path(str(parts_of_record(read.described).get("model")))
+    if not norms or read.described.get("model", {}).get("adapter") or not (compared := equal_weights(start, read.run)):
+        return
+    moved = Trials(examined).update(examined.args.learning_rate).moved
+    if moved < LEAST_MOVED:  # too low a rate, which is another finding
+        return
+    yield Finding(
+        "weights-frozen",
+        "error",
+        f"the weights in {str(read.run)!r} are those of {str(start)!r}, bit by bit, after {len(read.metrics)} logs with"
+        f" gradient norms of up to {max(norms):.3g}: the updates did not stay.",
+        "Look for what copies or loads weights while the run trains: a callback, an average, a reset of the model; and"
+        " that the optimizer's parameters are those of the model that is saved.",
+        f"{compared} tensors were compared. A single update at learning_rate={examined.args.learning_rate:g} changes"
+        f" log-probs by {moved:.2g} nats a token.",
+    )
+
+
+def equal_weights(one: Path, other: Path) -> int:
+    """Number of tensors of two model folders that were compared, if all are equal; 0 if any differs or is missing."""
+    files = [{path.name for path in folder.glob("*.safetensors")} for folder in (one, other)]
+    if not all(files):
+        return 0
+    with ExitStack() as opened:
+        held: list[dict[str, Any]] = []
+        for folder, names in zip((one, other), files, strict=True):
+            readers = [opened.enter_context(safe_open(folder / name, "pt")) for name in sorted(names)]
+            held.append({key: reader for reader in readers for key in reader.keys()})  # noqa: SIM118
+        common = sorted(held[0].keys() & held[1].keys())
+        chosen = common[:: max(1, len(common) // MOST_TENSORS)]
+        same = (torch.equal(*(reader[key].get_tensor(key) for reader in held)) for key in chosen)
+        return len(chosen) if all(same) else 0
+
+
+def scored_otherwise(read: "PastRun", examined: ExaminedRun) -> Iterator[Finding]:
+    """The last rollout batch on record has other rewards than the functions give the same completions now."""
+    functions = examined.suite.functions
+    by_text = all(
+        isinstance(one, FunctionReward)
+        and not {"completion_ids", "trainer_state"} & {p.name for p in parameters_of(one.function) or ()}
+        for one in functions
+    )
+    if not examined.rescores or examined.failure is not None or not by_text or len(read.points) < 2:
+        return
+    scored = read.points[-1].scored
+    now = examined.score(scored.samples, scored.rollouts)[0]
+    then = scored.rewards
+    scale = max((then.nan_to_num().max() - then.nan_to_num().min()).item(), 1e-9)
+    changed = ((then - now).abs() > 0.02 * scale) | (then.isnan() != now.isnan())
+    count = int(changed.any(1).sum())
+    if examined.failure is not None or count <= len(then) / 10:
+        return
+    totals = [weighted_total(one.double(), read.weights.double()).nanmean().item() for one in (then, now)]
+    yield Finding(
+        "reward-order",
+        "error",
+        f"of {len(then)} completions of step {read.points[-1].step} {count} get other rewards now than the record has:"
+        f" {totals[1]:.3g} on average instead of {totals[0]:.3g}.",
+        "Find what the functions depend on besides the completion and its row: earlier calls, time, a file or a service"
+        " that has changed, chance. Where code was changed since the run, the record shows the old one.",
+        "They were called again, with the rows of the record.",
     )
 
 

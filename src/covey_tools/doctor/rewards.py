@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from covey.core.findings import Effect, Finding
 from covey.core.likeness import REFERENCES
 from covey.core.records import FinishReason
 from covey.rewards.contract import MissingArgument
+from covey.rewards.functions import FunctionReward
 from covey.rewards.text import completion_text
 from covey.rollout.prompts import is_conversational
+from covey.runtime.user_code import unwrap_partial
 from covey_tools.doctor.examined import PROMPTS, SAMPLES, ExaminedRun, SampleBatch
 
 FORMS = (
@@ -36,8 +39,13 @@ FORMS = (
 )
 """Ways to write an answer that rewards ask for."""
 
+WILDCARD = r"(?:(?<!\\)\[(?:\\.|[^\]\\])+\]|\\[dwS]|(?<!\\)\.)(?:[*+]\??|\{[\d,]+\})?"
+"""Of a pattern what an answer may stand for: `.*?`, `\\d+`, `[0-9.]*`."""
+
 NOISY = 0.5  # share of the differences within groups from which on most of what is learnt is chance
+MOST_CALLED, QUICK = 20_000, 0.05  # completions that a function is called with for its memory alone; seconds of a call
 LENGTH_ALONE = 0.95  # correlation with the reward of filler: less than a tenth of the variance is left to content
+MOST_FURTHER = 256  # rows, or texts of a function's own constants, that are scored in addition
 TEXTS = ("", "?", "yes", "42", "I do not know.", "so " * 200, "AaZz 0123456789 .,;:!?()[]{}<>\"'\n" * 3)
 
 
@@ -66,6 +74,8 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
             evidence = f"{name} raises or returns no number for {failures} of {count} completions."
             yield Finding("reward-failing", level, evidence, *_other_form(run))
         elif missing == count:
+            if _scores_other_rows(run, index):
+                continue
             yield Finding(
                 "reward-failing",
                 "error" if len(run.suite.names) == 1 else "warning",
@@ -84,6 +94,17 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
         evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
         _, proof = _other_form(run)
         yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.", proof)
+
+
+def _scores_other_rows(run: ExaminedRun, function: int) -> bool:
+    """True if a function that abstains on the sampled prompts gives rewards to further rows of the dataset."""
+    if not run.rescores:
+        return False
+    rows = run.taken[:MOST_FURTHER]
+    kept = run.failure
+    scored = run.totals(rows, [run.answering(row, right_answer(row) or "yes") for row in rows], function)
+    run.failure = kept
+    return not bool(scored.isnan().all())
 
 
 def _silent_about_wrong(run: ExaminedRun) -> Finding | None:
@@ -219,6 +240,38 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
     )
 
 
+def remembered(run: ExaminedRun) -> Iterator[Finding]:
+    """The same completions once more after all experiments, and as often as a few seconds of quick functions allow."""
+    base = run.base
+    if not run.rescores or not len(base.known) or run.failure is not None or run.left < 0:
+        return
+    scale = (base.known.max() - base.known.min()).item() or 1.0
+    count, rewarded = len(base.rollouts), int((base.known > base.known.min()).sum())
+    most = min(run.steps * run.trainer.run.algebra.generation_batch_size, MOST_CALLED) // count + 1
+    began = time.perf_counter()
+    for times in range(1, most + 1):
+        other = run.score(base.samples, base.rollouts)[0]
+        changed = int(
+            (((base.rewards - other).abs() > 0.02 * scale) | (base.rewards.isnan() != other.isnan())).any(1).sum()
+        )
+        if changed > count / 10 or 0 < changed > rewarded / 2:
+            break
+        if (spent := time.perf_counter() - began) > min(2.0, run.left / 10) or spent / times > QUICK:
+            return
+    else:
+        return
+    mean = weighted_total(other.double(), run.weights.double()).nanmean().item()
+    yield Finding(
+        "reward-order",
+        "error",
+        f"the function has a memory: of the same {count} completions {changed} get other rewards than when the"
+        f" examination began, {mean:.3g} on average instead of {base.mean:.3g}.",
+        "Remove what it keeps between calls (counters, allowances, schedules, sets of what was seen): equal completions"
+        " must get equal rewards throughout a run. A schedule belongs to the settings, not into the function.",
+        f"After all experiments, and {times} further calls with the same completions.",
+    )
+
+
 def _chance(run: ExaminedRun, again: Tensor) -> float:
     """Share of what differs within groups that differs between two calls as well: 1 less their correlation."""
     other = weighted_total(again.double(), run.base.weights.double()).view_as(run.base.totals)
@@ -343,13 +396,13 @@ def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
             yield Finding("reward-constant", "warning" if useless else "note", evidence, fix, proof if tried else "")
 
 
-def texts_tried(run: ExaminedRun, function: int | None = None) -> list[tuple[float, float, str]]:
+def texts_tried(run: ExaminedRun, function: int | None = None, most: int = 4) -> list[tuple[float, float, str]]:
     """For a few prompts the lowest and highest reward of other texts, and the text of the highest.
 
     Of all functions together, or of one alone.
     """
     base, found = run.base, []
-    for start in range(0, min(base.prompts, 4) * base.size, base.size):
+    for start in range(0, min(base.prompts, most) * base.size, base.size):
         row = base.samples[start].row
         answers = [str(row[name]) for name in row if name != "prompt" and isinstance(row[name], str | int | float)]
         answers.sort(key=len)
@@ -358,6 +411,7 @@ def texts_tried(run: ExaminedRun, function: int | None = None) -> list[tuple[flo
         own = [completion_text(one.completion) for one in base.rollouts[start : start + 2]]
         texts += [*own, *_written("0")]
         texts += [f"{text}\n{texts[n]}" for n, text in enumerate(own)]
+        texts += [text for answer in answers[:2] for text in _of_constants(run, answer)]
         totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts], function)
         known = [(value, text) for value, text in zip(totals.tolist(), texts, strict=True) if value == value]
         if known:
@@ -367,6 +421,58 @@ def texts_tried(run: ExaminedRun, function: int | None = None) -> list[tuple[flo
 
 def _written(answer: str) -> list[str]:
     return [form.format(answer) for form in FORMS]
+
+
+def _of_constants(run: ExaminedRun, answer: str) -> list[str]:
+    """Texts made of an answer and of the texts and patterns that reward functions compare with."""
+    texts = []
+    for one in run.suite.functions:
+        for constant in constants_of(one.function) if isinstance(one, FunctionReward) else ():
+            texts += [constant + answer, answer + constant]
+            if (matching := text_matching(constant, answer)) is not None:
+                texts.append(matching)
+    return texts[:MOST_FURTHER]
+
+
+def constants_of(function: Any) -> list[str]:
+    """Texts in a function's body, and the texts and patterns of its module that it names.
+
+    Example:
+        >>> constants_of(lambda text: text.startswith("Answer: "))
+        ['Answer: ']
+    """
+    code = getattr(unwrap_partial(function), "__code__", None)
+    if code is None:
+        return []
+    module = getattr(unwrap_partial(function), "__globals__", {})
+    held = [*code.co_consts, *(module.get(name) for name in code.co_names)]
+    held = [one.pattern if isinstance(one, re.Pattern) else one for one in held]
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in one.co_consts]
+    document = getattr(unwrap_partial(function), "__doc__", None)
+    texts = [one for one in (*held, *inner) if isinstance(one, str) and 0 < len(one) <= 200 and one != document]
+    return [*dict.fromkeys(one for one in texts if not one.endswith("<locals>") and "<locals>" not in one)]
+
+
+def text_matching(pattern: str, answer: str) -> str | None:
+    """A text that a regular expression of literal marks and wildcards matches, with the answer in its wildcards.
+
+    Example:
+        >>> text_matching(r"^<a>(.*?)</a>\\s*$", "7"), text_matching(r"\\[(\\d+)\\]", "7"), text_matching("(", "7")
+        ('<a>7</a>', '[7]', None)
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error:
+        return None
+    text = re.sub(r"\(\?[aimsux]+\)|\\\W\?", "", pattern)  # flags, and marks that need not be there
+    text = re.sub(WILDCARD, lambda found: answer, text)
+    text = re.sub(r"\(\?:|(?<!\\)[\^$]|\\[AZb]", "", text)  # openings of groups, anchors
+    text = re.sub(r"\\s[*?]+", "", re.sub(r"\\n[*+?]*", "\n", text))
+    text = re.sub(r"\\s\+?", " ", text)
+    text = re.sub(r"(?<!\\)[()]\??", "", text)
+    text = re.sub(r"\\(\W)", r"\1", text)
+    found = compiled.search(text)
+    return text if found is not None and found.end() > found.start() else None
 
 
 def _other_column(run: ExaminedRun, value: float) -> Finding | None:
@@ -429,15 +535,55 @@ def _unreachable(run: ExaminedRun, value: float, best: tuple[float, float, str])
     if (written := _column_written_otherwise(run, value)) is not None:
         yield written
         return
-    yield Finding(
-        "reward-unreachable",
-        "error",
-        f"none of {count} completions gets more than {value:g}.",
+    fix = (
         "Let the prompts say (or show) what the reward asks for, reward steps on the way to it, or train the model on"
-        " examples first; then check that some completions get it.",
-        f"The reward works: the text {best[2][:80]!r} gets {best[1]:g}; the model wrote"
-        f" {completion_text(run.base.rollouts[0].completion)[:80]!r}.",
+        " examples first; then check that some completions get it."
     )
+    works = (
+        f"The reward works: the text {best[2][:80]!r} gets {best[1]:g}; the model wrote"
+        f" {completion_text(run.base.rollouts[0].completion)[:80]!r}."
+    )
+    shown = _with_an_example(run, value)
+    if shown is not None:
+        example, batch, hits = shown
+        fix = (
+            f"Put an example into the prompt: another row's question as the user's and {example[:80]!r} as the"
+            " assistant's answer, before the question itself. Or let the prompts say what the reward asks for."
+        )
+        works += (
+            f" With one such example {hits} of {len(batch.rollouts)} completions get more than {value:g}, and the mean"
+            f" reward is {batch.mean:.3g} instead of {run.base.mean:.3g}."
+        )
+    yield Finding("reward-unreachable", "error", f"none of {count} completions gets more than {value:g}.", fix, works)
+
+
+def _with_an_example(run: ExaminedRun, value: float) -> tuple[str, SampleBatch, int] | None:
+    """A rewarded text, and completions of prompts that show it as the answer of another row; None if none is rewarded.
+
+    Each prompt is shown the example of the next row, so that no answer is its own.
+    """
+    base = run.base
+    rows = [one.row for one in base.samples[:: base.size]]
+    if not run.single or len(rows) < 2 or not all(is_conversational(row.get("prompt")) for row in rows):
+        return None
+    if not run.has_time("reward-unreachable"):
+        return None
+    best = [text for _, high, text in texts_tried(run, most=len(rows)) if high > value]
+    if len(best) < len(rows):
+        return None
+    examples = dict(zip(map(id, rows), [*zip(rows[1:], best[1:], strict=True), (rows[0], best[0])], strict=True))
+
+    def encode(row: dict[str, Any]) -> list[int]:
+        other, text = examples[id(row)]
+        asked, question = row["prompt"], [one for one in other["prompt"] if one["role"] != "system"]
+        begin = [one for one in asked if one["role"] == "system"]
+        rest = [one for one in asked if one["role"] != "system"]
+        ids: list[int] = run.codec.read([*begin, *question, {"role": "assistant", "content": text}, *rest]).ids
+        return ids
+
+    batch = run.again(encode=encode)
+    hits = int((batch.known > value + 1e-9).sum())
+    return (best[0], batch, hits) if hits else None
 
 
 def _last_number(text: str) -> str:
@@ -602,7 +748,8 @@ def turned(run: ExaminedRun) -> list[str]:
         run.failure = kept
         differs = ((totals[0] - totals[1]).abs() > 1e-12).nonzero().flatten().tolist()
         lower = [place for place in differs if totals[0, place] < totals[1, place]]
-        if len(differs) > len(lower):
+        worst = 0 in lower and bool(totals[0, 0] <= totals.nan_to_num(math.inf).min())  # 0: the answer and nothing else
+        if len(differs) > len(lower) and not worst:
             return []
         if lower:
             first = lower[0]
