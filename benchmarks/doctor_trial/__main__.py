@@ -1,6 +1,7 @@
 """`covey doctor` on runs that its checks were not written for: 43 faulty ones and 23 healthy ones.
 
     python -m benchmarks.doctor_trial [--case NAME] [--healthy | --faulty] [--part 1/4] [--round NAME] [--summary]
+    python -m benchmarks.doctor_trial --fresh --round fresh       # 14 and 6 more, written after the doctor's repair
 
 Each case is written into an empty folder as a user would have it. The doctor reads the run file before the run, the
 run is made, and the doctor reads its folder. Counted are first findings that name the cause (decided in the cases, not
@@ -27,6 +28,7 @@ from typing import Any
 from benchmarks.doctor_trial import model
 from benchmarks.doctor_trial.cases import REAL, Case
 from benchmarks.doctor_trial.faulty import FAULTY
+from benchmarks.doctor_trial.fresh import FRESH_FAULTY, FRESH_HEALTHY
 from benchmarks.doctor_trial.healthy import HEALTHY
 from benchmarks.faults.__main__ import named_settings
 from benchmarks.records import Records
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", help="only the case of this name")
     parser.add_argument("--healthy", action="store_true", help="only healthy runs")
     parser.add_argument("--faulty", action="store_true", help="only faulty runs")
+    parser.add_argument("--fresh", action="store_true", help="the runs that were written after the doctor's repair")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="only every N-th case, from the K-th on")
     parser.add_argument("--seconds", type=float, default=75.0, help="of the doctor for each diagnosis (75)")
     parser.add_argument("--round", default="now", help="name of the figures (now)")
@@ -64,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def selected(options: argparse.Namespace) -> list[Case]:
-    chosen = [*([] if options.healthy else FAULTY), *([] if options.faulty else HEALTHY)]
+    faulty, healthy = (FRESH_FAULTY, FRESH_HEALTHY) if options.fresh else (FAULTY, HEALTHY)
+    chosen = [*([] if options.healthy else faulty), *([] if options.faulty else healthy)]
     if options.case:
         chosen = [case for case in chosen if case.name == options.case]
     first, of = map(int, options.part.split("/"))
@@ -279,7 +283,7 @@ def line(case: Case, record: dict[str, Any]) -> str:
 
 def table(records: Records) -> str:
     """Figures of each round, of cases as they are now, as Markdown."""
-    known = {case.name: case for case in [*FAULTY, *HEALTHY]}
+    known = {case.name: case for case in [*FAULTY, *HEALTHY, *FRESH_FAULTY, *FRESH_HEALTHY]}
     digests = {name: case.digest for name, case in known.items()}
     rows = [one for one in records.find() if digests.get(one["case"]) == one["digest"]]
     lines = [

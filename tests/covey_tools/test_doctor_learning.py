@@ -31,7 +31,7 @@ def found(monkeypatch, moved, rate=1e-9):
     trainer = SimpleNamespace(run=SimpleNamespace(algebra=algebra), model=object())
     base = SimpleNamespace(rollouts=[None] * 8, seconds=1.0, spread=torch.zeros(1))
     args = SimpleNamespace(learning_rate=rate, optim="adamw_torch")
-    run = SimpleNamespace(args=args, steps=100, trainer=trainer, base=base, summary={})
+    run = SimpleNamespace(args=args, steps=100, trainer=trainer, base=base, summary={}, has_time=lambda code: True)
     return ranked(learning.learning_rate(run))
 
 
@@ -102,3 +102,37 @@ def test_dropout_is_measured(dropout, gap, level):
     assert not model.training
     model.attention_dropout = 0.0
     assert [*learning.dropout(run)] == []
+
+
+def examined(folder, **settings):
+    """A tiny model, whose rewards differ by chance."""
+    parts = {
+        "model": tiny.folder(folder / "model"),
+        "reward_funcs": lambda completions, **kwargs: [float(len(set(one))) for one in completions],
+    }
+    trainer = runs.trainer(folder / "run", parts=parts, max_steps=10, **settings)
+    return ExaminedRun(trainer, trainer.train_dataset)
+
+
+def test_weight_decay_that_leaves_no_weights_is_named(tmp_path):
+    """A half of each weight in a step: a thousandth is left after ten."""
+    run = examined(tmp_path, weight_decay=50.0, learning_rate=1e-2)
+    before = [weight.clone() for weight in run.trainer.model.parameters()]
+    (found,) = learning.decay(run)
+    assert (found.code, found.fix) == ("learning-rate-high", "Set weight_decay=0.01.")
+    assert found.supported is found
+    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.model.parameters(), strict=True))
+
+
+def test_a_usual_weight_decay_is_not_tried(tmp_path):
+    assert [*learning.decay(examined(tmp_path, weight_decay=0.1, learning_rate=1e-4))] == []
+
+
+def test_an_entropy_bonus_that_outweighs_the_reward_is_named(tmp_path):
+    run = examined(tmp_path, entropy_coef=1000.0)
+    (found,) = learning.bonus_scale(run)
+    assert (found.code, found.level) == ("kl-scale", "error") and "entropy_coef=0" in found.fix
+    assert run.trainer.updates.entropy is not None
+    assert all(weight.grad is None for weight in run.trainer.model.parameters())
+    run.trainer.updates.entropy.coef = 1e-6
+    assert [*learning.bonus_scale(run)] == []

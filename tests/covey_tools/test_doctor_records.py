@@ -4,6 +4,7 @@ import json
 import warnings
 
 import pytest
+from transformers import TrainerCallback
 
 from covey.cli.main import main as covey
 from covey.core.findings import Effect, Finding, ranked
@@ -12,7 +13,7 @@ from covey.observability.record_files import FOLDER, WARNINGS, read_run
 from covey_tools.doctor import course
 from covey_tools.doctor.command import main
 from covey_tools.doctor.course import findings as course_of
-from covey_tools.doctor.recorded import PastRun, warned
+from covey_tools.doctor.recorded import PastRun, equal_weights, warned
 from tests.support import runs, tiny
 
 
@@ -172,6 +173,7 @@ def test_no_fix_is_proposed_that_its_experiment_refutes():
     assert not Effect(1.0, float("nan")).improves and Effect(2.0, 1.0, higher_is_better=False).improves
 
 
+<<<<<<< HEAD
 def test_a_role_in_which_nothing_is_learnt_is_found():
     """Of four logs: the judge's rollouts never have an advantage, the solver's mostly do."""
     lines = [{"roles/judge/advantage_zero": 1.0, "roles/solver/advantage_zero": 0.25, "reward": 0.5}] * 4
@@ -179,3 +181,29 @@ def test_a_role_in_which_nothing_is_learnt_is_found():
     assert found.code == "role-silent" and "'judge' (100%)" in found.evidence and "solver" not in found.evidence
     assert [*course.silent_roles(lines[:2])] == []
     assert [*course.silent_roles([{"reward": 0.5}] * 4)] == []
+=======
+def put_back(folder, **settings):
+    """A run whose weights a callback sets to those of the beginning after each step."""
+    trained = train(folder, max_steps=3, parts={"callbacks": [PutBack()]}, **settings)
+    trained.save_model()
+
+
+class PutBack(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.kept = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.load_state_dict(self.kept)
+
+
+def test_equal_weights_are_told_from_others(tmp_path):
+    tiny.folder(tmp_path / "a"), tiny.folder(tmp_path / "b"), tiny.folder(tmp_path / "c", seed=1)
+    assert equal_weights(tmp_path / "a", tmp_path / "b") > 10
+    assert equal_weights(tmp_path / "a", tmp_path / "c") == equal_weights(tmp_path / "a", tmp_path / "none") == 0
+
+
+@pytest.mark.slow
+def test_weights_that_are_put_back_are_found(tmp_path, capsys):
+    put_back(tmp_path)
+    assert "weights-frozen" in doctor(tmp_path / "run", capsys, "20")[1]
+>>>>>>> 3efa50d6 (Fresh runs for the doctor's trial, classes of other rows, the first hour's seeds)

@@ -1,6 +1,8 @@
 """Checks of `covey doctor` on rewards that are given as numbers, without a model."""
 
+import doctest
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +10,25 @@ import torch
 
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.stats import Mean
-from covey_tools.doctor.columns import _instead, _of_other_rows, _shifted
-from covey_tools.doctor.completions import _all_masked, _stopped, calls, temperature
+from covey_tools.doctor import rewards
+from covey_tools.doctor.columns import _instead, _of_other_classes, _of_other_rows, _shifted
+from covey_tools.doctor.completions import _all_masked, _only_errors, _stopped, answered_calls, calls, temperature
 from covey_tools.doctor.examined import SampleBatch
-from covey_tools.doctor.rewards import _cancelling, _silent_about_wrong, flat, length, order, scale, sign, slow, turned
+from covey_tools.doctor.rewards import (
+    _cancelling,
+    _scores_other_rows,
+    _silent_about_wrong,
+    constants_of,
+    flat,
+    length,
+    order,
+    remembered,
+    scale,
+    sign,
+    slow,
+    text_matching,
+    turned,
+)
 
 NAN = float("nan")
 
@@ -36,7 +53,7 @@ def run(base, names, totals=None, **changes):
 
     settings = {"group": 2, "failure": None, "rescores": True, "single": True, "weights": base.weights}
     settings |= {"needs_calls": False, "seconds": 75.0, "left": 70.0, "summary": {}, **changes}
-    settings["suite"] = SimpleNamespace(names=names)
+    settings["suite"] = SimpleNamespace(names=names, functions=[])
     return SimpleNamespace(
         base=base,
         args=args,
@@ -248,3 +265,109 @@ def test_answers_of_a_neighbouring_row_are_found_by_their_probabilities(way, pla
     given.likelihoods = likelihoods
     found = _shifted(given, "answer")
     assert found is None if place is None else found.code == "data-columns" and f"row {place}" in found.fix
+
+
+def test_examples_of_texts_that_rewards_ask_for():
+    assert doctest.testmod(rewards).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"^<think>.*?</think><answer>.*?</answer>$", "<think>7</think><answer>7</answer>"),
+        (r"(?s)^<reasoning>\n.*?\n</reasoning>\n$", "<reasoning>\n7\n</reasoning>\n"),
+        (r"#### (\-?[0-9\.\,]+)", "#### 7"),
+        (r"<answer>([\s\S]*?)</answer>", "<answer>7</answer>"),
+        (r"a{3}b", None),  # more than marks and wildcards
+        ("(", None),
+    ],
+)
+def test_a_text_is_made_for_a_pattern(pattern, text):
+    assert text_matching(pattern, "7") == text
+    assert text is None or re.search(pattern, text)
+
+
+PATTERN = re.compile("<a>(.*)</a>")
+
+
+def test_texts_and_patterns_of_a_function_are_read_from_it():
+    def function(completions, **kwargs):
+        """A docstring is none."""
+        return [PATTERN.search(one) is not None and one.endswith("<end>") for one in completions]
+
+    assert sorted(constants_of(function)) == ["<a>(.*)</a>", "<end>"]
+    assert constants_of(print) == []
+
+
+def recalled(values, seconds=0.0):
+    """Findings about a function that gives these rewards to all of a batch of [0, 1, 0, 1], call after call."""
+    given, clock = iter(values), iter(range(1000))
+    base = batch([[0], [1]] * 2)
+
+    def score(samples, rollouts):
+        next(clock)
+        return torch.tensor(next(given), dtype=torch.double).view(-1, 1), {}
+
+    trainer = SimpleNamespace(run=SimpleNamespace(algebra=SimpleNamespace(generation_batch_size=4)))
+    return codes(remembered(run(base, ["f"], score=score, trainer=trainer, steps=3)))
+
+
+def test_a_function_that_changes_its_mind_late_has_a_memory():
+    """Three steps of 4 completions: it is called four times with 4."""
+    same, spent = [0, 1, 0, 1], [0, 0, 0, 0]
+    assert recalled([same, same, spent]) == [("reward-order", "error")]
+    assert recalled([same] * 4 + [spent]) == []  # after the run
+
+
+def test_a_function_that_scores_other_rows_is_no_failure():
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "x"}]
+    base = batch([[NAN], [NAN]], rows=rows[:1])
+    totals = lambda rows, texts, function: torch.tensor([NAN, 1.0])  # noqa: E731
+    given = run(base, ["words"], taken=rows)
+    given.totals = totals
+    assert _scores_other_rows(given, 0)
+    given.totals = lambda rows, texts, function: torch.tensor([NAN, NAN])
+    assert not _scores_other_rows(given, 0)
+
+
+def test_a_distance_is_a_reward_of_the_wrong_sign():
+    """Where the right answer alone gets the least of all, though some ways to write it get more than wrong ones."""
+
+    def distance(row, text):
+        return float(sum(a != b for a, b in zip(text.ljust(30), row["answer"].ljust(30), strict=False)))
+
+    rows = [{"prompt": str(n), "answer": word} for n, word in enumerate(("tool", "animal", "food"))]
+    given = run(batch([[0], [1]] * 3, rows=rows), ["f"], distance)
+    assert codes(sign(given)) == [("reward-sign", "warning")]
+    assert codes(sign(run(batch([[0], [1]] * 3, rows=rows), ["f"], lambda row, text: -distance(row, text)))) == []
+
+
+def called(arguments, answer):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"word": arguments}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
+    return Rollout([0], [5], [True], None, messages, FinishReason.STOP)
+
+
+def test_a_tool_that_only_answers_an_error_fails():
+    broken = [called(word, "Error: unavailable") for word in ("a", "b", "c", "a")]
+    assert answered_calls(broken[:1]) == [("look", '{"word": "a"}', "Error: unavailable")]
+    assert codes(_only_errors(broken, "error")) == [("tools-failing", "error")]
+    assert codes(_only_errors([*broken, called("d", "a noun")], "error")) == []
+    assert codes(_only_errors([called(word, "done") for word in "abc"], "error")) == []
+    assert codes(_only_errors([called("a", "Error")] * 4, "error")) == []  # of one call, which may be wrong
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(0, []), (1, [("data-columns", "warning")])])
+def test_classes_of_other_rows_are_told_by_what_the_model_prefers(shift, expected):
+    """Prompt n is answered by class n % 3 with two nats more than others, and the row has it or the next one."""
+    classes = ["0", "1", "2"]
+    rows = [{"prompt": str(n), "answer": str((n + shift) % 3)} for n in range(24)]
+
+    def likelihoods(pairs):
+        return [2.0 * (prompt[0] % 3 == answer[0]) for prompt, answer in pairs]
+
+    codec = SimpleNamespace(read_row=lambda row: SimpleNamespace(ids=[int(row["prompt"])]))
+    given = run(batch([[0]] * 24, size=1, rows=rows), ["right"], taken=rows, codec=codec, likelihoods=likelihoods)
+    given.tokenizer = lambda text, **kwargs: {"input_ids": [int(text)]}
+    found = _of_other_classes(given, "answer", classes)
+    assert codes([found] if found else []) == expected

@@ -21,6 +21,8 @@ ANSWERS = (*SOLUTIONS, "ground_truth", "reference", "gold", "expected")  # colum
 SHIFTS = (1, -1, 2, -2, 3, -3)
 SURE = 4.0  # standard errors: of the eight ways to pair rows, chance passes it once in some 4000 datasets
 BLOCK, FAR = 24, 3  # rows one after another, and neighbours on each side, whose answers are compared
+CLASSED, CLEAR, MOST_OF = 24, 0.5, 0.6  # prompts after which few answers are compared; probability of one that is
+# clearly preferred; share of the prompts after which one answer alone is preferred
 CANDIDATES = 16  # prompts and answers that are compared with each other
 
 
@@ -200,7 +202,11 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
         yield shifted
         return
     texts = {str(row.get(name)) for row in run.taken}
-    if len(texts) < 8 or not all(isinstance(row.get(name), str | int | float) for row in run.taken):
+    if len(texts) < 8:
+        if (other := _of_other_classes(run, name, sorted(texts))) is not None:
+            yield other
+        return
+    if not all(isinstance(row.get(name), str | int | float) for row in run.taken):
         return
     fits, sure = _fit(run, name)
     hits = int((base.known > base.known.min()).sum())
@@ -256,6 +262,36 @@ def _shifted(run: ExaminedRun, name: str) -> Finding | None:
         f" own no more than any other ({sure[best]:.1f} and {sure[FAR]:.1f} standard errors above the mean).",
         f"Make the dataset so that {name!r} is of the same row as the prompt; now it is that of the row {where}.",
         f"By the probabilities of {len(ways)} answers after each of {block} prompts.",
+    )
+
+
+def _of_other_classes(run: ExaminedRun, name: str, classes: Sequence[str]) -> Finding | None:
+    """Few different answers, one of which the model clearly prefers after each prompt, and by chance the row's."""
+    rows = run.taken[:: max(1, len(run.taken) // CLASSED)][:CLASSED]
+    answers = [list(run.tokenizer(one, add_special_tokens=False)["input_ids"]) for one in classes]
+    if len(rows) < CLASSED // 2 or len(classes) < 3 or not all(answers) or not run.has_time("data-columns"):
+        return None
+    prompts = [run.codec.read_row(row).ids for row in rows]
+    found = run.likelihoods([(prompt, answer) for prompt in prompts for answer in answers])
+    lengths = torch.tensor([float(len(answer)) for answer in answers])
+    table = torch.tensor(found).view(len(rows), len(classes)) * lengths  # log-prob of each whole answer
+    shares = (table - table.mean(0)).softmax(1)  # without what an answer is worth after any prompt
+    sure, preferred = (part.mean().item() if n == 0 else part for n, part in enumerate(shares.max(1)))
+    own = torch.tensor([classes.index(str(row[name])) for row in rows])
+    chosen, held = (torch.bincount(one, minlength=len(classes)).double() / len(rows) for one in (preferred, own))
+    hits, chance = int((preferred == own).sum()), float((chosen * held).sum()) * len(rows)
+    if sure < CLEAR or chosen.max() > MOST_OF or hits > chance + (chance * (1 - chance / len(rows))) ** 0.5:
+        return None
+    return Finding(
+        "data-columns",
+        "warning",
+        f"the column {name!r} does not seem to belong to the prompts: the model clearly prefers one of {len(classes)}"
+        f" answers after each of {len(rows)} prompts, and that is the row's own in {hits}, as chance would have it"
+        f" ({chance:.1f}).",
+        f"Look at a few rows: does {name!r} fit the prompt? Sort or shuffle whole rows, not single columns. Where it"
+        " does fit, the model knows nothing of the task yet.",
+        f"The preferred answer has {sure:.0%} of the probability of all {len(classes)} on average; none is preferred"
+        f" more than {chosen.max().item():.0%} of the time.",
     )
 
 

@@ -445,12 +445,14 @@ def constants_of(function: Any) -> list[str]:
     if code is None:
         return []
     module = getattr(unwrap_partial(function), "__globals__", {})
-    held = [*code.co_consts, *(module.get(name) for name in code.co_names)]
+    bodies = [code]
+    for body in bodies:  # which grows by the comprehensions and functions within
+        bodies += [one for one in body.co_consts if isinstance(one, CodeType)]
+    held = [one for body in bodies for one in (*body.co_consts, *(module.get(name) for name in body.co_names))]
     held = [one.pattern if isinstance(one, re.Pattern) else one for one in held]
-    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in one.co_consts]
     document = getattr(unwrap_partial(function), "__doc__", None)
-    texts = [one for one in (*held, *inner) if isinstance(one, str) and 0 < len(one) <= 200 and one != document]
-    return [*dict.fromkeys(one for one in texts if not one.endswith("<locals>") and "<locals>" not in one)]
+    texts = [one for one in held if isinstance(one, str) and 0 < len(one) <= 200 and one != document]
+    return [*dict.fromkeys(one for one in texts if "<locals>" not in one)]  # which are names of functions within
 
 
 def text_matching(pattern: str, answer: str) -> str | None:
@@ -583,7 +585,7 @@ def _with_an_example(run: ExaminedRun, value: float) -> tuple[str, SampleBatch, 
 
     batch = run.again(encode=encode)
     hits = int((batch.known > value + 1e-9).sum())
-    return (best[0], batch, hits) if hits else None
+    return (best[0], batch, hits) if hits > len(batch.rollouts) / 20 else None
 
 
 def _last_number(text: str) -> str:
