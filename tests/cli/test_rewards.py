@@ -244,3 +244,13 @@ def test_a_run_gives_the_columns_of_its_rows(tmp_path, capsys, name, status):
     verdicts = {line[7:31].strip(): line[:6].strip() for line in said.out.splitlines()}
     assert verdicts["range"] == ("WRONG" if status else "ok"), said.out
     assert found == int("WRONG" in verdicts.values())
+
+
+def test_a_repeated_prompt_that_holds_the_answer_is_no_fault(examined):
+    """As where a number is to be found in a text; elsewhere it is one (`strict` likes what ends with 4)."""
+    texts = [
+        {"prompt": f"Order {n} is late.", "completion": f"{n if n > 7 else 1}", "answer": str(n)} for n in (7, 8, 9)
+    ]
+    assert examined("prefers_an_answer", texts)[1]["the prompt repeated"] == "note"
+    without = [{**row, "prompt": f"{row['prompt']}4", "answer": "six"} for row in ROWS]
+    assert examined("strict", without)[1]["the prompt repeated"] == "WRONG"
