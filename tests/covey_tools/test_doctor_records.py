@@ -173,7 +173,6 @@ def test_no_fix_is_proposed_that_its_experiment_refutes():
     assert not Effect(1.0, float("nan")).improves and Effect(2.0, 1.0, higher_is_better=False).improves
 
 
-<<<<<<< HEAD
 def test_a_role_in_which_nothing_is_learnt_is_found():
     """Of four logs: the judge's rollouts never have an advantage, the solver's mostly do."""
     lines = [{"roles/judge/advantage_zero": 1.0, "roles/solver/advantage_zero": 0.25, "reward": 0.5}] * 4
@@ -181,7 +180,8 @@ def test_a_role_in_which_nothing_is_learnt_is_found():
     assert found.code == "role-silent" and "'judge' (100%)" in found.evidence and "solver" not in found.evidence
     assert [*course.silent_roles(lines[:2])] == []
     assert [*course.silent_roles([{"reward": 0.5}] * 4)] == []
-=======
+
+
 def put_back(folder, **settings):
     """A run whose weights a callback sets to those of the beginning after each step."""
     trained = train(folder, max_steps=3, parts={"callbacks": [PutBack()]}, **settings)
@@ -206,4 +206,3 @@ def test_equal_weights_are_told_from_others(tmp_path):
 def test_weights_that_are_put_back_are_found(tmp_path, capsys):
     put_back(tmp_path)
     assert "weights-frozen" in doctor(tmp_path / "run", capsys, "20")[1]
->>>>>>> 3efa50d6 (Fresh runs for the doctor's trial, classes of other rows, the first hour's seeds)
