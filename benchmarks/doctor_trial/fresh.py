@@ -133,7 +133,7 @@ FRESH_FAULTY = [
         "groups of two on sums, most of which are wrong",
         task="sums",
         right=("groups-small", "signal-sparse"),
-        run={"num_generations": 2},
+        run={"num_generations": 2, "per_device_train_batch_size": 32},
     ),
     Case(
         "prompts cut where the data were made",

@@ -412,6 +412,8 @@ def texts_tried(run: ExaminedRun, function: int | None = None, most: int = 4) ->
         texts += [*own, *_written("0")]
         texts += [f"{text}\n{texts[n]}" for n, text in enumerate(own)]
         texts += [text for answer in answers[:2] for text in _of_constants(run, answer)]
+        values = [held for name, held in row.items() if name != "prompt" and isinstance(held, str | int | float)]
+        texts += [json.dumps({key: value}) for key in _keys(run) for value in values[:4]]
         totals = run.totals([row] * len(texts), [run.answering(row, text) for text in texts], function)
         known = [(value, text) for value, text in zip(totals.tolist(), texts, strict=True) if value == value]
         if known:
@@ -432,6 +434,12 @@ def _of_constants(run: ExaminedRun, answer: str) -> list[str]:
             if (matching := text_matching(constant, answer)) is not None:
                 texts.append(matching)
     return texts[:MOST_FURTHER]
+
+
+def _keys(run: ExaminedRun) -> list[str]:
+    """Texts in reward functions that may be keys of JSON."""
+    functions = [one.function for one in run.suite.functions if isinstance(one, FunctionReward)]
+    return [text for function in functions for text in constants_of(function) if text.isidentifier()][:8]
 
 
 def constants_of(function: Any) -> list[str]:
