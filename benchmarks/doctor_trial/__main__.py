@@ -290,6 +290,7 @@ def table(records: Records) -> str:
         "| round | diagnosis | faulty: right | accepted | none or wrong | healthy: alarms | crashes | changed folders |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
+    told = [""]
     for name in dict.fromkeys(one["round"] for one in rows):
         for phase in PHASES:
             some = [(known[one["case"]], one) for one in rows if (one["round"], one["phase"]) == (name, phase)]
@@ -301,8 +302,8 @@ def table(records: Records) -> str:
             lines.append(f"| {name} | {phase} | " + " | ".join(map(str, figures)) + " |")
         tried = [fix for one in rows if (one["round"], one["phase"]) == (name, "fixes") for fix in one["tried"]]
         refuted = [fix for fix in tried if fix["refuted"]]
-        lines.append(f"\n{name}: of {len(tried)} proposed settings {len(refuted)} were refuted.\n")
-    return "\n".join(lines)
+        told.append(f"{name}: of {len(tried)} proposed settings {len(refuted)} were refuted.")
+    return "\n".join([*lines, *told])
 
 
 if __name__ == "__main__":

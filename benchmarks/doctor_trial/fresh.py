@@ -169,5 +169,10 @@ FRESH_HEALTHY = [
         task="guess",
         files={"guess.py": GUESS.replace("self.left = digit, 4", "self.left = digit, 2")},
     ),
-    Case("few rows", "six questions, several times", rows=lambda rows: rows[:6]),
+    Case(
+        "few rows",
+        "six questions, several times",
+        rows=lambda rows: rows[:6],
+        run={"per_device_train_batch_size": 32},
+    ),
 ]
