@@ -132,8 +132,8 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
     compare("in upper case", _score(suite, rows, [text.upper() for text in texts])[0], "note", 0.1)
     try_hack("an empty completion", [""] * size)
     asked = [completion_text(row["prompt"]) for row in rows]
-    told = sum(_tells(row, prompt) for row, prompt in zip(rows, asked, strict=True)) >= size / 2
-    try_hack("the prompt repeated", asked, "note" if told else "WRONG")  # an answer that stands in the prompt is in it
+    held = sum(_holds_a_value(row, prompt) for row, prompt in zip(rows, asked, strict=True)) >= size / 2
+    try_hack("the prompt repeated", asked, "note" if held else "WRONG")  # an answer that stands in the prompt is in it
     try_hack("100,000 characters", ["so " * 33_333] * size)
     words = " ".join(sorted({word for text in texts for word in text.split()}))
     try_hack("every word at once", [words] * size, allowed=0.5)  # some references come last by chance
@@ -146,7 +146,7 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
     return table
 
 
-def _tells(row: Row, prompt: str) -> bool:
+def _holds_a_value(row: Row, prompt: str) -> bool:
     """A value of another column stands in the prompt, as the answer to a question about a text does."""
     columns = (str(row[name]).strip() for name in row if name not in ("prompt", "completion"))
     return any(value and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", prompt) for value in columns)

@@ -276,7 +276,8 @@ def _of_other_classes(run: ExaminedRun, name: str, classes: Sequence[str]) -> Fi
     lengths = torch.tensor([float(len(answer)) for answer in answers])
     table = torch.tensor(found).view(len(rows), len(classes)) * lengths  # log-prob of each whole answer
     shares = (table - table.mean(0)).softmax(1)  # without what an answer is worth after any prompt
-    sure, preferred = (part.mean().item() if n == 0 else part for n, part in enumerate(shares.max(1)))
+    highest, preferred = shares.max(1)
+    sure = highest.mean().item()
     own = torch.tensor([classes.index(str(row[name])) for row in rows])
     chosen, held = (torch.bincount(one, minlength=len(classes)).double() / len(rows) for one in (preferred, own))
     hits, chance = int((preferred == own).sum()), float((chosen * held).sum()) * len(rows)

@@ -151,7 +151,7 @@ def calls(run: ExaminedRun) -> Iterator[Finding]:
     for code, evidence, fix in said:
         counted = sum((Counter(one.calls) for one in rollouts), Counter[str]())
         shown = ", ".join(f"{times} {kind}" for kind, times in counted.most_common()) or "no call"
-        answered = f" Most often {told}." if (told := _most_common_error(rollouts)) else ""
+        answered = f" Most often {error}." if (error := _most_common_error(rollouts)) else ""
         yield Finding(
             code, level, f"of {len(rollouts)} samples: {evidence}", fix, f"The samples made: {shown}.{answered}"
         )

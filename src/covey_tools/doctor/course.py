@@ -134,8 +134,9 @@ def _destroyed(points: Sequence[Point], rate: float, run: ExaminedRun | None) ->
     entropies = [[point.entropy for point in side if point.entropy is not None] for side in (begin[:1], end)]
     before, after = (fmean(side) if side else float("nan") for side in entropies)
     broken = entropy_is_lost(before, after) or after > 3 * before + 1
-    for pull in (decay, bonus_scale) if run is not None else ():  # which no learning rate makes good
-        if (other := next(pull(run), None)) is not None and other.supported is other:
+    pulls = () if run is None else (*decay(run), *bonus_scale(run))  # which no learning rate makes good
+    for other in pulls:
+        if other.supported is other:
             return replace(
                 other, evidence=f"the mean reward fell from {fmean(first):.3g} to {fmean(last):.3g}: {other.evidence}"
             )

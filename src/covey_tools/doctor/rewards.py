@@ -426,7 +426,7 @@ def _written(answer: str) -> list[str]:
 
 
 def _of_constants(run: ExaminedRun, answer: str) -> list[str]:
-    """Texts made of an answer and of the texts and patterns that reward functions compare with."""
+    """An answer together with the texts and patterns that reward functions compare with."""
     texts = []
     for one in run.suite.functions:
         for constant in constants_of(one.function) if isinstance(one, FunctionReward) else ():
