@@ -11,7 +11,7 @@ import torch
 
 from covey.cli.main import main as covey
 from covey.core.findings import DIAGNOSED, Finding, ranked
-from covey_tools.doctor.command import before, main
+from covey_tools.doctor.command import before, main, with_signal
 from covey_tools.doctor.completions import _begins_again, _opening
 from covey_tools.doctor.rewards import _other_column
 from tests.support import faults, runs, tiny
@@ -201,3 +201,12 @@ def test_a_space_before_answers_is_no_opening(answer, opening):
     codec = SimpleNamespace(template_kwargs=lambda given: {}, tools=None, tokenizer=tokenizer)
     row = {"prompt": [{"role": "user", "content": "[INST] hi [/INST]"}]}
     assert _opening(codec, row) == opening
+
+
+@pytest.mark.parametrize(
+    ("prompts", "reason", "level"), [(6, "time", "error"), (2, "part", "error"), (2, "time", "note")]
+)
+def test_two_groups_without_a_signal_prove_nothing_where_time_was_short(prompts, reason, level):
+    summary = {"signal": False, "prompts": prompts, "completions": 8 * prompts, "not_examined": {"template": reason}}
+    (found,) = with_signal([], summary)
+    assert (found.code, found.level) == ("signal-sparse", level)

@@ -84,6 +84,7 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
 )
 """Checks with the codes that they can find, in the order of causes: an error of one stage explains the next ones'."""
 
+ENOUGH = 4  # prompts without a signal that say something of a run
 REASONS = {
     "time": "no time was left: give more by --seconds",
     "part": "a part of the run cannot be made again",
@@ -207,9 +208,10 @@ def with_signal(findings: list[Finding], summary: dict[str, Any]) -> list[Findin
     """The findings, and one more where no group had a signal and no error says why."""
     if summary.get("signal", True) or any(one.level == "error" for one in findings):
         return findings
+    few = summary.get("prompts", 0) < ENOUGH and "time" in summary.get("not_examined", {}).values()
     none = Finding(
         "signal-sparse",
-        "error",
+        "note" if few else "error",  # of two or three groups none may have one by chance
         f"no group has a signal: the rewards of all {summary.get('completions', 0)} completions are equal within their"
         f" groups (mean reward {summary.get('reward')}).",
         "Read the completions, and see what the reward gives to a right answer: `covey rewards test FILE.py:f --run"
