@@ -91,6 +91,7 @@ def act_as_environments(trainer):
 
 NAMES = (
     *("loss", "aux_loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length"),
+    *("source/a/prompts", "source/a/epoch", "source/b/reward", "source/b/weight", "source/c/tokens"),
     *("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance"),
     *("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max"),
     *("rollouts/turns", "rollouts/failed", "sampling/staleness/mean", "sampling/staleness/max"),
@@ -105,7 +106,7 @@ def train(output, settings):
     settings = dict(settings)
     method = settings.pop("method")
     flags = ("lora", "settled", "out_of_memory", "perturbed", "by_steps", "pads_at_the_last", "environments")
-    flags += ("experts", "suites", "taught")
+    flags += ("experts", "suites", "sources", "taught")
     chosen = {name for name in flags if settings.pop(name, False)}
     player = settings.pop("player", None)
     parts = {}
@@ -123,6 +124,14 @@ def train(output, settings):
                 tiny.rows(3), num_generations=3, pass_at=(1, 2), maj_at=3, success_threshold=6.5, answer=first
             ),
             "greedy": EvalSuite(tiny.rows(5), temperature=0, pass_at=1, success_threshold=6.5),
+        }
+    if "sources" in chosen:
+        rows = tiny.rows(16)
+        parts["train_dataset"] = {"a": rows[:8], "b": rows[8:12], "c": rows[12:]}
+        parts["sources"] = {
+            "a": {"weight": [[0, 2], [2, 1]], "sampler": "difficulty", "gates": {"signal": True}},
+            "b": {"weight": 1, "reward_funcs": rewarded_by_steps, "scale_rewards": "batch", "average": "own"},
+            "c": {"weight": 1, "max_completion_length": 3, "mask_truncated_completions": True},
         }
     if "settled" in chosen:
         parts["reward_funcs"] = longer_for_odd

@@ -13,6 +13,7 @@ from covey.data.sources import Source, Sources, SourceSettings
 from covey.observability.record_files import read_rows
 from covey.rewards import per_completion
 from covey.trainer.experience import SourceShares
+from covey_tools.doctor.examined import ExaminedRun
 from tests.support import runs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:the prompts are text", "ignore:source ")
@@ -284,3 +285,25 @@ def test_splits_and_columns_are_no_sources(tmp_path):
         with pytest.raises(CheckError) as raised:
             runs.trainer(tmp_path, parts={"train_dataset": given})
         assert raised.value.codes == ["dataset-type"]
+
+
+# ---- replay and doctor -----------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_replayed_to_the_same_weights(tmp_path):
+    sources = {**THREE, "code": {"weight": 2, "scale_rewards": "batch", "average": "own"}}
+    parts = {"train_dataset": three(9, 4, 2), "sources": sources}
+    made = [runs.trainer(tmp_path / "first", parts=parts, record="tokens", **EIGHT)]
+    made[0].train()
+    made.append(runs.trainer(tmp_path / "again", parts=parts, replay_from=str(tmp_path / "first"), **EIGHT))
+    made[1].train()
+    assert all(torch.equal(one, two) for one, two in zip(*map(runs.weights, made), strict=True))
+    assert runs.history(made[1], "source/code/prompts") == [0.25, 0.25]
+
+
+def test_the_doctor_looks_at_every_source(tmp_path):
+    run = runs.trainer(tmp_path, parts={"train_dataset": three(60, 30, 2), "sources": THREE}, **EIGHT)
+    seen = ExaminedRun(run, run.train_dataset)
+    places = seen._places(5, 0)
+    assert Counter(seen.taken[place]["source"] for place in places) == {"sums": 2, "code": 2, "few": 1}
+    assert [seen.rows[number] for number in seen.numbers] == seen.taken

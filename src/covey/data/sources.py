@@ -58,6 +58,7 @@ class SourceSettings:
         reward_funcs, reward_weights: reward functions of its rows alone, in the place of the run's.
         environment: name of the environment that plays its rows, of those in `environment_factory`.
         system_prompt, chat_template_kwargs: for its rows that have none of their own.
+        teacher: name of the teacher of its rows, of several in `teacher` of the config.
         max_completion_length: most tokens of its completions, at most the run's.
         mask_truncated_completions, advantages, scale_rewards, pass_at_k, compare: as those of the config.
         average: "joint": its tokens are averaged together with those of the others; "own": by themselves.
@@ -73,6 +74,7 @@ class SourceSettings:
     environment: str | None = None
     system_prompt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    teacher: str | None = None
     max_completion_length: int | None = None
     mask_truncated_completions: bool | None = None
     advantages: str | None = None
@@ -93,6 +95,7 @@ class Source:
     name: str
     rows: Any  # with a length
     settings: SourceSettings = SourceSettings()
+    teacher_column: str = "teacher"  # of the config
 
     def row(self, number: int) -> Any:
         """A row with the name of the source, and what the source has for rows without their own."""
@@ -102,7 +105,11 @@ class Source:
         if not isinstance(row, dict):
             return row  # which is refused
         settings = self.settings
-        own = {"environment": settings.environment, "chat_template_kwargs": settings.chat_template_kwargs}
+        own: dict[str, Any] = {
+            "environment": settings.environment,
+            "chat_template_kwargs": settings.chat_template_kwargs,
+        }
+        own[self.teacher_column] = settings.teacher
         filled = {name: value for name, value in own.items() if value is not None and row.get(name) is None}
         return {**row, **filled, COLUMN: self.name}
 
@@ -156,9 +163,10 @@ class Sources(Sequence[Any]):
 
     def named(self, name: str, rows: Any, limited: bool = True) -> "Sources":
         """Other rows with the settings of a source, without its limit of length unless `limited`."""
-        settings = self.settings(name)
-        settings = settings if limited else dataclasses.replace(settings, max_completion_length=None)
-        return Sources([Source(name, with_system_message(settings.system_prompt, rows), settings)])
+        known = next(one for one in self.sources if one.name == name)
+        settings = known.settings if limited else dataclasses.replace(known.settings, max_completion_length=None)
+        filled = with_system_message(settings.system_prompt, rows)
+        return Sources([dataclasses.replace(known, rows=filled, settings=settings)])
 
     def weights_at(self, step: int) -> list[float]:
         """Weights before an optimizer step."""
@@ -279,12 +287,14 @@ def are_datasets(given: Any) -> bool:
     return bool(given) and all(isinstance(row, dict) for row in firsts)
 
 
-def read_sources(datasets: Mapping[str, Any], given: Mapping[str, Any] | None) -> Sources:
+def read_sources(
+    datasets: Mapping[str, Any], given: Mapping[str, Any] | None, teacher_column: str = "teacher"
+) -> Sources:
     """The sources of data sets by name and their settings, which `check_sources` has found no error in."""
     found = []
     for name, rows in datasets.items():
         settings = SourceSettings(**(given or {}).get(name, {}))
-        found.append(Source(name, with_system_message(settings.system_prompt, rows), settings))
+        found.append(Source(name, with_system_message(settings.system_prompt, rows), settings, teacher_column))
     return Sources(found)
 
 
@@ -417,11 +427,26 @@ def _check_setting(name: str, value: Any, place: str) -> Iterator[Finding]:
     elif name == "mask_truncated_completions":
         if not isinstance(value, bool):
             yield Finding.error("source-setting", f"{shown}={value!r} must be True or False.")
-    elif name in ("environment", "system_prompt"):
+    elif name in ("environment", "system_prompt", "teacher"):
         if not isinstance(value, str) or not value:
             yield Finding.error("source-setting", f"{shown}={value!r} must be text.")
     elif name == "chat_template_kwargs" and not isinstance(value, Mapping):
         yield Finding.error("source-setting", f"{shown}={value!r} must be a dictionary.")
+
+
+def check_players(sources: Sources, environments: Any, teachers: Mapping[str, Any]) -> Iterator[Finding]:
+    """Errors of environments and teachers of sources that the run has not by these names."""
+    known = {"environment": environments if isinstance(environments, Mapping) else {}, "teacher": teachers}
+    for source in sources.sources:
+        for kind, there in known.items():
+            name = getattr(source.settings, kind)
+            if name is not None and name not in there:
+                names = ", ".join(repr(one) for one in there if one) or "none by name"
+                yield Finding.error(
+                    "source-setting",
+                    f"sources: {source.name}: {kind}={name!r} is none of the run's, which has {names}.",
+                    "Give several by name, as in {'a': ..., 'b': ...}, as `environment_factory` or as `teacher`.",
+                )
 
 
 def check_rows_of_sources(sources: Sources) -> Iterator[Finding]:

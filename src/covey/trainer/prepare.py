@@ -10,7 +10,7 @@ from typing import Any
 from covey.config.base import OnlineConfig
 from covey.core.engine import SamplingParams
 from covey.core.findings import CheckError
-from covey.data.sources import Sources, are_datasets, check_rows_of_sources, check_sources, read_sources
+from covey.data.sources import Sources, are_datasets, check_players, check_rows_of_sources, check_sources, read_sources
 from covey.rewards import RewardSuite
 from covey.rollout.agents import with_agent
 from covey.rollout.collector import Collector
@@ -83,7 +83,7 @@ def read_arguments(
     if args.prompts_as_messages:
         train_dataset, eval_dataset = map(with_user_messages, (train_dataset, eval_dataset))
     if are_datasets(train_dataset) or sources is not None:
-        train_dataset, eval_dataset = _with_sources(args, train_dataset, eval_dataset, sources)
+        train_dataset, eval_dataset = _with_sources(args, train_dataset, eval_dataset, sources, environment_factory)
     judged = None if rollout_func else reward_funcs  # rollouts of the user's own may give further arguments
     found = check_datasets(args, train_dataset, eval_dataset, environment_factory is None, judged)
     report([*found, *check_columns(args, train_dataset, "train_dataset")])
@@ -92,11 +92,13 @@ def read_arguments(
     return Arguments(args, train_dataset, eval_dataset, reward_funcs, *players, by_source)
 
 
-def _with_sources(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, given: Any) -> tuple[Any, Any]:
+def _with_sources(
+    args: OnlineConfig, train_dataset: Any, eval_dataset: Any, given: Any, environment_factory: Any
+) -> tuple[Any, Any]:
     """The training data as `Sources`, and evaluation sets that are named after one with its settings."""
     report(check_sources(train_dataset, given, args.max_completion_length))
-    found = read_sources(train_dataset, given)
-    report(check_rows_of_sources(found))
+    found = read_sources(train_dataset, given, args.teacher_column)
+    report([*check_players(found, environment_factory, args.teachers), *check_rows_of_sources(found)])
     return found, as_of_sources(found, eval_dataset)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from covey.core.findings import Effect, Finding
 from covey.core.likeness import reference_of
 from covey.core.transcript import content_text
+from covey.data.sources import Sources
 from covey.rollout.prompts import is_conversational
 from covey.trainer.evaluation.suites import EvalSuite
 from covey_tools.doctor.examined import MOST_ROWS, PROMPTS, SAMPLES, ExaminedRun
@@ -102,7 +103,8 @@ def repeated(run: ExaminedRun) -> Iterator[Finding]:
 def order(run: ExaminedRun) -> Iterator[Finding]:
     """Samples of the first and the last rows that an unshuffled run reads, and of those that it does not reach."""
     args = run.args
-    if not hasattr(run.rows, "__len__") or args.shuffle_dataset or args.prompt_sampler != "uniform":
+    chosen = args.shuffle_dataset or args.prompt_sampler != "uniform"
+    if not hasattr(run.rows, "__len__") or isinstance(run.rows, Sources) or chosen:
         return
     read, count = run.rows_read, len(run.rows)
     parts = {

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -22,6 +22,7 @@ from covey.core.advantages import nanstd, weighted_total
 from covey.core.batch import TrainBatch, collate
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.stats import Stat
+from covey.data.sources import COLUMN, Sources
 from covey.rewards import RewardError
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tool_agent import ToolAgent
@@ -182,7 +183,8 @@ class ExaminedRun:
     def rows_read(self) -> int:
         """Number of rows that the run comes to: unshuffled, a short run ends before the last ones."""
         args, algebra = self.args, self.trainer.run.algebra
-        if args.shuffle_dataset or args.prompt_sampler != "uniform" or args.dynamic_sample:
+        chosen = args.prompt_sampler != "uniform" or args.dynamic_sample or args.gates or isinstance(self.rows, Sources)
+        if args.shuffle_dataset or chosen:
             return len(self.rows)
         batches = math.ceil(self.steps / algebra.updates_per_rollout_batch)
         return min(len(self.rows), max(batches * (algebra.generation_batch_size // self.group), PROMPTS))
@@ -192,6 +194,9 @@ class ExaminedRun:
         """Numbers of the rows in `taken`."""
         if not hasattr(self.rows, "__len__"):
             return list(range(len(self.taken)))
+        if isinstance(self.rows, Sources):
+            firsts, most = self.rows.firsts, MOST_ROWS // len(self.rows.sources)
+            return [first + place for first, last in pairwise(firsts) for place in _evenly(last - first, most)]
         return _evenly(self.rows_read, MOST_ROWS)
 
     @cached_property
@@ -240,9 +245,20 @@ class ExaminedRun:
         if "base" in self.__dict__ and not start:
             asked = [(one.prompt, one.row) for one in self.base.samples[:: self.base.size]][:prompts]
         else:
-            places = _evenly(len(self.taken), prompts, start)
+            places = self._places(prompts, start)
             asked = [(self.numbers[place], self.taken[place]) for place in places]
         return self.sampled_of(asked, size, encode, **changes)
+
+    def _places(self, prompts: int, start: int) -> list[int]:
+        """Places among `taken` of so many rows, equally many of each source."""
+        if not isinstance(self.rows, Sources):
+            return _evenly(len(self.taken), prompts, start)
+        found, names = list[int](), self.rows.names
+        for index, name in enumerate(names):
+            own = [place for place, row in enumerate(self.taken) if row[COLUMN] == name]
+            count = prompts // len(names) + (index < prompts % len(names))
+            found += [own[place] for place in _evenly(len(own), count, start)]
+        return found
 
     def sampled_of(
         self, asked: Sequence[tuple[int, dict[str, Any]]], size: int, encode: Encode | None = None, **changes: Any

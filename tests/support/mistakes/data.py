@@ -221,6 +221,8 @@ DATASETS = [
         "Gave a source a setting that it cannot have", "source-setting", "99", "6", a={"max_completion_length": 99}
     ),
     sourced("Gave a source a setting that it cannot have", "source-setting", "loss_weight=2", a={"loss_weight": 2}),
+    sourced("Gave a source a setting that it cannot have", "source-setting", "environment='x'", a={"environment": "x"}),
+    sourced("Gave a source a setting that it cannot have", "source-setting", "teacher='x'", a={"teacher": "x"}),
     sourced("Gave a source a setting that it cannot have", "setting-word", "'easy'", a={"sampler": "easy"}),
     sourced("Gave a source a setting that it cannot have", "setting-range", "max_truncated=2", a={"gates": GATE}),
     sourced(

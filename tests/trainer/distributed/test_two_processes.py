@@ -46,6 +46,7 @@ CASES = {
         "prompt_sampler": "difficulty",
         "settled": True,
     },
+    "three sources": {"method": "grpo", "sources": True, "max_steps": 3, "loss_type": "dapo"},
     "drafts, some of them at the other process": {"method": "grpo", "speculative_reuse": "exact", "max_steps": 6},
     "memory running out on one process": {"method": "grpo", "out_of_memory": True, "gradient_accumulation_steps": 2},
     "a process without signal": {"method": "grpo", "settled": True, "max_tokens_per_micro_batch": 30},
