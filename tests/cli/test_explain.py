@@ -8,11 +8,12 @@ import pytest
 from transformers import LlamaConfig, MambaConfig
 
 from covey.cli.explain.command import explain as explain_run
-from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan
+from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan, source_lines
 from covey.cli.main import main as covey
 from covey.config.algebra import planning_for
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
+from covey.data.sources import Source, Sources, SourceSettings
 from covey.sizing.memory import ShardCounts
 from covey.sizing.step_cost import MACHINES
 from tests.support import tiny, tiny_vision
@@ -551,3 +552,12 @@ def test_a_run_is_planned_for_the_containers_memory(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(f"{run.memory.peak // 2}\n")
     (found,) = fit(run)
     assert found.code == "memory" and "max_completion_length" not in found.fix + found.proof
+
+
+def test_sources_are_a_table_with_their_denominators():
+    rows = [Source("a", [{}] * 20, SourceSettings(weight=3)), Source("b", [{}] * 16, SourceSettings(1, average="own"))]
+    args = GRPOConfig(num_generations=4, generation_batch_size=16, per_device_train_batch_size=4)
+    head, first, second, *others = source_lines(args, args.algebra(), Sources(rows))
+    assert first.split() == ["a", "20", "3", "75.0%", "3", "3", "26.7"]  # 20 / 3 batches of 4 updates each
+    assert second.split() == ["b", "16", "1", "25.0%", "1", "1", "64"]
+    assert any("b is averaged by itself" in line for line in others)
