@@ -557,7 +557,7 @@ def test_a_run_is_planned_for_the_containers_memory(tmp_path, monkeypatch):
 def test_sources_are_a_table_with_their_denominators():
     rows = [Source("a", [{}] * 20, SourceSettings(weight=3)), Source("b", [{}] * 16, SourceSettings(1, average="own"))]
     args = GRPOConfig(num_generations=4, generation_batch_size=16, per_device_train_batch_size=4)
-    head, first, second, *others = source_lines(args, args.algebra(), Sources(rows))
+    _, first, second, *others = source_lines(args, args.algebra(), Sources(rows))
     assert first.split() == ["a", "20", "3", "75.0%", "3", "3", "26.7"]  # 20 / 3 batches of 4 updates each
     assert second.split() == ["b", "16", "1", "25.0%", "1", "1", "64"]
     assert any("b is averaged by itself" in line for line in others)
