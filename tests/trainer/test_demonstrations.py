@@ -131,6 +131,7 @@ def test_demonstrations_are_learned_where_no_reward_teaches(tmp_path):
         "demonstrations": written(tmp_path, shows()),
         "demonstrations_per_step": 3,
         "learning_rate": 1e-2,
+        "demonstrations_schedule": {"warmup": 0, "peak": 1.0, "decay": 4, "valley": 0.5},
         "max_steps": 6,
         "parts": {"reward_funcs": silent},
     }
@@ -139,6 +140,7 @@ def test_demonstrations_are_learned_where_no_reward_teaches(tmp_path):
     losses = runs.history(trainer, "demonstrations/loss")
     assert losses[-1] < losses[0] / 2
     assert all(tokens == 3 * 3 for tokens in runs.history(trainer, "demonstrations/tokens"))
+    assert runs.history(trainer, "demonstrations/coef")[::2] == pytest.approx([1.0, 0.75, 0.5])
     # the rollouts are counted as ever
     plain = runs.trainer(tmp_path / "plain", max_steps=1, parts={"reward_funcs": silent})
     plain.train()

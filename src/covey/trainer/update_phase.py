@@ -17,6 +17,7 @@ from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, computed_tokens
 from covey.core.records import Experience, Plan, PlannedMicroStep
 from covey.core.stats import Mean, Stat, read
+from covey.core.supervision import DEMONSTRATIONS
 from covey.core.terms import TermCounts
 from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
@@ -81,7 +82,8 @@ class UpdatePhase:
         if self.demonstrations is not None:
             share = micro_steps / args.gradient_accumulation_steps
             own, index, found = self.demonstrations.added(own, index, run.step, share)
-            stats.append(found)
+            term = next(one for one in algorithm.objective.terms if one.name == DEMONSTRATIONS)
+            stats.append({**found, f"{DEMONSTRATIONS}/coef": Mean(term.coef(run.step), 1.0)})
         self.batch_scorer.settle_layout(own.batch)
         if not self._needs_every_rollout:
             index = index.without_signal_dropped()
