@@ -171,3 +171,14 @@ def test_a_message_of_the_assistant_is_a_completion_that_ends(tmp_path):
     [text] = load_demonstrations(written(tmp_path, shows(1), "text.jsonl"), codec, None)
     assert message.completion_ids == text.completion_ids and text.completion_ids[-1] == codec.tokenizer.eos_token_id
     assert not any(text.sampled)
+
+
+def test_a_resumed_run_learns_from_the_same_demonstrations(tmp_path):
+    settings = {"demonstrations": written(tmp_path, shows(7)), "demonstrations_per_step": 2, "max_steps": 4}
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    whole = runs.trainer(tmp_path / "whole", **settings, **saved)
+    whole.train()
+    resumed = runs.trainer(tmp_path / "resumed", **settings, **saved)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for one, other in zip(runs.weights(whole), runs.weights(resumed), strict=True):
+        assert torch.equal(one, other)
