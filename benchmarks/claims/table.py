@@ -702,7 +702,7 @@ CLAIMS = (
         (),
         "Smaller steps forget less, whatever the loss.",
         60,
-        missing="Supervised terms of the loss are not in this version; the claim compares them at three rates each.",
+        missing="It compares rewards with supervised terms of the loss at three rates each, and has no arms yet.",
     ),
     Claim(
         19,
