@@ -128,7 +128,7 @@ def test_an_unshuffled_run_is_judged_by_the_rows_that_it_reads():
     algebra = SimpleNamespace(updates_per_rollout_batch=1, generation_batch_size=32)
     trainer = SimpleNamespace(run=SimpleNamespace(algebra=algebra))
     own = SimpleNamespace(rows=range(1000), steps=10, group=8, trainer=trainer)
-    own.args = SimpleNamespace(shuffle_dataset=False, prompt_sampler="uniform", dynamic_sample=False)
+    own.args = SimpleNamespace(shuffle_dataset=False, prompt_sampler="uniform", dynamic_sample=False, gates=None)
     assert ExaminedRun.rows_read.fget(own) == 40
     own.args.shuffle_dataset = True
     assert ExaminedRun.rows_read.fget(own) == 1000

@@ -181,7 +181,8 @@ def test_shell_commands_exist(page):
     """Blocks are valid shell; subcommands of covey, targets of make and scripts of this repository exist."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     consoles = [
-        (line, "\n".join(re.findall(r"^\$ (.*)$", code, re.MULTILINE))) for line, code in blocks(page, "console")
+        (line, "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)$", code, re.MULTILINE)))
+        for line, code in blocks(page, "console")
     ]
     for line, code in [*blocks(page, "bash"), *consoles]:
         checked = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)

@@ -14,7 +14,7 @@ import torch
 
 from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
-from covey.core.batch import TOKEN_FIELDS, WIDE_FIELDS, TrainBatch, collate, segment_sum
+from covey.core.batch import LOSS_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.objective import policy_loss
@@ -225,7 +225,7 @@ def test_only_logits_of_sampled_tokens_have_a_gradient(layout, name):
 def test_numbers_at_other_tokens_change_no_loss_or_gradient(name):
     step = Step("packed", LOSSES[name])
     wanted, gradients = step.loss(), step.gradients()
-    fields = {field: getattr(step.batch, field) for field in TOKEN_FIELDS[5:]}
+    fields = {field: getattr(step.batch, field) for field in LOSS_FIELDS}
     noise = torch.randn(step.batch.num_tokens, generator=torch.Generator().manual_seed(9)).double()
     for wild in (noise, torch.inf, -torch.inf, torch.nan):
         numbers = {k: torch.where(step.batch.sampled, v, wild) for k, v in fields.items() if v is not None}
@@ -237,9 +237,8 @@ def test_numbers_at_other_tokens_change_no_loss_or_gradient(name):
 def test_every_number_that_a_loss_may_look_at_is_tried():
     """So that the test above cannot pass by having nothing to change."""
     batches = [Step("packed", settings).batch for settings in LOSSES.values()]
-    tried = {field for batch in batches for field in TOKEN_FIELDS[5:] if getattr(batch, field) is not None}
-    others = {"origin", *WIDE_FIELDS}  # a place in the record; numbers that a term of the loss masks itself
-    assert tried == {*TOKEN_FIELDS[5:]} - others
+    tried = {field for batch in batches for field in LOSS_FIELDS if getattr(batch, field) is not None}
+    assert tried == {*LOSS_FIELDS}
     assert len(Step("packed", LOSSES["dapo with credit for steps"]).batch.advantages[:6].unique()) == 3
 
 
