@@ -100,6 +100,9 @@ SAMPLING_FIELDS = {
 }
 """Keys of `generation_kwargs` that set a field."""
 
+SCHEDULE = ("warmup", "peak", "decay", "valley")
+"""Keys of a weight's schedule: steps from 0 to the peak, the peak, steps to the valley, the valley."""
+
 
 def none_means_unset(name: str, default: Any) -> bool:
     """True for numbers and words of sampling and of engines that scripts write out as None, meaning the default."""
@@ -111,6 +114,24 @@ def none_means_unset(name: str, default: Any) -> bool:
 def limited(default: Any, **limits: Any) -> Any:
     """A dataclass field with the `Limits` of these keywords."""
     return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
+
+
+def check_schedule(name: str, given: Any, most: float = math.inf) -> Iterator[Finding]:
+    """Error of a weight's schedule by optimizer steps that is not whole, or has a weight above `most`; None: unset."""
+    if given is None:
+        return
+    whole = isinstance(given, dict) and {*given} == {*SCHEDULE}
+    if whole and all(isinstance(value, int | float) and 0 <= value < math.inf for value in given.values()):
+        steps, weights = (given["warmup"], given["decay"]), (given["peak"], given["valley"])
+        if max(weights) <= most and not any(count % 1 for count in steps):
+            return
+    allowed = "0 or more" if most == math.inf else f"0 to {most:g}"
+    yield Finding.error(
+        "setting-format",
+        f"{name}={given!r} must have the keys {', '.join(SCHEDULE)}: two whole numbers of steps and two weights of"
+        f" {allowed}.",
+        f"Write {name}={{'warmup': 10, 'peak': 0.9, 'decay': 100, 'valley': 0.1}}.",
+    )
 
 
 def document(config: type) -> None:

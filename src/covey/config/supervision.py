@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.fields import Args, describe_fields, limited
+from covey.config.fields import Args, check_schedule, describe_fields, limited
 from covey.config.messages import ignored
 from covey.core.findings import Finding
 from covey.core.records import WRITERS
@@ -62,16 +62,6 @@ def demonstrations_are_weighed_once(args: Args) -> Iterator[Finding]:
     if args.demonstrations is None:
         yield from ignored(args, names, "demonstrations is unset")
         return
-    given: Any = args.demonstrations_schedule  # a config parses JSON
-    if given is None:
-        return
-    yield from ignored(args, ["demonstrations_coef"], "demonstrations_schedule is set")
-    known = isinstance(given, dict) and {*given} == {"warmup", "peak", "decay", "valley"}
-    right = known and all(isinstance(value, int | float) and value >= 0 for value in given.values())
-    if not right or max(given["peak"], given["valley"]) > 1 or given["warmup"] % 1 or given["decay"] % 1:
-        yield Finding.error(
-            "setting-format",
-            f"demonstrations_schedule={given!r} must have the keys warmup, peak, decay and valley: whole numbers of"
-            " steps, and weights from 0 to 1.",
-            'Write demonstrations_schedule={"warmup": 0, "peak": 0.9, "decay": 200, "valley": 0.05}.',
-        )
+    if args.demonstrations_schedule is not None:
+        yield from ignored(args, ["demonstrations_coef"], "demonstrations_schedule is set")
+        yield from check_schedule("demonstrations_schedule", args.demonstrations_schedule, most=1.0)

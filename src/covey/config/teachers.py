@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.algorithms import LOSS_TYPES
-from covey.config.fields import Args, describe_fields, limited
+from covey.config.fields import Args, check_schedule, describe_fields, limited
 from covey.config.messages import ignored
 from covey.core.findings import Finding
 
 OF_THE_POLICY = ("start", "policy", "follower")
 """Teachers that are the policy, at some time or with another prompt."""
-SCHEDULE = ("warmup", "peak", "decay", "valley")
 
 
 @dataclass
@@ -70,22 +69,7 @@ describe_fields(__name__)
 
 
 def teacher_schedule_is_whole(args: Args) -> Iterator[Finding]:
-    yield from _check_schedule("teacher_schedule", args.teacher_schedule)
-
-
-def _check_schedule(name: str, given: Any) -> Iterator[Finding]:
-    """Errors of a schedule of four numbers."""
-    if given is None:
-        return
-    known = isinstance(given, dict) and {*given} == {*SCHEDULE}
-    numbers = known and all(isinstance(value, int | float) and 0 <= value < 1e9 for value in given.values())
-    if not numbers or not all(float(given[key]).is_integer() for key in ("warmup", "decay")):
-        yield Finding.error(
-            "setting-format",
-            f"{name}={given!r} must have the keys {', '.join(SCHEDULE)}: two whole numbers of steps and two weights of"
-            " 0 or more.",
-            f"Write {name}={{'warmup': 10, 'peak': 1.0, 'decay': 100, 'valley': 0.1}}.",
-        )
+    yield from check_schedule("teacher_schedule", args.teacher_schedule)
 
 
 def teachers_are_named(args: Args) -> Iterator[Finding]:
