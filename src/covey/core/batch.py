@@ -25,9 +25,8 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "mismatch_weights",
 )
 WIDE_FIELDS = ("named_ids", "teacher_tops")  # several numbers of each token, [N, K]
-TEACHER_FIELDS = ("teacher_logprobs",)  # of each token, NaN for one without a teacher
 OF_ROLLOUTS = ("token_ids", "sampled", "observed", "jumps", "kept_counts", "chosen", "origin")
-TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, *WIDE_FIELDS)
+TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, "teacher_logprobs", *WIDE_FIELDS)
 
 UNREPORTED = {
     "engine_logprobs": math.nan,
@@ -127,7 +126,7 @@ class TrainBatch:
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
         return TrainBatch(
-            **self.of_tokens((*TOKEN_FIELDS, *TEACHER_FIELDS), tokens),
+            **self.of_tokens(TOKEN_FIELDS, tokens),
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -171,7 +170,7 @@ class TrainBatch:
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
             **self._each(
-                (*TOKEN_FIELDS, *TEACHER_FIELDS, "term_tokens", "term_scales"),
+                (*TOKEN_FIELDS, "term_tokens", "term_scales"),
                 lambda values: values.new_zeros(1, *values.shape[1:]),
             ),
             **self._each(["kept_ids"], methodcaller("new_zeros", 0)),
@@ -298,7 +297,7 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         assert len({(*part,) for part in parts}) == 1, "some batches have tokens of a term that others have not"
         return {term: torch.cat([part[term] for part in parts]) for term in parts[0]}
 
-    per_token: dict[str, Any] = {name: joined(name) for name in (*TOKEN_FIELDS, *TEACHER_FIELDS)}
+    per_token: dict[str, Any] = {name: joined(name) for name in TOKEN_FIELDS}
     media = [images for batch in batches for images in (batch.media or [()] * len(batch))]
     kept = [batch.kept_ids for batch in batches if batch.kept_ids is not None]
     return TrainBatch(
