@@ -74,8 +74,9 @@ class RowCounts:
 
     def apply(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Results of a kernel for all rows of x [n, ...]."""
-        pieces = self.pieces(len(x), kernel)
-        if len(pieces) == 1 and pieces[0][1] == len(x):
+        count = x.shape[0]
+        pieces = self.pieces(count, kernel)
+        if pieces[0][1] == count:
             return kernel(aligned(x))
         results, start = [], 0
         for rows, computed in pieces:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.engines.native.invariance import row_counts
+from covey.engines.native.invariance import RowCounts, row_counts
 from covey.runtime.processor import onednn_is_faster
 
 PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
@@ -69,6 +69,7 @@ class PackedProduct:
     _packed: Tensor | None = None
     _bias: Tensor | None = None
     _width: int = 0  # sum of the layers' outputs
+    _counts: dict[int, RowCounts] = field(default_factory=dict)  # by the number of threads
     _read: Tensor | None = None  # input of `_parts`
     _parts: dict[int, Tensor] = field(default_factory=dict)  # products of single layers that nobody has asked for yet
 
@@ -76,13 +77,20 @@ class PackedProduct:
         if self._packed is None:
             self._packed = self._pack()
             self._width = sum(layer.out_features for layer in self.layers)
+        counts = self._counts.get(torch.get_num_threads()) or self._count_rows(x)
+        return counts.apply(self._multiply, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._width)
+
+    def _count_rows(self, x: Tensor) -> RowCounts:
+        """Row counts of this product, which are kept once they say something."""
         key = ("onednn" if self.onednn else "mkl", self._width, x.shape[-1], self._bias is None)
         counts = row_counts(key, self._multiply, x.shape[-1], x.dtype)
-        return counts.apply(self._multiply, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._width)
+        if counts.informative:
+            self._counts[torch.get_num_threads()] = counts
+        return counts
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Product of rows [n, in] in one call of the library."""
-        rows = len(x)
+        rows = x.shape[0]
         if not self.onednn:
             # Of the third argument the operator reads the shape alone while the last one equals the rows of x.
             shape = x.new_empty(1, 1).expand(self._width, x.shape[-1])

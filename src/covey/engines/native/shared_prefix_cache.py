@@ -9,7 +9,7 @@ transformers and receives the cache in the keyword argument `prefix_cache` of th
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -335,11 +335,11 @@ class SharedPrefixCache(Cache):
             out = decode_attention(query.to(self._dtype), prompt, own, slot_map, self._columns)
             return out.reshape(size, 1, heads, -1)
         chunk = CHUNK if self._sizes is not None else max(width, keys.shape[2])
-        parts = [matmul(query, k.transpose(2, 3)) for k in keys.split(chunk, dim=2)]
+        parts = [matmul(query, k.transpose(2, 3)) for k in _chunks(keys, chunk)]
         if width:
             prompt_keys, prompt_values = (x[:, :, :width] for x in self._prompts[layer])
             in_slots = slot_map.to_slots(query)
-            of_prompt = [matmul(in_slots, k.transpose(2, 3)) for k in prompt_keys.split(chunk, dim=2)]
+            of_prompt = [matmul(in_slots, k.transpose(2, 3)) for k in _chunks(prompt_keys, chunk)]
             parts = [*map(slot_map.from_slots, of_prompt), *parts]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if softcap and self._softcap:
@@ -374,8 +374,15 @@ def stored_width(tokens: int) -> int:
     return -(-tokens // GRANULE) * GRANULE
 
 
+def _chunks(keys: Tensor, chunk: int) -> Sequence[Tensor]:
+    """Parts of keys [..., columns, D] of `chunk` columns each; the last may be smaller."""
+    return (keys,) if keys.shape[2] <= chunk else keys.split(chunk, dim=2)
+
+
 def _weighted(matmul: Callable[[Tensor, Tensor], Tensor], weights: Tensor, values: Tensor, chunk: int) -> Tensor:
     """weights [..., columns] @ values [..., columns, D], a chunk of columns after the other."""
+    if values.shape[2] <= chunk:
+        return matmul(weights, values)
     out = matmul(weights[..., :chunk], values[:, :, :chunk])
     for start in range(chunk, values.shape[2], chunk):
         out += matmul(weights[..., start : start + chunk], values[:, :, start : start + chunk])
