@@ -71,19 +71,19 @@ def line(claim: Claim, records: ClaimRecords) -> str:
 
 INTRODUCTION = """# Claims
 
-135 million parameters and 16 steps can show a mechanism and its sign, not its size at 32 billion. This page says
-whether published methods that Covey has hold *here*. Each claim is a protocol that was fixed before its first run,
-with arms, a statistic and preconditions, and its verdict follows by a rule from the records in
+This page tests, on small models, published claims about the methods in Covey. 135 million parameters and 16 steps can
+show a mechanism and its sign, not its size at 32 billion. Each claim is a protocol that was fixed before its first run,
+with arms, a statistic and preconditions. Its verdict follows by a rule from the records in
 [`benchmarks/claims.jsonl`](../benchmarks/claims.jsonl).
 
-**What such a model can show.** That an effect exists and which way it points, from {delta} of reward, on tasks of one
+**What such a model can show.** That an effect of at least {delta} of reward exists, and its sign, on tasks of one
 to three tokens or with a random model of two layers; and, exactly, that a formula has the gradient that is claimed
 for it. **What it cannot show.** That an effect is absent at other sizes, on long completions or after thousands of
 steps. A small model refutes no paper about large ones.
 
-**Verdicts** are *holds*, *does not hold here* and *undecided*. The interval of a paired difference D (same prompts,
-same order, same random numbers) over seeds and prompts decides, against δ, the smallest difference that is called an
-effect:
+**Verdicts** are *holds*, *does not hold here* and *undecided*. A verdict compares the confidence interval of a
+paired difference D (same prompts, same order, same random numbers) over seeds and prompts with δ, the smallest
+difference that is called an effect:
 
 | kind | holds | does not hold here |
 |---|---|---|
@@ -92,12 +92,12 @@ effect:
 | equivalence, -δ < D < δ | interval within | mean beyond, and interval on one side of 0 |
 | difference, D ≠ 0 | interval on one side of 0 | interval within -δ and δ |
 
-Of several parts the weakest decides. An undecided claim runs as many seeds again, once. Each of these two intervals
-is at 97.5%; figures here show 95%. Where a precondition fails, the mechanism does not act here, and the claim is
-undecided.
+If a claim has several parts, the weakest verdict decides. An undecided claim is run once more, with as many further
+seeds. The interval before and the interval after are both at 97.5%; figures on this page show 95%. Where a
+precondition fails, the mechanism does not act here, and the claim is undecided.
 
-**False verdicts to expect.** A part errs in at most about 5%: of the {planned} parts with an interval on this page
-{expected} would be wrong. Parts that have run so far: {counted}. Enumerations are exact.
+**False verdicts to expect.** The verdict of a part is wrong in at most about 5%: of the {planned} parts with an
+interval on this page {expected} would be wrong. Parts that have run so far: {counted}. Enumerations are exact.
 
 **The interval** treats seeds and prompts as samples: a two-way table with Satterthwaite's degrees of freedom. The
 first plan, the wider one of a bootstrap over seeds and prompts and Student's t over seeds, was replaced before any

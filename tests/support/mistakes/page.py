@@ -57,16 +57,17 @@ HEAD = """\
 <!-- Written by `python tools/troubleshooting.py` from tests/support/mistakes: edit those, not this page. -->
 
 What to do about errors and warnings, by how their messages begin; paths, names and numbers are examples. Messages say
-what was given, what is allowed and what to do. Those whose text says everything are
-[on a page of their own](../benchmarks/messages.md), failures of inference servers
-[on another](../benchmarks/server-faults.md).
+what was given, what is allowed and what to do. Messages that need no further explanation are
+[on another page](../benchmarks/messages.md), and so are
+[failures of inference servers](../benchmarks/server-faults.md).
 
 Everything that can be known is checked before training: a config when it is made; models, tokenizers, datasets and
 reward functions when the trainer is made. An error loses nothing: a run that ended in one continues exactly from its
 last checkpoint (`trainer.train(resume_from_checkpoint=True)`). Warnings do not stop a run.
 
-What a check finds has a code that does not change with the words: a `CheckError` (a `ValueError`) has those of all its
-errors in `codes`, a `CheckWarning` its own in `finding.code`; both are in `covey.core.findings`.
+Each finding of a check has a code that stays the same when the words of the message change. A `CheckError` (a
+`ValueError`) has the codes of all its errors in `codes`; a `CheckWarning` has its code in `finding.code`. Both classes
+are in `covey.core.findings`.
 """
 
 CLEAR = """\
