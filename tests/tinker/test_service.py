@@ -14,16 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from covey.core.records import Completion, FinishReason
 from covey.tinker import service as service_module
 from covey.tinker import work
 from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
+from covey.tinker.requests import sample_asked
+from covey.tinker.sampling import answered
 from tests.support import tinkering, tiny
 from tests.support.tinkering import datum, tokens
 from tests.tinker.test_wire import parse
 
 DATA = [datum(tokens(size, size)) for size in (9, 17, 12)]
 PROMPT = tokens(7, 3)
+GREEDY = {"temperature": 0.0}
 
 
 def logprobs(answer):
@@ -452,6 +456,68 @@ def test_a_path_is_no_file(tmp_path, path):
     async def program(service, client):
         with pytest.raises(Refusal):
             await client.sampling(path) if isinstance(path, str) else await client.load(path)
+
+    tinkering.run(tmp_path, program)
+
+
+@pytest.mark.parametrize("run", ["*", "../inner", "..", "/"])
+def test_states_are_listed_of_runs_alone(tmp_path, run):
+    async def program(service, client):
+        await client.save(await client.create(), "a")
+        with pytest.raises(Refusal, match="no id"):
+            service.checkpoints(run, {})
+
+    tinkering.run(tmp_path / "inner", program)
+
+
+def test_a_state_that_replaces_another_is_sampled_from(tmp_path):
+    async def program(service, client):
+        model = await client.create()
+        found = []
+        for _ in range(2):
+            await trained(client, model, rate=0.5)
+            saved = await client.save(model, "a", "save_weights_for_sampler", overwrite=True)
+            samplers = await client.sampling(saved["path"]), await client.sampling(saved["path"])
+            assert service.samplers[samplers[0]].snapshot is service.samplers[samplers[1]].snapshot
+            newest = await client.sampler(model)
+            pair = [await client.result(client.sample(one, PROMPT, params=GREEDY)) for one in (samplers[0], newest)]
+            found.append([samples(one)[0][:2] for one in pair])
+        return found
+
+    (one, same), (other, equal) = tinkering.run(tmp_path, program)
+    assert one == same and other == equal and one != other
+
+
+def test_an_answer_without_scores_leaves_the_model_alone():
+    """It is made beside the thread that trains, which may have another adapter in the same layers."""
+    asked = sample_asked({"prompt": {"chunks": [{"tokens": PROMPT}]}}, 256, 104, set(), 1)
+    sampled = Completion([5], [-1.0], FinishReason.STOP)
+    answer = answered(None, work.WeightSnapshot("a", {"lm_head": (torch.ones(1, 1),) * 2}), asked, [sampled])
+    assert answer.sequences[0].tokens == [5] and answer.prompt_logprobs is None
+
+
+def test_a_client_that_ends_leaves_no_operation_waiting(tmp_path):
+    async def program(service, client):
+        model = await client.create()
+        queued = [client.forward_backward(model, DATA) for _ in range(3)]
+        late = client.forward_backward(model, DATA, number=9)
+        service.unload_model({"model_id": model})
+        return [await client.result(one) for one in queued], await client.result(late)
+
+    scored, late = tinkering.run(tmp_path, program)
+    assert all(len(logprobs(one)) == 3 for one in scored) and "operation 4 did not come" in late["error"]
+
+
+def test_a_session_whose_state_cannot_be_saved_is_freed(tmp_path, monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("broken")
+
+    async def program(service, client):
+        sampler = await client.sampling()
+        await trained(client, await client.create())
+        monkeypatch.setattr(service.store, "save", fails)
+        await service.finish_session(client.session)
+        assert sampler not in service.samplers and not service.clients
 
     tinkering.run(tmp_path, program)
 

@@ -188,10 +188,17 @@ class CheckpointStore:
             raise Refusal(f"{path} is damaged: {why}. Load an earlier checkpoint.")
         return TrainingRun.of_json(json.dumps(json.loads((place / CHECKPOINT_FILE).read_text())["run"])), place
 
+    def created(self, place: Path) -> float:
+        """When the state in a folder was saved: another one may come under its name."""
+        return float(json.loads((place / CHECKPOINT_FILE).read_text())["created"])
+
     def list(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Checkpoints of one run or of all, the newest first; those whose time is over are deleted."""
+        """Checkpoints of one run or of all, the newest first; those whose time is over are deleted.
+
+        Refusal for what is no id of a run.
+        """
         found = []
-        for place in self.folder.glob(f"{'*' if run_id is None else _folder_name(run_id)}/*/*/"):
+        for place in self.folder.glob(f"{'*' if run_id is None else self._run_folder(run_id).name}/*/*/"):
             if place.parent.name not in KINDS or place.name.startswith("."):
                 continue
             if self._expired(place):

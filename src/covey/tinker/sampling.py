@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,11 @@ def answered(
     Log-probs of the prompt and those of named tokens are at temperature 1, as those that training gives; those of
     samples and of the tokens most probable in their places at the temperature of sampling.
     """
-    with added(base.model, {} if snapshot is None else snapshot.low_rank):
-        tops: list[TopK | None] = [None] * len(completions)
+    tops: list[TopK | None] = [None] * len(completions)
+    prompt_logprobs = prompt_top = targets = None
+    # Without anything to score this is called beside the thread that trains, whose model stays as it is.
+    scores = scores_prompt(asked) or asked.top_sampled > 0
+    with added(base.model, snapshot.low_rank) if scores and snapshot is not None else nullcontext():
         if asked.top_sampled:
             tops = [_top_of_sample(base, asked, one) for one in completions]
         prompt_logprobs, prompt_top, targets = _of_prompt(base, asked)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from covey.runtime.process_memory import is_out_of_memory
 from covey.tinker import requests
@@ -99,7 +101,7 @@ class TinkerService:
         self.samplers: dict[str, Sampler] = {}
         self.sessions: dict[str, Session] = {}
         self.downloads: dict[str, tuple[Any, float]] = {}  # by key: a folder, and until when
-        self._snapshots: dict[str, WeightSnapshot] = {}  # of paths, while a sampler uses them
+        self._snapshots = WeakValueDictionary[str, WeightSnapshot]()  # of saved states, while a sampler uses them
         self._ends, self._log = ends, log
         self._sampling = 0
         self._started = time.strftime("%H:%M:%S")
@@ -145,13 +147,14 @@ class TinkerService:
             if trained is None:
                 continue
             trained.sequencer.close()
+            await trained.sequencer.ended()
             if trained.learner is not None and trained.learner.steps > trained.saved_at:
                 name = f"unsaved-{trained.learner.steps:06d}"
                 job = self._save_job(trained, "weights", name, {"overwrite": True})
                 try:
                     path = (await asyncio.wrap_future(self.worker.run(job)))["path"]
                     self._log(f"session {session.id} had not saved {model_id}: its state is {path}")
-                except (OSError, ValueError) as error:
+                except Exception as error:  # whatever it is, the rest of the session is freed
                     self._log(f"session {session.id}: the state of {model_id} could not be saved: {error}")
         for sampler_id in session.samplers:
             self._drop_sampler(sampler_id)
@@ -522,16 +525,20 @@ class TinkerService:
         return self.promises.make(request_id, sampler.session, sample, sample_sequence_ids=ids).acknowledgement
 
     async def _snapshot_of(self, path: str) -> WeightSnapshot:
-        """The weights of a checkpoint; samplers of one path share them."""
-        if path in self._snapshots:
-            return self._snapshots[path]
-        run, place = self.store.find(path)
+        """The weights of a checkpoint; samplers of one state share them, but not of one that replaced it."""
+
+        def found() -> tuple[str, TrainingRun, Path]:
+            run, place = self.store.find(path)
+            return f"{path}@{self.store.created(place)}", run, place
 
         def load() -> WeightSnapshot:
-            return WeightSnapshot(path, self.store.adapter(run, place, self.base.model).frozen())
+            name, run, place = found()  # again: the job may come after one that saves
+            return WeightSnapshot(name, self.store.adapter(run, place, self.base.model).frozen())
 
-        self._snapshots[path] = await asyncio.wrap_future(self.worker.run(load))
-        return self._snapshots[path]
+        if (known := self._snapshots.get(found()[0])) is not None:
+            return known
+        loaded = await asyncio.wrap_future(self.worker.run(load))
+        return self._snapshots.setdefault(loaded.name, loaded)
 
     def _sampler(self, sampler_id: str) -> Sampler:
         if sampler_id not in self.samplers:
@@ -543,9 +550,6 @@ class TinkerService:
         if sampler is None:
             return
         sampler.snapshot, sampler.gone = None, why
-        used = {one.path for one in self.samplers.values() if one.gone is None}
-        if sampler.path is not None and sampler.path not in used:
-            self._snapshots.pop(sampler.path, None)
 
     # ---- promises and the server -------------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class Sequencer:
     _waiting: dict[int, Operation] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _task: "asyncio.Task[None] | None" = None
+    _closed: bool = False
 
     def add(self, number: int, operation: Operation) -> None:
         """Queue an operation; Refusal for a number that was used."""
@@ -141,8 +142,14 @@ class Sequencer:
         return not self._waiting and (self._task is None or self._task.done())
 
     def close(self) -> None:
+        """Expect no further operations: those that are next in order still run, those that wait for others fail."""
+        self._closed = True
+        self._news.set()
+
+    async def ended(self) -> None:
+        """Wait until no operation runs."""
         if self._task is not None:
-            self._task.cancel()
+            await asyncio.wait([self._task])
 
     async def _run(self) -> None:
         while self._waiting:
@@ -157,7 +164,7 @@ class Sequencer:
     async def _wait_for_next(self) -> None:
         """Wait for the missing operation; fail those behind it if it does not come."""
         deadline = time.monotonic() + self.patience
-        while self.next not in self._waiting:
+        while self.next not in self._waiting and not self._closed:
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
@@ -166,11 +173,9 @@ class Sequencer:
         if self.next in self._waiting:
             return
         missing, self.next = self.next, max(self._waiting) + 1
+        when = " before its client ended" if self._closed else f" within {self.patience:.0f} seconds"
         for number in sorted(self._waiting):
             operation = self._waiting.pop(number)
-            failure = Refusal(
-                f"{operation.kind} {number} was not run: operation {missing} did not come within"
-                f" {self.patience:.0f} seconds."
-            )
+            failure = Refusal(f"{operation.kind} {number} was not run: operation {missing} did not come{when}.")
             operation.promise.result.set_result(failed(str(failure), "user"))
             self.on_end(number, operation.kind, failure)
