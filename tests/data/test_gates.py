@@ -32,6 +32,7 @@ def test_a_signal_is_an_advantage_that_something_is_learned_from():
     assert admits({"signal": True}, group(), flat, unlearned) == [True, False, False]
     assert admits({"signal": False}, flat) == [True]
     assert list(gates_of(None, dynamic_sample=True)) == ["signal"]
+    assert not gates_of({"signal": False}, dynamic_sample=True)
 
 
 @pytest.mark.parametrize(

@@ -99,5 +99,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     assert codes(lambda: trainer(tmp_path, "a", teacher="b")) == {"settings-contradict"}
     rewarded = {"parts": {"reward_funcs": runs.longer}}
     assert codes(lambda: trainer(tmp_path, tiny.model(seed=1), **rewarded)) == {"group-of-one"}
-    assert codes(lambda: trainer(tmp_path, tiny.model(seed=1), dynamic_sample=True)) == {"reward-missing"}
+    pools = {"pools": {"hard": [0.5, 1.0], "easy": [None, 0.5]}}
+    for choice in ({"dynamic_sample": True}, {"gates": {"reward_range": {"above": 0}}}, {"prompt_sampler": pools}):
+        assert codes(lambda choice=choice: trainer(tmp_path, tiny.model(seed=1), **choice)) == {"reward-missing"}
     assert codes(lambda: runs.trainer(tmp_path, parts={"reward_funcs": None})) == {"reward-missing"}

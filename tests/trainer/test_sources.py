@@ -307,3 +307,22 @@ def test_the_doctor_looks_at_every_source(tmp_path):
     places = seen._places(5, 0)
     assert Counter(seen.taken[place]["source"] for place in places) == {"sums": 2, "code": 2, "few": 1}
     assert [seen.rows[number] for number in seen.numbers] == seen.taken
+
+
+def test_gates_of_a_source_need_advantages_of_groups(tmp_path):
+    async def play(row, engine, n):
+        return [(await _sampled(engine)).done(role="a", game=number) for number in range(n)]
+
+    async def _sampled(engine):
+        episode = engine.begin()
+        await episode.sample()
+        return episode
+
+    def made(**code):
+        parts = {"train_dataset": three(9, 4, 2), "sources": {**THREE, "code": code}, "rollout_func": play}
+        return runs.trainer(tmp_path, parts=parts, compare="role_average", **EIGHT)
+
+    with pytest.raises(CheckError) as raised:
+        made(gates={"signal": True})
+    assert [finding.code for finding in raised.value.findings] == ["roles-unfiltered"]
+    made(gates={"reward_range": {"above": 0}})

@@ -4,7 +4,7 @@ Their functions are in `covey.data.samplers` and `covey.data.gates`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from covey.config.messages import closest
@@ -15,12 +15,30 @@ SAMPLERS = ("uniform", "difficulty")
 SAMPLER_FORMS = ("pools", "order")
 POOLS = '{"pools": {"hard": [0.25, 0.2], "normal": [0.75, 1.0], "easy": [null, 0.2]}}'
 GATES = ("signal", "reward_range", "advantage_range", "max_truncated")
+BY_ADVANTAGES = ("signal", "advantage_range")
+BY_REWARDS = (*BY_ADVANTAGES, "reward_range")
 BOUNDS = ("above", "below", "from", "to")
 
 
 def chooses_by_reward(sampler: Any) -> bool:
     """True for a sampler that reads the rewards that prompts have earned."""
     return sampler != "uniform" and not (isinstance(sampler, Mapping) and "order" in sampler)
+
+
+def gates_among(given: Any, names: Sequence[str]) -> list[str]:
+    """The gates of these names that a setting has, those that it switches off aside."""
+    gates = given if isinstance(given, Mapping) else {}
+    return [name for name in names if gates.get(name, False) is not False]
+
+
+def unfiltered(named: str) -> Finding:
+    """Error of a setting that replaces groups by their advantages where these are differences to running means."""
+    return Finding.error(
+        "roles-unfiltered",
+        f"{named} replaces groups whose advantages are all 0 or small, and with compare='role_average' hardly any"
+        " advantage is: a reward is compared with a running mean.",
+        "Leave one of the two out.",
+    )
 
 
 def check_sampler(given: Any, name: str = "prompt_sampler") -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from numbers import Real
 
 from covey.algorithms import LOSS_TYPES
 from covey.algorithms.comparison import ROLE_AVERAGE
+from covey.config.choosing import BY_ADVANTAGES, gates_among, unfiltered
 from covey.config.fields import Args, Limits, describe_fields, limited
 from covey.config.messages import ignored
 from covey.core.credit import COMPARED_WITH
@@ -207,12 +208,9 @@ def comparison_has_what_it_reads(args: Args) -> Iterator[Finding]:
             "leave one of them out.",
         )
     if args.dynamic_sample:
-        yield Finding.error(
-            "roles-unfiltered",
-            "dynamic_sample=True replaces groups whose advantages are all 0, and with compare='role_average' hardly any"
-            " advantage is: a reward is compared with a running mean.",
-            "Leave one of the two out.",
-        )
+        yield unfiltered("dynamic_sample=True")
+    if gates_among(args.gates, BY_ADVANTAGES):
+        yield unfiltered(f"gates={args.gates!r}")
 
 
 def clipping_leaves_a_range(args: Args) -> Iterator[Finding]:

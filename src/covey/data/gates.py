@@ -79,11 +79,13 @@ def by_function(group: GroupFacts, function: Callable[[GroupFacts], Any], name: 
 
 
 def gates_of(given: Mapping[str, Any] | None, dynamic_sample: bool = False) -> dict[str, Gate]:
-    """Gates by name; `dynamic_sample` adds `signal`."""
+    """Gates by name; `dynamic_sample` adds `signal`, unless it is given as False, as by a source."""
     found: dict[str, Gate] = {"signal": signal} if dynamic_sample else {}
     for name, setting in (given or {}).items():
-        if name == "signal":
-            found |= {name: signal} if setting else {}
+        if name == "signal" and not setting:
+            found.pop(name, None)
+        elif name == "signal":
+            found[name] = signal
         elif name == "reward_range":
             found[name] = partial(reward_range, bounds=dict(setting))
         elif name == "advantage_range":

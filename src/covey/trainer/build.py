@@ -16,6 +16,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.comparison import ROLE_AVERAGE
 from covey.algorithms.credit import Judge, JudgeOf, UnreadSettings
 from covey.config.base import OnlineConfig, fill_unset
+from covey.config.choosing import BY_REWARDS, gates_among
 from covey.config.messages import ignored, is_set
 from covey.config.rules import check_fields
 from covey.core.distillation import split_names
@@ -427,7 +428,7 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
             "reward-missing",
             "`reward_funcs` is missing.",
             "Give a reward function, a reward model or a list of them. Environments with `get_reward` need none, and"
-            " neither does a run with a `teacher`.",
+            " neither does a run with a `teacher` and without `sources`.",
         )
     if plan.functions is None:
         report(_check_without_rewards(args))
@@ -465,11 +466,17 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
 
 def _check_without_rewards(args: OnlineConfig) -> Iterator[Finding]:
     """Errors of settings that go by rewards, in a run that has a teacher alone."""
-    for name, value in (("dynamic_sample", True), ("prompt_sampler", "difficulty")):
-        if getattr(args, name) == value:
+    sampler: Any = args.prompt_sampler
+    by_rewards = {
+        "dynamic_sample": args.dynamic_sample,
+        "gates": bool(gates_among(args.gates, BY_REWARDS)),
+        "prompt_sampler": sampler == "difficulty" or (isinstance(sampler, dict) and "pools" in sampler),
+    }
+    for name, chooses in by_rewards.items():
+        if chooses:
             yield Finding.error(
                 "reward-missing",
-                f"{name}={value!r} chooses prompts by their rewards, and there are no `reward_funcs`.",
+                f"{name}={getattr(args, name)!r} chooses prompts by their rewards, and there are no `reward_funcs`.",
                 "Give a reward function, or leave the setting at its default.",
             )
     names = ["reward_weights", "scale_rewards", "advantages", "reward_timeout", "reward_isolation", "stream_rewards"]

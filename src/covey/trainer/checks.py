@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
+from covey.algorithms.comparison import ROLE_AVERAGE
 from covey.config.base import OnlineConfig
+from covey.config.choosing import BY_ADVANTAGES, gates_among, unfiltered
 from covey.config.messages import ignored, is_set
 from covey.core.findings import Finding
 from covey.core.stats import Mean, Sum
@@ -161,11 +163,14 @@ def _check_averages(args: OnlineConfig, sources: Sources) -> Iterator[Finding]:
 
 
 def _check_choice(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
-    """Warnings of settings of samplers and gates that neither the run nor a source of it reads."""
+    """Findings about samplers and gates: warnings of settings that neither the run nor a source of it reads."""
     sources = [one.settings for one in train_dataset.sources] if isinstance(train_dataset, Sources) else []
     samplers = [one.sampler for one in sources if one.sampler is not None]
     if not samplers or len(samplers) < len(sources):
         samplers.append(args.prompt_sampler)
+    for one in sources if args.compare == ROLE_AVERAGE else ():
+        if one.compare is None and gates_among(one.gates, BY_ADVANTAGES):
+            yield unfiltered(f"sources: gates={one.gates!r}")
     if "difficulty" not in samplers:
         yield from ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
     if not (args.dynamic_sample or args.gates or any(one.gates for one in sources)):
