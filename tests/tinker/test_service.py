@@ -489,7 +489,7 @@ def test_a_state_that_replaces_another_is_sampled_from(tmp_path):
 
 
 def test_an_answer_without_scores_leaves_the_model_alone():
-    """It is made beside the thread that trains, which may have another adapter in the same layers."""
+    """It is made while another thread may train with an adapter of its own in the same layers."""
     asked = sample_asked({"prompt": {"chunks": [{"tokens": PROMPT}]}}, 256, 104, set(), 1)
     sampled = Completion([5], [-1.0], FinishReason.STOP)
     answer = answered(None, work.WeightSnapshot("a", {"lm_head": (torch.ones(1, 1),) * 2}), asked, [sampled])

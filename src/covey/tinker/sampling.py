@@ -45,7 +45,7 @@ def answered(
     """
     tops: list[TopK | None] = [None] * len(completions)
     prompt_logprobs = prompt_top = targets = None
-    # Without anything to score this is called beside the thread that trains, whose model stays as it is.
+    # Without anything to score this runs while another thread may train, so the model stays as it is.
     scores = scores_prompt(asked) or asked.top_sampled > 0
     with added(base.model, snapshot.low_rank) if scores and snapshot is not None else nullcontext():
         if asked.top_sampled:
