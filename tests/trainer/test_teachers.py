@@ -414,3 +414,10 @@ def test_sync_ref_model_moves_the_state_of_an_adapter(tmp_path):
     for name, one in trainer.policy.named_parameters():
         if one.requires_grad:
             assert torch.equal(kept[name], one.detach())
+
+
+def test_a_prompt_that_is_none_is_named_by_its_column(tmp_path):
+    rows = [{**row, "hint": 3} for row in tiny.rows(8)]
+    with pytest.raises(CheckError, match="'hint'") as error:
+        trained(tmp_path, rows, teacher="policy", teacher_prompt="hint")
+    assert error.value.codes == ["prompt-type"]

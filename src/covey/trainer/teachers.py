@@ -175,6 +175,8 @@ class TeacherScorer:
         assert self.prompt_of is not None, "asked for"
         try:
             prompt = self.prompt_of(facts)
+        except CheckError:  # which names the column
+            raise
         except Exception as error:
             raise ValueError(
                 f"teacher_prompt_template={self.run.args.teacher_prompt_template!r} failed: {format_error(error)}"
