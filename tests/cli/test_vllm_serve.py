@@ -13,8 +13,9 @@ import pytest
 
 from covey.cli import serving
 from covey.cli.main import main
-from covey.cli.serving import check_port, is_local
+from covey.cli.serving import check_port
 from covey.cli.vllm_serve import VLLM, plan, runs_on_cpu
+from covey.runtime.hosts import is_local
 
 
 def parse(argv, environ):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from covey.core.records import Completion, FinishReason
 from covey.tinker import service as service_module
 from covey.tinker import work
+from covey.tinker.build import serve
 from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
 from covey.tinker.requests import sample_asked
@@ -687,3 +688,9 @@ def test_random_requests_are_answered_or_refused(tmp_path):
                 assert str(refused)
 
     tinkering.run(tmp_path, program, patience=0.1)
+
+
+@pytest.mark.parametrize(("host", "key"), [("0.0.0.0", None), ("127.0.0.1", "mine")])
+def test_a_server_needs_a_key_that_fits_its_address(tmp_path, host, key):
+    with pytest.raises(ValueError, match="tml-"), serve("no/such/model", checkpoints=tmp_path, host=host, key=key):
+        pass

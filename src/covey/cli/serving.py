@@ -1,7 +1,6 @@
 """Common part of the commands that start inference servers: parsing their arguments, and exec of the server."""
 
 import importlib.metadata
-import ipaddress
 import json
 import os
 import re
@@ -13,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+
+from covey.runtime.hosts import is_local
 
 OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")  # flags of the command itself
 
@@ -195,16 +196,6 @@ def flags_of_file(path: str) -> list[str]:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             flags.append(f"--{'model' if dashed == 'model-path' else name}={text}")
     return flags
-
-
-def is_local(host: str) -> bool:
-    """True if only this machine can connect to a server that listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, which may stand for any address
-        return False
 
 
 def check_port(host: str, port: int) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from covey.cli.parsers import tinker_serve
-from covey.cli.serving import check_port, is_local
+from covey.cli.serving import check_port
+from covey.tinker.keys import KEY, checked_key
 
-KEY = "TINKER_API_KEY"
 DEFAULT_PORT = 8010
 LOCAL_KEY = "tml-local"  # on this machine any key with this beginning will do
 
@@ -26,21 +26,12 @@ def main(argv: Sequence[str]) -> int:
         if not command:
             raise ValueError("after -- comes the command to run, such as: -- python train.py.")
     given = tinker_serve().parse_args(words)
-    key = checked_key(given.api_key or os.environ.get(KEY), given.host, command)
+    key = checked_key(given.api_key or os.environ.get(KEY), given.host)
     port = given.port if given.port is not None else 0 if command else DEFAULT_PORT
     if port:
         check_port(given.host, port)
     with _log(given.log) as log:
         return run(given, command, port, key, log)
-
-
-def checked_key(given: str | None, host: str, command: Sequence[str]) -> str | None:
-    """The server's key; None where any will do. ValueError for one that clients refuse, and for none elsewhere."""
-    if given is None and not is_local(host):
-        raise ValueError(f"--host {host} can be reached from other machines: set {KEY} to a key that begins with tml-.")
-    if given is not None and not given.startswith("tml-"):
-        raise ValueError(f"the key of {KEY} or --api-key must begin with tml-, or clients refuse it.")
-    return given
 
 
 def run(given: argparse.Namespace, command: Sequence[str], port: int, key: str | None, log: TextIO) -> int:

@@ -17,6 +17,7 @@ from covey.policy.scoring import TokenScorer
 from covey.runtime.files import locked
 from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
+from covey.tinker.keys import checked_key
 from covey.tinker.learner import Base
 from covey.tinker.server import served
 from covey.tinker.service import Settings, TinkerService
@@ -112,7 +113,11 @@ def serve(
         key: what clients send as TINKER_API_KEY; None for any on this machine.
         settings: limits and the like; its `names` are those of the model.
         options: `token_budget`, `max_tokens`, `device`, `tokenizer` and `log` of `opened`.
+
+    Raises:
+        ValueError: another machine can reach `host` and there is no key, or the key does not begin with tml-.
     """
+    key = checked_key(key, host)
     own = names_of(model, names) if isinstance(model, str) else tuple(names)
     place = tokenizer_place(model) if isinstance(model, str) else None
     settings = replace(settings or Settings(own), names=own, tokenizer_id=place)
