@@ -202,11 +202,9 @@ def loss(run: ExplainedRun) -> Iterator[str]:
         a tie), however far apart the rewards are. scale_rewards=none keeps the distance."""
     if args.compare != "group":
         yield from _comparison(args.compare, args.role_decay)
-    if args.compare == "role_average":
-        pass  # there are no groups
-    elif args.advantages == "reinforce_plus_plus":
+    if args.advantages == "reinforce_plus_plus":
         yield "The baseline is the whole batch, so a group whose rewards are all equal teaches too."
-    else:
+    elif args.compare != "role_average":  # which has no groups
         yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is
         the fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."""
     if args.beta == 0:
