@@ -25,7 +25,7 @@ NEEDS = {
 """What an example needs beside Covey; `make test-environments` has all of it."""
 LONG_PROMPTS = {"environment_verifiers.py", "tools.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
-WITHOUT_TRAINER = {"custom_loop.py", "study.py"}
+WITHOUT_TRAINER = {"custom_loop.py", "study.py", "two_policies.py"}
 ESSENTIAL = {
     *("quickstart_grpo.py", "custom_loss.py", "custom_advantage.py", "environment.py", "lora.py", "rollout_func.py"),
     "tools.py",
@@ -67,6 +67,16 @@ def test_the_best_branches_of_trees_are_trained_on(tiny_folder, tmp_path, monkey
     flags = ["--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path, "--train", "best"]
     trainer = run("tree_rollouts.py", monkeypatch, *flags)
     assert trainer.state.global_step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_policies_play_each_other(tmp_path, monkeypatch):
+    model = tiny.folder(tmp_path / "wide", max_position_embeddings=4096)
+    flags = ["--model", model, "--max_steps", 2, "--output_dir", tmp_path / "duel"]
+    study = run("two_policies.py", monkeypatch, *flags)
+    assert {variant.status for variant in study.variants.values()} == {"finished"}
+    assert {*study.variants["white"].evaluations} == {1, 2}
 
 
 @pytest.mark.slow

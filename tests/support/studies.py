@@ -9,7 +9,7 @@ COMMON = {name: value for name, value in runs.DEFAULTS.items() if name not in ("
 
 
 def study(folder, variants, **changes):
-    settings = {name: changes.pop(name) for name in list(changes) if name in COMMON}
+    settings = {name: changes.pop(name) for name in list(changes) if name in COMMON} | changes.pop("settings", {})
     arguments = {"reward_funcs": runs.longer, "train_dataset": tiny.rows(), **changes}
     args = {**COMMON, **settings, "peft": ADAPTER, "output_dir": str(folder)}
     made = Study(tiny.model(), variants, args, processing_class=tiny.tokenizer(), **arguments)

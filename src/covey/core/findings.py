@@ -33,6 +33,7 @@ CHECKED = {
     "run-incomplete": Code(CONFIG, "a run names no model, dataset or reward"),
     "run-file": Code(CONFIG, "a run file cannot be read"),
     "study-setting": Code(CONFIG, "a setting is the study's, not a variant's"),
+    "study-table": Code(CONFIG, "variants cannot play each other"),
     "study-adapter": Code(CONFIG, "an adapter cannot be sampled together with others"),
     "secret-in-url": Code(CONFIG, "a URL holds a password"),
     # batches and updates

@@ -24,6 +24,7 @@ from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in
 from covey.runtime.user_code import UserCodeError, format_error, place_of
 
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
+EVALUATIONS = (("eval",), ("study",))  # first words of the keys of rollout batches that are not trained on
 SUBMISSION_SECONDS = 1.0  # a slower first request may be sampled with newer weights, as later turns are
 
 
@@ -74,7 +75,7 @@ class RolloutSpec:
         return group if self.rollouts_per_game == 1 else self.rollouts_per_game
 
     def seats_of(self, mode: tuple[int | str, ...]) -> Seats:
-        return {**self.seats, **self.eval_seats} if mode == ("eval",) else self.seats
+        return {**self.seats, **self.eval_seats} if mode in EVALUATIONS else self.seats
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Release rollouts that have been scored, and do what waits for the end of their batch."""

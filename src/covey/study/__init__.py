@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 PLACES = {"Study": "study", "Halving": "plan", "Variant": "variants", "comparison": "report", "table": "report"}
+PLACES |= {"Table": "tables"}
 
 
 def __getattr__(name: str) -> Any:

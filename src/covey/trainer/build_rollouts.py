@@ -24,6 +24,7 @@ from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptCodec, row_images, row_tools
 from covey.rollout.runner import RolloutSpec
 from covey.rollout.seats import checked_seats, past_steps
+from covey.rollout.table import Table, TableSeat
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
 from covey.rollout.tools.toolbox import Toolbox
@@ -115,6 +116,13 @@ def _check_combinations(
             " trainer)`.",
         )
         return
+    if isinstance(rollout_func, Table) or isinstance(environment_factory, Table):
+        yield Finding.error(
+            "player-type",
+            "a Table is played by variants of a study, and this trainer has one policy.",
+            "Give it to covey.study.Study in `parts`, or the game itself to the trainer, which then plays all seats.",
+        )
+        return
     plays = tools or rollout_func is not None or environment_factory is not None
     if plays and args.speculative_reuse is not None:
         yield Finding.error(
@@ -179,6 +187,11 @@ def _check_game(args: OnlineConfig, play: PlayedGame, tools: Any, seats: Any, ev
         evidence = f"the seats {', '.join(map(repr, unknown))} are no roles of {name}, which are {roles}."
         yield Finding.error("game-seats", evidence, "Name the role that an opponent plays.")
         return
+    if isinstance(play.factory, TableSeat):
+        players = play.factory.table.players
+        if empty := [role for role in play.roles if role not in players and role not in seats]:
+            evidence = f"the role {empty[0]!r} of {name} is played by no variant of the table and has no seat."
+            yield Finding.error("game-seats", evidence, "Name a variant for it, or give `seats` an opponent.")
     trained, evaluated = len(play.trained(seats)), len(play.trained(eval_seats))
     if trained != args.rollouts_per_game:
         yield Finding.error(

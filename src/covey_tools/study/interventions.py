@@ -25,6 +25,7 @@ def carry_out(study: "Study", command: Command) -> None:
     try:
         check_known(command.name, study.variants)
         assert variant is not None, "it is known"
+        study.check_players(command)
         with kept_accelerator():
             if command.kind == "clone":
                 variant = _clone(study, variant, command)

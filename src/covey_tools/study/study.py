@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.training import LoggingFields
-from covey.core.findings import CheckError
+from covey.core.findings import CheckError, Finding
 from covey.data.conversations import as_user_messages, with_system_message
 from covey.engines.native.adapter_engine import AdapterEngine
 from covey.engines.native.recurrent_engine import needs_recurrent_engine
@@ -36,7 +36,7 @@ from covey.rollout.vision import is_processor
 from covey.runtime.files import locked
 from covey.runtime.process_memory import return_freed_memory, share_one_heap
 from covey.runtime.safe_text import without_secrets
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
 from covey.trainer.integrations.first_step import FirstStep
@@ -44,11 +44,12 @@ from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.report import command as given_command
 from covey_tools.study import commands
 from covey_tools.study.commands import Command, check_known, check_name
-from covey_tools.study.interventions import carry_out, check_changes
+from covey_tools.study.interventions import carry_out, check_changes, merged
 from covey_tools.study.plan import Halving
 from covey_tools.study.progress import StudyDisplay
 from covey_tools.study.report import write_report
-from covey_tools.study.turns import Cancelled, Turn, set_shared_state, shared_state
+from covey_tools.study.tables import PartnerLost, check_table, for_all_players, seated, table_of
+from covey_tools.study.turns import Cancelled, Turn, kept_accelerator, set_shared_state, shared_state
 from covey_tools.study.variants import (
     LEARNING,
     TRAINERS,
@@ -88,7 +89,8 @@ class Study:
         eval_steps: steps between evaluations, or a list of steps; there is one at the end in any case.
         save_rounds: rounds between checkpoints of all variants, from which `train(resume=True)` continues.
         halving: stops variants at every evaluation, as `covey_tools.study.plan.Halving` says.
-        parts: further arguments of the trainers, such as `tools` and `environment_factory`.
+        parts: further arguments of the trainers, such as `tools` and `environment_factory`. A `Table` among them seats
+            the variants at one game, in which each plays its own roles.
 
     Raises:
         ValueError: a variant that cannot work, or a setting that a study cannot have.
@@ -157,6 +159,8 @@ class Study:
             )
         self.base.requires_grad_(False)
         self.given = {"train_dataset": train_dataset, "reward_funcs": reward_funcs, **(parts or {})}
+        self.table = table_of(self.given)
+        self.check_table({})
         self.engine: AdapterEngine | None = None
         self.server: Any = None  # `RemoteEngine` that samples in its place, if a vLLM server is named
         self.updates = count(1)  # versions of the adapters that it is sent
@@ -195,6 +199,24 @@ class Study:
                     variant.turn.cancel()
             self._save()
         return self.variants
+
+    def check_table(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse (CheckError) variants that cannot play each other; `changed` has other settings of some, by name."""
+        if self.table is None:
+            return
+        settings = {name: changed.get(name, variant.changes) for name, variant in self.variants.items()}
+        with kept_accelerator():
+            found = {name: settings_of(self.common, one, self.folder / name) for name, one in settings.items()}
+        players = {name: args for name, (_, _, args) in found.items()}
+        findings = list(check_table(self.table, self.given, players, bool(self.eval_rows)))
+        for name, (_, adapter, _) in found.items():
+            if adapter is None:
+                evidence = f"{name!r} trains the whole model, alone and after the others: it cannot play with them."
+                findings.append(Finding.error("study-table", evidence, "Give it `peft`."))
+        if self.halving is not None:
+            evidence = "`halving` stops variants, and those at a table play each other to the end."
+            findings.append(Finding.error("study-table", evidence, "Leave it out."))
+        report(findings)
 
     def play_round(self) -> None:
         """Sample for all variants in one batch, then let each take its step; carry out what was asked for."""
@@ -260,7 +282,17 @@ class Study:
         check_known(command.name, self.variants)
         variant = self.variants[command.name]
         check_changes(self.common, variant.changes, command, variant.live or variant.checkpoint is not None)
+        self.check_players(command)
         self._requested.append(command)
+
+    def check_players(self, command: Command) -> None:
+        """Refuse (ValueError) a command that would leave variants of a table without each other."""
+        if self.table is not None and command.kind == "clone":
+            raise ValueError(
+                f"{command.name} plays at a table, where a clone has no place: name it in a Table of another study."
+            )
+        if command.changes:
+            self.check_table({command.name: merged(self.variants[command.name].changes, command.changes)})
 
     def _live(self) -> list[Variant]:
         return [variant for variant in self.variants.values() if variant.live]
@@ -275,7 +307,9 @@ class Study:
         """If anything is asked for, or it is time, let all save a checkpoint when their step ends; later ones wait."""
         halved = [Command("stop", name) for name in (self.halving(self) if self.halving is not None else [])]
         queued, requested, self._requested = commands.waiting(self.folder), self._requested, []
-        self._asked, self._taken = [*halved, *requested, *(one for _, one in queued)], [path for path, _ in queued]
+        asked = [*halved, *requested, *(one for _, one in queued)]
+        self._asked = [one for command in asked for one in for_all_players(self.table, command)]
+        self._taken = [path for path, _ in queued]
         due = self._stop.signal is not None or (self.save_rounds and self.round % self.save_rounds == 0)
         self._cut = bool(self._asked or due)
         stopped = [one.name for one in self._asked if one.kind in ("stop", "change")]
@@ -302,7 +336,7 @@ class Study:
         outside = shared_state()
         if args.use_vllm and self.server is None:
             self._connect(args)
-        arguments = self._arguments(variant.changes)
+        arguments = seated(self._arguments(variant.changes), variant.name, args.rollouts_per_game)
         evaluate = None
         if self.eval_rows:
             own = {name: value for name, value in variant.changes.items() if field_of(name) in ASKED}
@@ -402,6 +436,12 @@ class Study:
         for name in [name for name in paused if not _is_finite(self.variants[name].trainer.model)]:
             paused.pop(name).close()
             outcomes[name] = FloatingPointError(f"the trained weights of {name} hold NaN or infinity.")
+        if self.table is not None:
+            self.table.open()
+            if any(name not in paused for name in self.table.variants):
+                outcomes |= {name: self._lost(name, outcomes) for name in paused}
+                while paused:
+                    paused.popitem()[1].close()
         if not paused:
             return outcomes
 
@@ -414,6 +454,16 @@ class Study:
             outcomes |= zip(paused, run_async(together()), strict=True)
         return_freed_memory()
         return outcomes
+
+    def _lost(self, name: str, outcomes: Mapping[str, Any]) -> PartnerLost:
+        """Why a player cannot continue, by what has become of those that it plays with."""
+        assert self.table is not None, "checked"
+        others = [self.variants[one] for one in self.table.variants if one != name]
+        ended = [
+            f"{one.name} has {one.status}{f' ({one.reason})' if one.reason else ''}" for one in others if not one.live
+        ]
+        failed = [f"{one.name} has failed ({error})" for one in others if (error := outcomes.get(one.name))]
+        return PartnerLost(f"{name} plays with others at a table, and {'; '.join([*ended, *failed])}.")
 
     def _adapters(self) -> dict[str, Any]:
         return {name: low_rank_matrices(self.variants[name].trainer.model) for name in self._sampled}
@@ -462,6 +512,12 @@ class Study:
             if variant.status in ("running", "waiting"):
                 self.begin(variant)
         self.variants = {**self.variants, **{name: one for name, one in given.items() if name not in self.variants}}
+        steps = {name: variant.step for name, variant in self.variants.items()}
+        if self.table is not None and len({*steps.values()}) > 1:
+            taken = ", ".join(f"{name} {step}" for name, step in steps.items())
+            raise ValueError(
+                f"players of a table continue from the same step, and those of {self.folder} took {taken}."
+            )
 
     def _check_same(self, state: Mapping[str, Any], resume: bool) -> None:
         """Refuse (ValueError) to continue in the folder of another study; with `resume`, variants may be added."""

@@ -1,6 +1,8 @@
 """Games of several seats: an environment with `roles`, in which the policy plays every seat that no opponent has."""
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
@@ -8,16 +10,24 @@ from covey.rollout.environments import interface
 from covey.rollout.environments.agent import REWARD, RewardSource
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.seats import TextConversation
+from covey.rollout.table import Played, Players, TableSeat
 from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutValidator
 
 METHODS = ("reset", "turn", "observe", "move", "rewards")
 """Methods of a game: `reset(**row)` begins one, `turn()` gives the role that moves next or None at the end,
-`observe(role)` what it is shown before it does, `move(role, text)` plays, and `rewards()` gives each role's reward."""
+`observe(role)` what it is shown before it does, `move(role, text)` plays, and `rewards()` gives each role's reward.
+There may be a `close()`, which is called at the end; `reset`, `move` and `close` may be async."""
 
 
 def is_game(factory: Any) -> bool:
     """True for a class of games, or for what makes one and says its `roles`."""
     return callable(factory) and isinstance(getattr(factory, "roles", None), list | tuple)
+
+
+async def _settled(result: Any) -> None:
+    """Wait for the method of a game that is async."""
+    if inspect.isawaitable(result):
+        await result
 
 
 class PlayedGame(GroupFunction):
@@ -32,7 +42,9 @@ class PlayedGame(GroupFunction):
         self.sources = [RewardSource(factory, name)]
 
     def trained(self, seats: Any) -> list[str]:
-        """Roles that no opponent plays."""
+        """Roles that no opponent plays, nor another variant of a study."""
+        if isinstance(self.factory, TableSeat):
+            return self.factory.own
         return [role for role in self.roles if role not in seats]
 
     async def _play(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
@@ -40,20 +52,37 @@ class PlayedGame(GroupFunction):
         trained = self.trained(engine.seats)
         rollouts: list[Rollout] = []
         for number in range(n // max(len(trained), 1)):
-            rollouts += await self._game(row, engine, number, trained)
+            run = partial(self._game, row, engine, number)
+            if isinstance(self.factory, TableSeat) and self.factory.meets(engine.seats):
+                rollouts += await self.factory.meet(engine, number, run)
+            else:
+                played = await run(dict.fromkeys(trained, engine))
+                rollouts += [rollout for role in trained for rollout in played[role]]
         return rollouts
 
-    async def _game(self, row: dict[str, Any], engine: EpisodeEngine, number: int, trained: list[str]) -> list[Rollout]:
-        game, seats = self.factory(), dict[str, Episode | TextConversation]()
-        game.reset(**interface.accepted(game.reset, row))
+    async def _game(self, row: dict[str, Any], engine: EpisodeEngine, number: int, players: Players) -> Played:
+        """One game of `players`, the engines of trained roles; opponents are seats of `engine`."""
+        game = self.factory()
+        try:
+            return await self._moves(game, row, engine, number, players)
+        finally:
+            if hasattr(game, "close"):
+                await _settled(game.close())
+
+    async def _moves(
+        self, game: Any, row: dict[str, Any], engine: EpisodeEngine, number: int, players: Players
+    ) -> Played:
+        seats = dict[str, Episode | TextConversation]()
+        await _settled(game.reset(**interface.accepted(game.reset, row)))
 
         def shown(role: str) -> bool:
             """Show a seat the game; False where its episode has no room for that."""
             observation = interface.checked_observation(game.observe(role), f"{type(game).__name__}.observe")
             if role in seats:
                 return seats[role].write(interface.as_messages(observation or ""))
-            player = engine if role in trained else engine.seat(role, number)
-            seats[role] = player.begin(interface.initial_prompt(row.get("prompt"), observation))
+            player = players[role] if role in players else engine.seat(role, number)
+            own = players[role].row if role in players else row
+            seats[role] = player.begin(interface.initial_prompt(own.get("prompt"), observation))
             return True
 
         cut_off = False
@@ -62,14 +91,14 @@ class PlayedGame(GroupFunction):
                 raise RolloutError(f"{type(game).__name__}.turn gave {role!r}; its roles are {', '.join(self.roles)}.")
             if shown(role):
                 reply = await seats[role].sample()
-                game.move(role, reply.text)
-                cut_off = role in trained and reply.finish is not FinishReason.STOP
+                await _settled(game.move(role, reply.text))
+                cut_off = role in players and reply.finish is not FinishReason.STOP
             else:
                 cut_off = True
-        for role in trained:
+        for role in players:
             if role not in seats:  # the game was over before its first move
                 shown(role)
-        return [self._rollout(game, role, seats[role], number) for role in trained]
+        return {role: [self._rollout(game, role, seats[role], number)] for role in players}
 
     def _rollout(self, game: Any, role: str, episode: Any, number: int) -> Rollout:
         rewards, outcome = game.rewards(), getattr(game, "outcome", None)
