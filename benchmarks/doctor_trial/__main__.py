@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from benchmarks.records import Records
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 900  # seconds of a command, after which it counts as a crash
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_completion_length"}
 LAST = 4  # steps whose rewards are compared with and without a fix
 PHASES = ("before", "after")
 PRELOADED = ("datasets", "peft", "transformers.models.llama.modeling_llama", "covey_tools.doctor.command")
@@ -158,10 +160,31 @@ def fixes(
             refuted = f"the run does not train with it: {ended['errors'][-200:]}"
         elif said == [code]:
             refuted = f"{code} is found again, as an error"
-        elif worse := fallen(rewards_of(folder), rewards_of(fixed)):
+        elif worse := fallen(*compared(case, base, place / f"judged{number}", settings, folder, fixed)):
             refuted = f"the reward is lower with it: {worse}"
         tried.append({"settings": settings, "code": code, "again": said, "refuted": refuted})
     return tried
+
+
+def compared(
+    case: Case, base: Path, place: Path, settings: dict[str, Any], without: Path, fixed: Path
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Rewards of the runs `without` a fix and `fixed`, of completions that are sampled alike.
+
+    Where the fix changes how completions are sampled, the last steps of the runs say nothing about their models:
+    almost greedy samples get more reward from a model that is worse. Both models are then sampled as the fix does.
+    """
+    if not SAMPLING & settings.keys() or not (without / "out" / "config.json").exists():
+        return rewards_of(without), rewards_of(fixed)
+    case.write(place, base, {**settings, "eval_dataset": "rows.jsonl", "eval_strategy": "no"})
+    found = []
+    for run in (without, fixed):
+        ended = command(["eval", "--config", "run.yaml", "--model", str(run / "out")], place)
+        if ended["status"] != 0:
+            raise RuntimeError(f"the models of {case.name} cannot be compared: {ended['errors'][-500:]}")
+        metrics = json.loads((run / "out" / "evaluation.json").read_text())
+        found.append({name: [value] for name, value in metrics.items() if re.fullmatch(r"eval_rewards/.*/mean", name)})
+    return found[0], found[1]
 
 
 def rewards_of(folder: Path) -> dict[str, list[float]]:

@@ -68,7 +68,7 @@ def short(results: dict[str, Any]) -> str:
 FIRST_PAGE = {
     "W1": "short prompts, completions of equal length",
     "W2": "long prompts",
-    "W3": "uneven lengths, half of the groups without a signal",
+    "W3": "uneven lengths, half of the groups with equal rewards, which teach nothing",
 }
 """Workloads of the first page, in words."""
 RATIOS = {

@@ -13,7 +13,7 @@ from covey.cli.main import main as covey
 from covey.core.findings import DIAGNOSED, Finding, ranked
 from covey_tools.doctor.command import before, main, with_signal
 from covey_tools.doctor.completions import _begins_again, _opening
-from covey_tools.doctor.rewards import _other_column
+from covey_tools.doctor.reward_differences import _other_column
 from tests.support import faults, runs, tiny
 
 

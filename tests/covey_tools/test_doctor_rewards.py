@@ -10,25 +10,14 @@ import torch
 
 from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.stats import Mean
-from covey_tools.doctor import rewards
+from covey_tools.doctor import reward_texts
 from covey_tools.doctor.columns import _instead, _of_other_classes, _of_other_rows, _shifted
 from covey_tools.doctor.completions import _all_masked, _only_errors, _stopped, answered_calls, calls, temperature
 from covey_tools.doctor.examined import SampleBatch
-from covey_tools.doctor.rewards import (
-    _cancelling,
-    _scores_other_rows,
-    _silent_about_wrong,
-    constants_of,
-    flat,
-    length,
-    order,
-    remembered,
-    scale,
-    sign,
-    slow,
-    text_matching,
-    turned,
-)
+from covey_tools.doctor.reward_calls import _scores_other_rows, _silent_about_wrong, order, remembered, slow
+from covey_tools.doctor.reward_differences import flat
+from covey_tools.doctor.reward_texts import constants_of, text_matching
+from covey_tools.doctor.reward_values import cancelling, length, scale, sign, turned
 
 NAN = float("nan")
 
@@ -65,13 +54,13 @@ def run(base, names, totals=None, **changes):
 
 
 def test_functions_that_cancel_are_named():
-    found = _cancelling(batch([[1, 0], [0, 1], [1, 0], [1, 0]]), ["right", "wrong"])
+    found = cancelling(batch([[1, 0], [0, 1], [1, 0], [1, 0]]), ["right", "wrong"])
     assert found is not None and (found.code, found.level) == ("reward-constant", "error")
     assert "right" in found.evidence and "wrong" in found.evidence and "-1.00" in found.proof
     tenths = batch([[0.1, 0.2], [0.2, 0.1], [0.3, 0.0], [0.3, 0.0]])  # whose sums differ by rounding
-    assert _cancelling(tenths, ["a", "b"]) is not None
-    assert _cancelling(batch([[1, 0], [0, 1]], weights=[1.0, 0.9]), ["a", "b"]) is None
-    assert _cancelling(batch([[1, 1], [0, 1]]), ["a", "b"]) is None  # one is constant
+    assert cancelling(tenths, ["a", "b"]) is not None
+    assert cancelling(batch([[1, 0], [0, 1]], weights=[1.0, 0.9]), ["a", "b"]) is None
+    assert cancelling(batch([[1, 1], [0, 1]]), ["a", "b"]) is None  # one is constant
 
 
 def test_none_for_wrong_answers_is_no_constant_reward():
@@ -268,7 +257,7 @@ def test_answers_of_a_neighbouring_row_are_found_by_their_probabilities(way, pla
 
 
 def test_examples_of_texts_that_rewards_ask_for():
-    assert doctest.testmod(rewards).failed == 0
+    assert doctest.testmod(reward_texts).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from covey.rewards.text import completion_text
 from covey.runtime.user_code import parameters_of, unwrap_partial
 from covey_tools.doctor.examined import ExaminedRun
 from covey_tools.doctor.prompts import prompt_text
-from covey_tools.doctor.rewards import turned
+from covey_tools.doctor.reward_values import turned
 
 ANSWERS = (*SOLUTIONS, "ground_truth", "reference", "gold", "expected")  # columns that hold what is right
 SHIFTS = (1, -1, 2, -2, 3, -3)

@@ -28,7 +28,17 @@ from covey.rewards import RewardError
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.quiet import without_bars
 from covey.runtime.safe_text import printable
-from covey_tools.doctor import columns, completions, data, learning, prompts, recorded, rewards
+from covey_tools.doctor import (
+    columns,
+    completions,
+    data,
+    learning,
+    prompts,
+    recorded,
+    reward_calls,
+    reward_differences,
+    reward_values,
+)
 from covey_tools.doctor.completions import FAMILIES, with_template
 from covey_tools.doctor.data import sets_of
 from covey_tools.doctor.examined import ExaminedRun, quiet
@@ -46,7 +56,7 @@ OF_OTHER_TEXTS = (
 TOOLS = ("tools-unused", "tools-malformed", "tools-failing", "tools-budget")
 STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
     {
-        rewards.failing: ("reward-failing",),
+        reward_calls.failing: ("reward-failing",),
         prompts.tokenizer_drift: ("tokenizer-drift",),
         prompts.round_trip: ("prompt-round-trip",),
         learning.engine: ("engine-mismatch",),
@@ -62,24 +72,24 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
         completions.temperature: ("temperature-low",),
         completions.experiments: ("template", "never-ends", "completions-cut"),
         completions.calls: TOOLS,
-        rewards.order: ("reward-order",),
+        reward_calls.order: ("reward-order",),
         data.order: ("data-order",),
     },
     {columns.columns: ("data-columns",)},
     {
-        rewards.sign: ("reward-sign",),
-        rewards.flat: ("reward-constant", "reward-saturated", "reward-unreachable"),
-        rewards.scale: ("reward-scale",),
-        rewards.small: ("reward-scale",),
-        rewards.length: ("reward-length", "reward-repeats"),
-        rewards.signal: ("groups-small", "signal-sparse"),
+        reward_values.sign: ("reward-sign",),
+        reward_differences.flat: ("reward-constant", "reward-saturated", "reward-unreachable"),
+        reward_values.scale: ("reward-scale",),
+        reward_values.small: ("reward-scale",),
+        reward_values.length: ("reward-length", "reward-repeats"),
+        reward_values.signal: ("groups-small", "signal-sparse"),
     },
     {
         learning.kl_scale: ("kl-scale",),
         learning.bonus_scale: ("kl-scale",),
         learning.decay: ("learning-rate-high",),
         learning.learning_rate: ("learning-rate-high", "learning-rate-low"),
-        rewards.slow: ("reward-slow",),
+        reward_calls.slow: ("reward-slow",),
     },
 )
 """Checks with the codes that they can find, in the order of causes: an error of one stage explains the next ones'."""
@@ -181,13 +191,13 @@ def _with_a_template(run: RunConfig, code: str) -> str:
 
 def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
     """All findings up to the first stage with an error, as far as the time goes; of the first `stages` alone."""
-    run.summary.update(rewards.summary_of(run))
+    run.summary.update(reward_values.summary_of(run))
     if not run.rescores:
         run.leave_out("kind", *OF_OTHER_TEXTS, "data-columns")
     found: dict[str, str] = {}  # levels by code
     for stage in STAGES[:stages]:
         for check, codes in stage.items():
-            if run.left < 0 and check not in (rewards.failing, rewards.slow):  # which say why time has passed
+            if run.left < 0 and check not in (reward_calls.failing, reward_calls.slow):  # which say why time has passed
                 run.leave_out("time", *codes)
                 continue
             for finding in check(run):
@@ -197,7 +207,7 @@ def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
         if "error" in found.values():
             break
     if "reward-order" not in found:
-        yield from rewards.remembered(run)
+        yield from reward_calls.remembered(run)
     if "error" in found.values():
         return
     per_step = run.summary.get("seconds_of_sampling_and_updates", 0.0)

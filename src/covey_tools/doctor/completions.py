@@ -21,7 +21,7 @@ from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.toolbox import call_stats
 from covey_tools.doctor.examined import Encode, ExaminedRun, SampleBatch
 from covey_tools.doctor.prompts import rendered
-from covey_tools.doctor.rewards import paid_for_length
+from covey_tools.doctor.reward_values import paid_for_length
 
 FAMILIES = {  # prefix of a turn, its end, opening of the answer
     "ChatML": ("<|im_start|>{role}\n", "<|im_end|>\n", "<|im_start|>assistant\n"),

@@ -68,7 +68,7 @@ def steps_of(model, monkeypatch, **settings):
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
     monkeypatch.setattr(packed_weights, "LARGE_MODEL", 0)
-    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda few_rows: request.param == "onednn")
 
 
 @pytest.mark.slow

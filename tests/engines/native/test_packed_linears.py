@@ -12,7 +12,7 @@ from covey.engines.native.packed_weights import packed_linears
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
     monkeypatch.setattr(packed_weights, "LARGE_MODEL", 0)
-    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda few_rows: request.param == "onednn")
 
 
 @pytest.mark.usefixtures("library")

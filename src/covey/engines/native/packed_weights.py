@@ -12,7 +12,7 @@ from covey.engines.native.invariance import RowCounts, row_counts
 from covey.runtime.processor import onednn_is_faster
 
 PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
-FEWEST_ROWS = 4  # of oneDNN's products: of one to three rows they take longer than of four
+FEWEST_ROWS = 4  # of oneDNN's products with AVX-512: of one to three rows they take longer than of four
 LARGE_MODEL = 1 << 25  # numbers in a model's linear layers from which oneDNN's longer calls are worth it
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read one input
 
@@ -29,7 +29,8 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     try:
         if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
             groups = _groups(model)
-            onednn = sum(x.weight.numel() for group in groups for x in group) >= LARGE_MODEL and onednn_is_faster()
+            large = sum(x.weight.numel() for group in groups for x in group) >= LARGE_MODEL
+            onednn = large and onednn_is_faster(few_rows=True)
             for group in groups:
                 product = PackedProduct(group, onednn)
                 for index, module in enumerate(group):
@@ -95,7 +96,8 @@ class PackedProduct:
             # Of the third argument the operator reads the shape alone while the last one equals the rows of x.
             shape = x.new_empty(1, 1).expand(self._width, x.shape[-1])
             return torch.ops.mkl._mkl_linear(x, self._packed, shape, self._bias, rows)
-        x = x if rows >= FEWEST_ROWS else nn.functional.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
+        if rows < FEWEST_ROWS and torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+            x = nn.functional.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")[:rows]
 
     def _pack(self) -> Tensor:
