@@ -46,7 +46,7 @@ from covey.observability.record_files import (
 from covey.rewards.functions import FunctionReward
 from covey.runtime.definitions import script_of_run
 from covey.runtime.user_code import parameters_of
-from covey_tools.doctor import course, data, rewards
+from covey_tools.doctor import course, data, reward_values
 from covey_tools.doctor.data import sets_of
 from covey_tools.doctor.examined import MOST_ROWS, ExaminedRun, SampleBatch, quiet
 from covey_tools.doctor.learning import Trials
@@ -421,7 +421,7 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     played = any(parts.get(name) for name in ("environment_factory", "rollout_func", "agent", "unnamed"))
     run: Any = SimpleNamespace(base=base, args=read.args, suite=suite, group=read.size)
     run.taken, run.numbers, run.rescores = [*rows.values()], [*rows], not played
-    summary.update(rewards.summary_of(run))
+    summary.update(reward_values.summary_of(run))
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
     missing = int(base.totals.isnan().sum()) - errors
     if missing > len(base.rollouts) / 2:
@@ -438,7 +438,7 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
             " easier prompts, or a reward that grades parts of an answer, give a signal.",
             f"All {len(read.points)} rollout batches that were read are so.",
         )
-    yield from rewards.scale(run)
-    yield from rewards.signal(run)
+    yield from reward_values.scale(run)
+    yield from reward_values.signal(run)
     for check in (data.empty, data.contradicting, data.repeated, data.answer_in_prompt):
         yield from check(run)
