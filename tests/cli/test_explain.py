@@ -561,3 +561,12 @@ def test_sources_are_a_table_with_their_denominators():
     assert first.split() == ["a", "20", "3", "75.0%", "3", "3", "26.7"]  # 20 / 3 batches of 4 updates each
     assert second.split() == ["b", "16", "1", "25.0%", "1", "1", "64"]
     assert any("b is averaged by itself" in line for line in others)
+
+
+def test_opponents_are_counted(run_file, capsys):
+    """One copy of the policy as it was and five of earlier steps, of a model whose weights are shown, too."""
+    main(["--config", str(run_file)])
+    before = capsys.readouterr().out
+    main(["--config", str(run_file), "--seats", "{first: frozen, second: policy:7}"])
+    after = capsys.readouterr().out
+    assert "opponents" not in before and re.search(r"\n +opponents +\S", after)

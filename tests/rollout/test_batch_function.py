@@ -193,3 +193,21 @@ def test_what_it_raises_and_a_late_answer_end_the_batch():
     with pytest.raises(RolloutError, match=r"longer than rollout_timeout=0.2 s for 4 prompts"):
         collector(lambda prompts, complete: late.wait(5), timeout=0.2).collect(draws(), PARAMS, ("train", 0))
     late.set()
+
+
+def test_completions_have_the_limit_of_their_prompts_source():
+    """2 tokens of one source and 8 of the run; a prompt that continues another one has what is left of its limit."""
+    lengths = []
+
+    def function(prompts, complete):
+        first = complete(prompts)
+        lengths.append([len(one["completion_ids"]) for one in first])
+        more = [one["prompt_ids"] + one["completion_ids"][:1] for one in first]
+        lengths.append([len(one["completion_ids"]) for one in complete(more)])
+        lengths.append([len(one["completion_ids"]) for one in complete(prompts, max_tokens=1)])
+        return sampled(prompts, complete)
+
+    rows = [("1+", 2), ("1+2=", None), ("3+", 2)]  # the second begins with the first, and is not of its source
+    samples = [PromptSample({"prompt": text}, number, 0, max_tokens=most) for number, (text, most) in enumerate(rows)]
+    collector(function).collect(samples, PARAMS, ("train", 0))
+    assert lengths == [[2, 4, 2], [1, 4, 1], [1, 1, 1]]

@@ -9,7 +9,16 @@ from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
 from covey.policy.fused import find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
-from covey.sizing.memory import Precision, ShardCounts, estimate, estimate_of, layer_bytes, optimizer_states, readable
+from covey.sizing.memory import (
+    Opponents,
+    Precision,
+    ShardCounts,
+    estimate,
+    estimate_of,
+    layer_bytes,
+    optimizer_states,
+    readable,
+)
 from covey.sizing.model_spec import SavedActivations, count_parameters
 
 peft = pytest.importorskip("peft")
@@ -204,6 +213,19 @@ def test_adapters_train_few_parameters_without_a_reference():
     assert m.trainable == 256
     assert m.parameters == 7888 + 256
     assert (m.gradients, m.optimizer, m.reference) == (256 * 4, 2 * 256 * 4, 0)
+
+
+def test_opponents_are_copies_of_the_policy():
+    """Of "frozen" one; of "policy:5" and "policy:9" the four that are kept and the next one each: eleven models."""
+    seats = ["frozen", "frozen", "policy:5", "policy:9", len, {"url": "http://x/v1"}]
+    opponents = Opponents.of(seats, kept=4)
+    assert opponents == (1, 10)
+    whole = estimate(LlamaConfig(**TINY), args(), opponents=opponents)
+    assert whole.opponents == 11 * 7888 * 4
+    assert whole.peak == estimate(LlamaConfig(**TINY), args()).peak + whole.opponents
+    adapter = {"r": 4, "target_modules": ["q_proj"]}  # 256 numbers, as above
+    lora = estimate(LlamaConfig(**TINY), args(), peft=adapter, opponents=opponents)
+    assert lora.opponents == lora.weights + 10 * 256 * 4
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,44 @@ def test_an_average_of_its_own(tmp_path, own, weights):
     assert found["sums"][0] / both == pytest.approx(found["sums"][1] / (found["sums"][1] + found["few"][1]))
 
 
+@pytest.mark.parametrize(("loss_type", "steps"), [("dapo", 1), ("dapo", 4), ("grpo", 1), ("dr_grpo", 1)])
+def test_an_average_of_its_own_over_several_rollout_batches_of_an_update(tmp_path, loss_type, steps):
+    """Two rollout batches of 16, or a quarter of each, in one update: the denominators are of the whole update."""
+    sources = {**THREE, "code": {"weight": 2, "max_completion_length": 2, "average": "own", "loss_weight": 3.0}}
+    shape = {"num_generations": 2, "per_device_train_batch_size": 16 // steps, "steps_per_generation": steps}
+    datasets = three(20, 8, 4)
+    run = runs.trainer(
+        tmp_path,
+        parts={"train_dataset": datasets, "sources": sources},
+        max_steps=1,
+        loss_type=loss_type,
+        gradient_accumulation_steps=2 * steps,
+        beta=0.1,  # every rollout has a gradient
+        **shape,
+    )
+    ids = {tuple(tiny.tokenizer()(row["prompt"])["input_ids"]): name for name in datasets for row in datasets[name]}
+    plans, make = [], run.updates.plan
+    run.updates.plan = lambda *given: plans.append(make(*given)) or plans[-1]
+    run.train()
+    found = {name: [0.0, 0.0, 0] for name in datasets}  # weight, sum of what the average counts, rollouts
+    for batch in (one for step in plans[0].micro_steps for one in step):
+        prompts = [tuple(prompt.tolist()) for prompt in batch.prompts()]
+        each = zip(batch.groups.tolist(), batch.weights.split(batch.lengths.tolist()), strict=True)
+        for group, weights in each:
+            name = ids[prompts[group]]
+            counted = {"dapo": len(weights), "grpo": 1.0, "dr_grpo": len(weights) / (2 if name == "code" else 6)}
+            found[name][0] += weights.sum().item()
+            found[name][1] += counted[loss_type]
+            found[name][2] += 1
+    assert [found[name][2] for name in THREE] == [20, 8, 4]
+    code, sums, few = found["code"], found["sums"], found["few"]
+    denominator = {"dapo": code[1], "grpo": 8, "dr_grpo": 8}[loss_type]
+    assert code[0] == pytest.approx(3.0 * code[1] / denominator)
+    others = {"dapo": sums[1] + few[1], "grpo": 24, "dr_grpo": 24}[loss_type]
+    assert sums[0] + few[0] == pytest.approx(24 / 32 * (sums[1] + few[1]) / others)
+    assert sums[0] / few[0] == pytest.approx(sums[1] / few[1])
+
+
 def test_truncated_completions_of_one_source_are_masked(tmp_path):
     sources = {**THREE, "code": {"weight": 2, "max_completion_length": 1, "mask_truncated_completions": True}}
     run = runs.trainer(tmp_path, parts={"train_dataset": three(9, 4, 2), "sources": sources}, max_steps=1, **EIGHT)

@@ -345,6 +345,7 @@ class Experience:
     # it, so that the loss has to
     entropy: list[dict[str, Stat]]
     stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of sampling, rewards, scores and credit
+    sources: list[str] = field(default_factory=list)  # names of the rollouts' sources; empty in a run without
 
 
 @dataclass(frozen=True)

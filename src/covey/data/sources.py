@@ -14,7 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from covey.algorithms import ADVANTAGES
 from covey.algorithms.comparison import WITHIN
@@ -22,6 +25,7 @@ from covey.config.choosing import check_gates, check_sampler
 from covey.config.fields import LIMITS
 from covey.config.messages import closest
 from covey.core.findings import Finding
+from covey.core.losses import Pool, Weighting, pooled
 from covey.data.conversations import with_system_message
 from covey.data.rows import plain_row
 from covey.runtime.import_path import is_reference
@@ -172,10 +176,63 @@ class Sources(Sequence[Any]):
         """Weights before an optimizer step."""
         return [weight_at(one.settings.weight, step, len(one.rows)) for one in self.sources]
 
+    def numbers(self, names: Sequence[str]) -> Tensor:
+        """Index of each source by its name, [B] int64."""
+        places = {name: place for place, name in enumerate(self.names)}
+        return torch.tensor([places[name] for name in names], dtype=torch.long)
+
+    def longest(self, numbers: Tensor, of_run: int | None, device: torch.device) -> int | Tensor | None:
+        """Most tokens of completions of the sources `numbers`, [B] where sources have limits of their own."""
+        if not self.limits:
+            return of_run
+        limits = [self.limits.get(name, of_run) for name in self.names]
+        return torch.tensor([limits[number] for number in numbers.tolist()], device=device)
+
+    def sizes(self, numbers: Tensor, trained: Sequence[int]) -> "SourceSizes":
+        """Rollouts and trained tokens by source, of rollouts of the sources `numbers` [B]."""
+        rows, tokens = [0] * len(self.sources), [0] * len(self.sources)
+        for number, count in zip(numbers.tolist(), trained, strict=True):
+            rows[number] += 1
+            tokens[number] += count
+        return SourceSizes(rows, tokens)
+
     def shares_at(self, step: int) -> list[float]:
         """Shares of the prompts, by source."""
         weights = self.weights_at(step)
         return [weight / sum(weights) for weight in weights]
+
+
+class SourceSizes(NamedTuple):
+    """Rollouts and trained tokens of each source, that an average of its own divides by."""
+
+    rows: list[int]
+    tokens: Sequence[float]
+
+
+def averaged_by_source(
+    sources: Sources, weighting: Weighting, members: Tensor, sizes: SourceSizes, updates: float
+) -> Weighting:
+    """The weighting with the averages of sources' own, where they have them, for rollouts of the sources `members` [B].
+
+    `sizes` are of all rollouts that `updates` optimizer steps train on.
+    """
+    own = [place for place, one in enumerate(sources.sources) if one.settings.average == "own" and sizes.rows[place]]
+    if not own:
+        return weighting
+    others = [place for place in range(len(sources.sources)) if place not in own]
+    pools = []
+    for places in (*([place] for place in own), others):
+        rows = sum(sizes.rows[place] for place in places)
+        weight = None if places is others else sources.sources[places[0]].settings.loss_weight
+        pools.append(
+            Pool(
+                torch.isin(members, torch.tensor(places, dtype=torch.long, device=members.device)),
+                rows_per_update=rows / updates,
+                tokens_per_update=sum(sizes.tokens[place] for place in places) / updates,
+                factor=rows / sum(sizes.rows) if weight is None else weight,
+            )
+        )
+    return pooled(weighting, pools)
 
 
 def parts_of(dataset: Any, role: str) -> list[tuple[str, Any]]:

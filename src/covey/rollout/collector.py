@@ -165,6 +165,8 @@ class Collector:
     ) -> list[list[Rollout]]:
         first = (groups[0].samples[0].prompt, groups[0].samples[0].sample) if groups else ()  # differs by process
         prompts, images = [], []
+        limits: dict[tuple[int, ...], int] = {}  # of all prompts, as one may begin with another
+        limited = any(group.samples[0].max_tokens is not None for group in groups)
         unreadable: dict[int, list[Rollout]] = {}  # by the group's start
         for group in groups:
             row = group.rows[0]
@@ -173,13 +175,16 @@ class Collector:
                 if self.codec.vision is not None:
                     self.codec.read_row(row)
                     prompt, shown = embed_images(prompt, row_images(row))
+                if limited:
+                    ids, own = tuple(self.codec.read(prompt).ids), within(params, group.samples[0]).max_tokens
+                    limits[ids] = min(own, limits.get(ids, own))
             except ValueError as error:
                 unreadable[group.start] = self._unreadable(group, error)
             else:
                 prompts += [prompt] * len(group.samples)
                 images += [shown] * len(group.samples)
         if prompts:
-            sampler = BatchSampler(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first))
+            sampler = BatchSampler(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first), limits)
             returned = iter(await function(prompts, images, sampler))
         rollouts = []
         for group in groups:
@@ -223,7 +228,7 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
                     " `done()` does so), or leave keep_sampling_mask False. A rollout_func(prompts, trainer) cannot"
                     " return masks."
                 )
-            if rollout.sampling_mask is not None and not params.keep_mask:
+            if rollout.sampling_mask and not params.keep_mask:
                 warn(
                     "rollouts came with a `sampling_mask`, which is not used, as keep_sampling_mask is False. Set it to"
                     " train the distribution that was sampled from. (Evaluation suites need no masks.)",

@@ -2,9 +2,9 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,6 +30,9 @@ class BatchSampler:
     codec: PromptCodec
     params: SamplingParams
     seed_key: tuple[int | str, ...]
+    limits: Mapping[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # tokens after each prompt, if sources limit them
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     calls: int = 0
 
@@ -38,7 +41,13 @@ class BatchSampler:
         self.calls += 1
         encoded = [self._encode(prompt) for prompt in prompts]
         requests = [
-            SampleRequest(prompt.ids, 1, params, [sample_seed(*self.seed_key, "call", call, i)], media=prompt.media)
+            SampleRequest(
+                prompt.ids,
+                1,
+                self._within(params, prompt.ids),
+                [sample_seed(*self.seed_key, "call", call, i)],
+                media=prompt.media,
+            )
             for i, prompt in enumerate(encoded)
         ]
 
@@ -55,6 +64,15 @@ class BatchSampler:
             }
             for prompt, (completion,) in zip(encoded, completions, strict=True)
         ]
+
+    def _within(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
+        """Settings with what is left of the limit of the source whose prompt these tokens are, or continue."""
+        begins = [known for known in self.limits if tuple(ids[: len(known)]) == known]
+        if not begins:
+            return params
+        longest = max(begins, key=len)
+        left = max(self.limits[longest] - (len(ids) - len(longest)), 1)
+        return params if left >= params.max_tokens else replace(params, max_tokens=left)
 
     def _encode(self, prompt: Any) -> Encoded:
         if not (isinstance(prompt, list | tuple) and prompt and all(isinstance(token, int) for token in prompt)):

@@ -7,6 +7,7 @@ compares them with measurements. Excluded: Python, CUDA and libraries without a 
 
 import copy
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from covey.core.packing import ActivationRoom, derived_budget
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
 from covey.policy.loading import sees_images
+from covey.rollout.seats import FROZEN, past_steps
 from covey.runtime.process_memory import available_memory
 from covey.sizing.model_spec import (
     DecoderWidths,
@@ -71,6 +73,20 @@ class Images(NamedTuple):
     pixels: int = 0
 
 
+class Opponents(NamedTuple):
+    """Copies of the policy that play seats of a game: as it was at first, and from earlier optimizer steps at most."""
+
+    frozen: int = 0
+    past: int = 0
+
+    @classmethod
+    def of(cls, seats: Iterable[Any], kept: int) -> "Opponents":
+        """Copies for seats: "frozen" ones share one, and each n of "policy:n" has `kept` and the next one."""
+        named = {seat for seat in seats if isinstance(seat, str)}
+        steps = {n for seat in named if (n := past_steps(seat)) is not None}
+        return cls(int(FROZEN in named), len(steps) * (kept + 1))
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes in one process, by part.
@@ -110,6 +126,7 @@ class MemoryEstimate:
     # Of sharded weights, the outermost unit and two layers whole, and the gradients of the first and of one layer.
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
+    opponents: int = 0  # copies of the policy in seats of a game; of earlier policies with adapters, the adapters
     micro_batches: int = 2  # of an optimizer step; with several, gradients are there in addition to activations
     micro_batch_tokens: int = 0  # T
     room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
@@ -139,7 +156,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        return self.weights + self.reference + self.optimizer
+        return self.weights + self.reference + self.optimizer + self.opponents
 
 
 def estimate(
@@ -154,6 +171,7 @@ def estimate(
     spread: ShardCounts | None = None,
     device: str | None = None,
     device_bytes: int = 0,
+    opponents: Opponents | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
 
@@ -168,10 +186,11 @@ def estimate(
         device: "cpu" or "cuda"; None: this machine's.
         device_bytes: memory that the process can get, up to which micro-batches grow (on a GPU) and layers keep their
             activations; 0: unknown.
+        opponents: copies of the policy that it plays against.
     """
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
-    given = (config, args, prompt_tokens, images, peft is None, counts, spread, device)
+    given = (config, args, prompt_tokens, images, peft is None, counts, spread, device, opponents or Opponents())
     found = _estimate(*given)
     shared = args.use_vllm and args.vllm_mode == "colocate"  # vLLM takes what the trainer leaves
     if device not in FILLED or not device_bytes or shared or sees_images(config) or spread.gradients > 1:
@@ -215,6 +234,7 @@ def _estimate(
     counts: ModelSpec,
     spread: ShardCounts,
     device: str,
+    opponents: Opponents,
     room: int = 0,
     keeps: ActivationRoom | None = None,
 ) -> MemoryEstimate:
@@ -260,6 +280,7 @@ def _estimate(
         apart=_apart(text, precision, trainable, tokens, kept),
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
+        opponents=opponents.frozen * weights + opponents.past * (weights if whole else trainable * updated),
         micro_batches=count,
         micro_batch_tokens=tokens,
         room=room,

@@ -143,22 +143,13 @@ def _check_remainder(args: OnlineConfig, rows: int, together: int) -> Iterator[F
 
 
 def _check_averages(args: OnlineConfig, sources: Sources) -> Iterator[Finding]:
-    """Errors of averages and limits of sources that an optimizer step could not keep."""
+    """Errors of averages of sources that micro-batches could not keep."""
     own = [one.name for one in sources.sources if one.settings.average == "own"]
     if own and args.loss_type == "bnpo":
         yield Finding.error(
             "source-setting",
             f"sources: {own[0]}: average='own' with loss_type='bnpo', whose micro-batches hold rows of all sources.",
             "Take loss_type='dapo', or the average 'joint'.",
-        )
-    limited = sorted(sources.limits) if args.loss_type == "dr_grpo" else []
-    if (own or limited) and args.algebra().updates_per_rollout_batch < 1:
-        setting = f"{own[0]}: average='own'" if own else f"{limited[0]}: max_completion_length with loss_type='dr_grpo'"
-        yield Finding.error(
-            "source-setting",
-            f"sources: {setting} weighs the completions of one rollout batch, and an update takes several"
-            f" (gradient_accumulation_steps={args.gradient_accumulation_steps}).",
-            "Make gradient_accumulation_steps at most steps_per_generation * num_iterations.",
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.findings import Finding
 from covey.core.likeness import keys_of
-from covey.core.losses import BatchCounts, Pool, Weighting, mean_over_update, pooled, token_weights
+from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.records import Behaviour, Experience, Mode, RankShard, Rollout, RolloutBatch, Scores
 from covey.core.stats import Mean, Stat
 from covey.core.terms import TermCounts, term_sizes, tokens_of_terms
 from covey.data.dynamic_sampling import SamplingRound
-from covey.data.sources import Sources
+from covey.data.sources import Sources, averaged_by_source
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import rollout_batch_stats, stats_by_label
 from covey.policy.loading import has_dropout
@@ -262,9 +262,12 @@ class CreditAssigner:
         )
         weighting = run.algorithm.weighting
         if everyone.scores.sources:
-            mine = everyone.scores.sources[everyone.mine]
-            counts = replace(counts, max_completion_length=self._longest(mine, batch.lengths.device))
-            weighting = self._by_source(weighting, everyone, mine, updates, batch.lengths.device)
+            assert run.sources is not None, "rows have sources"
+            known, device = run.sources, batch.lengths.device
+            mine = known.numbers(everyone.scores.sources[everyone.mine])
+            counts = replace(counts, max_completion_length=known.longest(mine, args.max_completion_length, device))
+            sizes = known.sizes(known.numbers(everyone.scores.sources), everyone.trained)
+            weighting = averaged_by_source(known, weighting, mine.to(device), sizes, updates)
         bonus = token_weights(mean_over_update, counts, batch.sampled, batch.lengths) if self.entropy_bonus else None
         batch = replace(
             batch,
@@ -287,7 +290,9 @@ class CreditAssigner:
 
     def weights_of_all(self, everyone: GlobalBatch, mode: Mode) -> list[float]:
         """[N] weight in the loss of each completion of all processes, over all of its tokens."""
-        run, names, cpu = self.run, everyone.scores.sources, torch.device("cpu")
+        run, known = self.run, self.run.sources
+        assert known is not None, "rows have sources"
+        numbers = known.numbers(everyone.scores.sources)
         tokens, rows = torch.tensor(everyone.trained, dtype=torch.float32), len(everyone.trained)
         counts = BatchCounts(
             tokens,
@@ -295,41 +300,11 @@ class CreditAssigner:
             rows_per_update=rows,
             tokens_per_update=everyone.trained_tokens,
             micro_batches_per_update=everyone.micro_batches,
-            max_completion_length=self._longest(names, cpu),
+            max_completion_length=known.longest(numbers, run.args.max_completion_length, torch.device("cpu")),
         )
-        weighting = self._by_source(run.algorithm.weighting, everyone, names, 1.0, cpu)
+        sizes = known.sizes(numbers, everyone.trained)
+        weighting = averaged_by_source(known, run.algorithm.weighting, numbers, sizes, 1.0)
         return (weighting(counts) * tokens).tolist()
-
-    def _longest(self, sources: Sequence[str], device: torch.device) -> int | Tensor | None:
-        """Most tokens of a completion, [B] where sources have limits of their own."""
-        args, known = self.run.args, self.run.sources
-        if known is None or not known.limits:
-            return args.max_completion_length
-        return torch.tensor([known.limits.get(name, args.max_completion_length) for name in sources], device=device)
-
-    def _by_source(
-        self, weighting: Weighting, everyone: GlobalBatch, mine: Sequence[str], updates: float, device: torch.device
-    ) -> Weighting:
-        """The weighting with the averages of sources' own, where they have them."""
-        names, known = everyone.scores.sources, self.run.sources
-        assert known is not None, "rows have sources"
-        own = [name for name in dict.fromkeys(names) if known.settings(name).average == "own"]
-        if not own:
-            return weighting
-        pools = []
-        for pool in (*own, None):  # the others together
-            member = [name == pool or (pool is None and name not in own) for name in names]
-            rows = sum(member)
-            weight = None if pool is None else known.settings(pool).loss_weight
-            pools.append(
-                Pool(
-                    torch.tensor([name == pool or (pool is None and name not in own) for name in mine], device=device),
-                    rows_per_update=rows / updates,
-                    tokens_per_update=sum(compress(everyone.trained, member)) / updates,
-                    factor=rows / len(names) if weight is None else weight,
-                )
-            )
-        return pooled(weighting, pools)
 
     def describe_rewards(self) -> str:
         """Mean and range of the newest rollout batch's total rewards, for messages."""
@@ -353,7 +328,7 @@ class CreditAssigner:
             weights = weights_by_source(self.judge_of, everyone.scores)
             totals = self.run.algorithm.totals(everyone.scores.rewards, weights, everyone.kl)
             self.averages.update(everyone.scores, totals)
-        return Experience(batch, behaviour.entropy, stats)
+        return Experience(batch, behaviour.entropy, stats, everyone.scores.sources[everyone.mine])
 
     def _baselines(self, scores: Scores) -> Tensor | None:
         return None if self.averages is None else self.averages.baselines(scores)

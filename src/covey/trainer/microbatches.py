@@ -272,6 +272,7 @@ class PartOfStep:
     micro_batches: int  # nominal micro-batches
     tokens: float  # its trained tokens, as a share of the rollout batch's: equal for every micro-batch
     terms: dict[str, TermCounts] = field(default_factory=dict)  # the same of each term of the loss
+    source_tokens: list[float] = field(default_factory=list)  # the same by the index of a source
 
 
 @dataclass
@@ -296,7 +297,12 @@ class BufferedRollouts:
         self.taken += count
         tokens, share = int(self.index.sampled_lengths.sum()) * count / len(self.parts), count / len(self.parts)
         terms = {name: counts.times(share) for name, counts in self.terms().items()}
-        return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens, terms)
+        by_source = [] if self.index.sources is None else self._tokens_of(self.index.sources, share)
+        return PartOfStep(self.own, self.index.select(torch.cat(rows)), count, tokens, terms, by_source)
+
+    def _tokens_of(self, sources: Tensor, share: float) -> list[float]:
+        totals = torch.bincount(sources, weights=self.index.sampled_lengths.double())
+        return [total * share for total in totals.tolist()]
 
     def terms(self) -> dict[str, TermCounts]:
         """Sizes of each term of the loss in the rollout batch."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from covey.core.records import Experience, Plan, PlannedMicroStep
 from covey.core.stats import Mean, Stat, read
 from covey.core.supervision import DEMONSTRATIONS
 from covey.core.terms import TermCounts
+from covey.data.sources import SourceSizes, averaged_by_source
 from covey.observability.updates import UpdateLog
 from covey.policy.scoring import TokenScorer
 from covey.trainer.batch_scorer import BatchScorer
@@ -63,7 +64,8 @@ class UpdatePhase:
     def load(self, experience: Experience) -> None:
         """Put this process's rollouts into the buffer, with the sizes of all others. Collective."""
         collectives, args = self.run.collectives, self.run.args
-        own, index = pool(experience.batch, collectives)
+        known, names = self.run.sources, experience.sources
+        own, index = pool(experience.batch, collectives, None if known is None else known.numbers(names))
         parts = nominal_parts(len(index), args.per_device_train_batch_size, collectives.size)
         self.buffer.append(own, index, parts, args.num_iterations)
 
@@ -165,6 +167,15 @@ class UpdatePhase:
             micro_batches_per_update=len(index) // rows / updates,
             max_completion_length=args.max_completion_length,
         )
+        weighting = algorithm.weighting
+        if self.run.sources is not None and index.sources is not None:
+            known, longest = self.run.sources, args.max_completion_length
+            counts = replace(counts, max_completion_length=known.longest(index.sources, longest, tokens.device))
+            count = len(known.sources)
+            by_source = [sum(column) for column in zip_longest(*(one.source_tokens for one in parts), fillvalue=0.0)]
+            by_source += [0.0] * (count - len(by_source))
+            of_sources = SourceSizes(torch.bincount(index.sources, minlength=count).tolist(), by_source)
+            weighting = averaged_by_source(known, weighting, index.sources, of_sources, updates)
         entropy_weights = mean_over_update(counts) if self.entropy is not None else None
         term_scales = {}
         for name, sizes in index.term_tokens.items():
@@ -172,7 +183,7 @@ class UpdatePhase:
             micro_tokens = micro_batch_tokens(sizes.float(), rows)
             longest = args.max_completion_length
             term_scales[name] = of_step.scales(algorithm.weighting, sizes.float(), micro_tokens, longest)
-        weights = algorithm.weighting(counts)
+        weights = weighting(counts)
         return own, replace(index, weights=weights, entropy_weights=entropy_weights, term_scales=term_scales)
 
     @property

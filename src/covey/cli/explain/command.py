@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
         cluster=flags.cluster,
         start=start,
         evaluations=evaluation_sets(run.eval_dataset),
+        seats=[seat for given in (run.seats, run.eval_seats) if isinstance(given, dict) for seat in given.values()],
     )
     text = explain(explained)
     print(f"{run.method.upper()} of {run.model or 'a model yet to be named'}\n")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +36,7 @@ from covey.rollout.vision import Vision
 from covey.runtime.process_memory import available_memory
 from covey.runtime.safe_text import printable
 from covey.runtime.user_code import parameters_of, report
-from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
+from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, Opponents, ShardCounts, estimate
 from covey.sizing.model_spec import meta_model
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
@@ -121,6 +121,7 @@ class ExplainedRun:
     cluster: Cluster | None = None  # None: each process has all of the model
     start: Start | None = None
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # by name: settings of a suite, or a plain data set
+    seats: Sequence[Any] = ()  # of games and of evaluations, as the run names them
 
     @cached_property
     def algebra(self) -> BatchAlgebra:
@@ -154,6 +155,7 @@ class ExplainedRun:
             spread=self.cluster.spread if self.cluster else None,
             device=self.device,
             device_bytes=available,
+            opponents=Opponents.of(self.seats, self.args.opponents_kept),
         )
 
     @property

@@ -38,13 +38,14 @@ class RolloutIndex:
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None
     strands: Tensor | None = None  # [B, 4] int64, `strand_sizes`, or 0 of processes without strands
+    sources: Tensor | None = None  # [B] int64, index of the source of each rollout; None in a run without
     term_tokens: dict[str, Tensor] = field(default_factory=dict)  # [B] int64, tokens of each term of the loss
     term_scales: dict[str, Tensor] = field(default_factory=dict)  # [B] float32, in place of those in the batch
     skipped_tokens: int = 0  # learned tokens, and rollouts that have such, that were dropped
     skipped_rows: int = 0
 
     @classmethod
-    def of(cls, batch: TrainBatch, owner: int = 0) -> "RolloutIndex":
+    def of(cls, batch: TrainBatch, owner: int = 0, sources: Tensor | None = None) -> "RolloutIndex":
         keys = bytearray()
         for ids in batch.prompts():
             keys += hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()
@@ -63,6 +64,7 @@ class RolloutIndex:
             prompt_lengths=batch.prompt_lengths.cpu(),
             prompt_keys=torch.frombuffer(keys, dtype=torch.long).view(-1, 2),
             strands=None if batch.jumps is None else strand_sizes(batch),
+            sources=sources,
             term_tokens={name: sizes.cpu() for name, sizes in terms.items()},
         )
 
@@ -93,7 +95,10 @@ class RolloutIndex:
         )
 
 
-PER_ROLLOUT = ("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights", "strands")
+PER_ROLLOUT = (
+    *("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights"),
+    *("strands", "sources"),
+)
 
 
 def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None = None) -> RolloutIndex:
@@ -112,6 +117,9 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
     if any(index.strands is not None for index in indexes):
         parts = [torch.zeros(len(one), 4).long() if one.strands is None else one.strands for one in indexes]
         joined["strands"] = torch.cat(parts)
+    sources = [index.sources for index in indexes if index.sources is not None]
+    if sources:
+        joined["sources"] = torch.cat(sources)
     joined["term_tokens"] = {
         term: torch.cat([index.term_tokens[term] for index in indexes]) for term in indexes[0].term_tokens
     }
@@ -216,12 +224,19 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
     )
 
 
-def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, RolloutIndex]:
-    """A rollout batch: this process's rollouts, and the index of all processes' in the order of ranks. Collective."""
+def pool(
+    batch: TrainBatch, collectives: Collectives, sources: Tensor | None = None
+) -> tuple[OwnRollouts, RolloutIndex]:
+    """A rollout batch: this process's rollouts, and the index of all processes' in the order of ranks. Collective.
+
+    `sources`: index of the source of each of this process's rollouts, [B] int64.
+    """
     if collectives.size == 1:
-        return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch)
+        return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch, sources=sources)
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]
-    everyone = collectives.gather((RolloutIndex.of(batch, collectives.rank), present), "share the sizes of rollouts")
+    everyone = collectives.gather(
+        (RolloutIndex.of(batch, collectives.rank, sources), present), "share the sizes of rollouts"
+    )
     reported = {name for _, names in everyone for name in names}
     filled: dict[str, Any] = {name: unreported(name, batch) for name in reported.difference(present, ("media",))}
     if batch.media is None and "media" in reported:
