@@ -1,64 +1,37 @@
-"""Kuhn poker by self-play of a tabular policy: exploitability over training, by what rollouts are compared with.
+"""Kuhn poker by self-play: exploitability over training, by what rollouts are compared with.
 
-    python -m benchmarks.kuhn
+    python -m benchmarks.kuhn                    # a tabular policy, a minute
+    python -m benchmarks.kuhn --player tiny      # a tiny model that is trained by `GRPOTrainer`
 
-Three cards, an ante of 1 and one bet of 1 (Kuhn 1950). The policy has 12 decisions, a probability for each of three
-cards at four points of the game, and plays both seats. The six deals are six prompts. Advantages are Covey's own
-(`assign_credit`), for each `compare`; updates are REINFORCE on the logits, with a rate and an entropy bonus that fall
-to 0, because the simultaneous gradient of a zero-sum game circles around an equilibrium.
+Both seats are played by one policy. The tabular one has 12 decisions, a probability for each of three cards at four
+points of the game; the six deals are six prompts, advantages are Covey's own (`assign_credit`), and updates are
+REINFORCE on the logits, with a rate and an entropy bonus that fall to 0, because the simultaneous gradient of a
+zero-sum game circles around an equilibrium. The tiny model is that of claim 22 (`benchmarks.claims.games`): a random
+Llama of two layers that writes a letter for each decision, with 64 games a step.
 
-Everything else is exact: the value of the game for the first seat, -1/18 in every equilibrium, and NashConv, what both
-seats together could gain by the best replies to the policy; 0 in an equilibrium, 11/12 for the uniform policy.
+Everything else is exact (`benchmarks.poker`), for the model from its probabilities: the value of the game for the first
+seat, -1/18 in every equilibrium, and NashConv, what both seats together could gain by the best replies to the policy; 0
+in an equilibrium, 11/12 for the uniform policy.
 """
 
 import argparse
-import itertools
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.poker import AFTER_BET, AFTER_PASS, CALLS, DEALS, FIRST, nash_conv, value_of
 from covey import GRPOConfig
 from covey.algorithms import grpo
 from covey.algorithms.comparison import RoleAverages
 from covey.algorithms.credit import assign_credit
 from covey.core.records import GameSeat, Scores
 
-FIRST, CALLS, AFTER_PASS, AFTER_BET = range(0, 3), range(3, 6), range(6, 9), range(9, 12)
-"""Decisions by card (jack, queen, king): the first seat bets, it calls, the second seat bets after a pass, it calls."""
-DEALS = list(itertools.permutations(range(3), 2))
-VALUE = -1 / 18  # of every equilibrium, for the first seat
 COMPARED = ("group", "role", "role_average")
 RESULTS = Path(__file__).with_name("kuhn.json")
-
-
-def value_of(policy: Sequence[Any]) -> Any:
-    """Expected payoff of the first seat, where `policy` has the 12 probabilities of a bet or a call."""
-    total = 0
-    for one, two in DEALS:
-        sign = 1 if one > two else -1
-        bets, calls = policy[FIRST[one]], policy[CALLS[one]]
-        passed = (1 - policy[AFTER_PASS[two]]) * sign + policy[AFTER_PASS[two]] * (calls * 2 * sign - (1 - calls))
-        bet = policy[AFTER_BET[two]] * 2 * sign + (1 - policy[AFTER_BET[two]])
-        total += (1 - bets) * passed + bets * bet
-    return total / len(DEALS)
-
-
-def best_replies(policy: Sequence[Any]) -> tuple[Any, Any]:
-    """Payoff of the first seat if it replies best to the second, and if the second replies best to it."""
-    pure = list(itertools.product((0, 1), repeat=6))
-    first = max(value_of([*reply, *policy[6:]]) for reply in pure)
-    second = min(value_of([*policy[:6], *reply]) for reply in pure)
-    return first, second
-
-
-def nash_conv(policy: Sequence[Any]) -> Any:
-    first, second = best_replies(policy)
-    return first - second
 
 
 def play(policy: Tensor, games: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,6 +93,18 @@ def train(
     return {"curve": [*curve, nash_conv(policy)], "policy": policy, "value": value_of(policy)}
 
 
+def train_tiny(compare: str, seed: int, steps: int) -> dict[str, Any]:
+    """The same of a tiny model: its NashConv after every step, and its value at the end."""
+    from benchmarks.claims.games import KuhnBed
+
+    found = KuhnBed(steps=steps).train({"compare": compare}, seed)["curves"]
+    return {"curve": found["NashConv"], "value": found["value for the first seat"][-1]}
+
+
+PLAYERS = {"tabular": (train, 1000), "tiny": (train_tiny, 300)}
+"""How a policy is trained, and the updates of a run."""
+
+
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """A row for each comparison: NashConv at a tenth of the steps, in the middle and at the end, and the value."""
     lines = ["| compare | NashConv after 10% | 50% | 100% | value for the first seat |", "|---|---|---|---|---|"]
@@ -134,16 +119,22 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=1000, help="Updates of each run, on 96 games.")
+    options.add_argument("--player", choices=PLAYERS, default="tabular")
+    options.add_argument("--steps", type=int, help="Updates of each run, on 96 games, or 64 of the tiny model.")
     options.add_argument("--seeds", type=int, default=4, help="Runs of each comparison.")
     options.add_argument("--output", type=Path, default=RESULTS, help="File for the curves.")
     given = options.parse_args()
+    torch.set_num_threads(1)
+    train_one, usual = PLAYERS[given.player]
+    steps = given.steps or usual
+    results = json.loads(given.output.read_text()) if given.output.exists() else {}
     found: dict[str, list[dict[str, Any]]] = {}
-    for compare in COMPARED:
-        for seed in range(given.seeds):
-            run = train(compare, seed, given.steps)
+    for seed in range(given.seeds):
+        for compare in COMPARED:
+            run = train_one(compare, seed, steps)
             found.setdefault(compare, []).append({name: rounded(value) for name, value in run.items()})
-        given.output.write_text(json.dumps({"steps": given.steps, "runs": found}, indent=1) + "\n")
+            results[given.player] = {"steps": steps, "runs": found}
+            given.output.write_text(json.dumps(results, indent=1) + "\n")
     print(table(found))
 
 

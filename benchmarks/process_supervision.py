@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.letters import tiny_llama, tokenizer, vocabulary_of
 from benchmarks.records import Records
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 LETTERS = "abcd"
-VOCABULARY = {token: id for id, token in enumerate(["<pad>", "<eos>", *LETTERS])}
+VOCABULARY = vocabulary_of(LETTERS)
 PROMPTS, GROUP = 8, 16
 METHODS: dict[str, dict[str, Any]] = {
     "outcome": {},
@@ -87,7 +86,7 @@ def run(method: str, length: int, seed: int, steps: int, learning_rate: float, a
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice about rewards that do not differ, which is what some of this is about
         trainer = trainer_class(
-            model=tiny_model(),
+            model=tiny_llama(VOCABULARY),
             reward_funcs=reward,
             args=config_class(
                 output_dir=folder,
@@ -110,37 +109,11 @@ def run(method: str, length: int, seed: int, steps: int, learning_rate: float, a
                 **METHODS[method],
             ),
             train_dataset=[{"prompt": letter, "answer": answer(letter, length)} for letter in LETTERS] * 4,
-            processing_class=tokenizer(),
+            processing_class=tokenizer(VOCABULARY),
         )
         begun = time.perf_counter()
         trainer.train()
     return {"curve": curve, "seconds": time.perf_counter() - begun}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a letter."""
-    made = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
-
-
-def tiny_model() -> LlamaForCausalLM:
-    """Two layers, random weights."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-    )
 
 
 def steps_to_master(curve: Sequence[float]) -> int | None:

@@ -181,7 +181,8 @@ class TinyBed:
         """Train a model from random weights of this seed, and write it to a folder `save`."""
         from benchmarks.claims import losses
         from benchmarks.claims.engines import RoundedEngine
-        from benchmarks.process_supervision import LETTERS, answer, rights, tiny_model, tokenizer
+        from benchmarks.letters import tiny_llama, tokenizer
+        from benchmarks.process_supervision import LETTERS, VOCABULARY, answer, rights
         from covey import GRPOConfig, GRPOTrainer
 
         losses.register()
@@ -201,9 +202,9 @@ class TinyBed:
             return [float(one) for one in good]
 
         torch.manual_seed(seed)
-        model = losses.tiny_mixture() if self.mixture else tiny_model()
+        model = losses.tiny_mixture() if self.mixture else tiny_llama(VOCABULARY)
         bits = changes.get("bits", self.bits)
-        engine = RoundedEngine(model, tokenizer(), bits) if self.copies or bits else None
+        engine = RoundedEngine(model, tokenizer(VOCABULARY), bits) if self.copies or bits else None
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = GRPOTrainer(
@@ -211,7 +212,7 @@ class TinyBed:
                 reward_funcs=reward,
                 args=GRPOConfig(output_dir=folder, seed=seed, **self.config(changes)),
                 train_dataset=[{"prompt": one, "answer": answer(one, self.tokens)} for one in LETTERS] * 4,
-                processing_class=tokenizer(),
+                processing_class=tokenizer(VOCABULARY),
                 engine=engine,
             )
             trainer.train()

@@ -89,21 +89,9 @@ def tiny_mixture() -> Any:
     """A random mixture of two layers with eight experts, of which two are used, over the letters of the alphabet."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
+    from benchmarks.letters import SIZES
     from benchmarks.process_supervision import VOCABULARY
 
     return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
+        MixtralConfig(vocab_size=len(VOCABULARY), num_local_experts=8, num_experts_per_tok=2, **SIZES)
     )

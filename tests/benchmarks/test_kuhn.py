@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from benchmarks.kuhn import COMPARED, DEALS, VALUE, best_replies, nash_conv, play, table, train, value_of
+from benchmarks.kuhn import COMPARED, play, table, train, train_tiny
+from benchmarks.poker import DEALS, VALUE, against_even, best_replies, nash_conv, value_of, winnings
 
 HALF = [Fraction(1, 2)] * 12
 
@@ -36,6 +37,23 @@ def test_games_are_those_that_the_value_is_of():
         decided, chosen, payoffs = play(torch.tensor(policy).double(), 1, torch.Generator().manual_seed(0))
         assert payoffs.mean().item() == pytest.approx(float(value_of(policy)))
         assert len(payoffs) == len(DEALS) and ((decided[:, 2] >= 0) == (chosen[:, 0] == 0) * (chosen[:, 1] == 1)).all()
+
+
+def test_kuhn_poker_pays_as_its_rules_say():
+    king_first = (2, 0)
+    assert winnings(king_first, opens=False, calls=False, replies=False) == 1  # both pass: the higher card wins
+    assert winnings(king_first, opens=False, calls=False, replies=True) == -1  # folds
+    assert winnings(king_first, opens=True, calls=False, replies=True) == 2
+
+
+def test_tossing_coins_wins_nothing_against_tossing_coins():
+    assert against_even(HALF) == 0
+
+
+def test_a_tiny_model_is_judged_after_each_step():
+    found = train_tiny("role", seed=0, steps=2)
+    assert len(found["curve"]) == 2 and all(0 <= one <= 3 for one in found["curve"])
+    assert -2 <= found["value"] <= 2
 
 
 @pytest.mark.parametrize("compare", COMPARED)
