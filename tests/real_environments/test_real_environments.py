@@ -13,6 +13,7 @@ import pytest
 from covey.core.records import FinishReason
 from covey.core.transcript import as_text
 from covey.rollout.environments import OpenEnvironment, VerifiersEnvironment
+from covey.rollout.environments.agent import PlayedTeam
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support import records, tiny
 from tests.support.playing import TOKENIZER, play, says
@@ -48,7 +49,7 @@ def trained(folder, environment, rows, context=256, **changes):
         processing_class=tiny.tokenizer(),
         environment_factory=environment,
         train_dataset=rows,
-        args=GRPOConfig(output_dir=str(folder), **settings, **changes),
+        args=GRPOConfig(output_dir=str(folder), **{**settings, **changes}),
     )
     made.train()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
@@ -138,3 +139,47 @@ def test_rows_of_another_dataset_are_refused(talking):
     rollouts = play(agent, says("one"), rows)
     assert all("take the rows from `dataset(size)`" in rollout.error for rollout in rollouts)
     environment.close()
+
+
+@pytest.fixture
+def team(monkeypatch):
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    yield lambda **settings: VerifiersEnvironment("team_taskset", **settings)
+    sys.modules.pop("team_taskset", None)
+
+
+def test_each_trained_trace_of_a_team_is_a_rollout_and_missing_ones_are_filled_up(team):
+    """Three rollouts of an episode: a proposer and one or two solvers; the judge is not trained."""
+    environment = team()
+    assert environment.roles == ("proposer", "solver", "judge")
+    agent = PlayedTeam(environment, 60, RolloutValidator(1000, None))
+    spec = {"rollouts_per_game": 3}
+    rollouts = play(agent, says("yes"), environment.dataset(2), group=3, **spec)
+    two, one = rollouts[:3], rollouts[3:]
+    assert [each.role for each in two] == ["proposer", "solver", "solver"]
+    assert [each.role for each in one] == ["proposer", "solver", ""]
+    assert [each.extras["environment_reward"] for each in two] == [3.0, 3.0, 3.0]
+    assert two[1].extras["environment_scores"] == {"solver/length": 3.0}
+    assert two[1].prompt[-1]["content"] == "Solve yes."
+    assert one[2].finish is FinishReason.ABSENT and not one[2].completion_ids
+    environment.close()
+
+
+def test_opponents_play_agents_of_a_team(team):
+    environment = team()
+    agent = PlayedTeam(environment, 60, RolloutValidator(1000, None))
+    seats = {"proposer": lambda messages: "a sum", "judge": lambda messages: "good"}
+    rollouts = play(agent, says("yes"), environment.dataset(1), group=2, rollouts_per_game=2, seats=seats)
+    assert [each.role for each in rollouts] == ["solver", "solver"]
+    assert rollouts[0].prompt[-1]["content"] == "Solve a sum."
+    environment.close()
+
+
+def test_a_team_is_trained(tmp_path, team):
+    environment = team()
+    settings = {"rollouts_per_game": 3, "num_generations": 6, "per_device_train_batch_size": 6, "compare": "role"}
+    settings |= {"max_steps": 2, "gradient_accumulation_steps": 2, "max_completion_length": 8}
+    made, rewards, failed = trained(tmp_path, environment, environment.dataset(2), **settings)
+    assert len(rewards) == 2 and failed == [0.0] * 2
+    assert {"roles/proposer/reward", "roles/solver/reward"} <= made.state.log_history[0].keys()

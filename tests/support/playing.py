@@ -83,9 +83,10 @@ def play(
     room=400,
     seconds=20.0,
     context=None,
+    **settings,
 ):
-    """The rollouts of `group` samples of each row."""
+    """The rollouts of `group` samples of each row; `settings` of the spec."""
     codec = PromptCodec(TOKENIZER, None, context)
-    spec = RolloutSpec(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds)
+    spec = RolloutSpec(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds, **settings)
     draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(group)]
     return Collector(engine, codec, 0, spec).collect(draws, SamplingParams(max_tokens=room), ("test", 0))

@@ -53,7 +53,7 @@ def keys_of(sample: PromptSample, rollout: Rollout) -> Keys:
     right = reference_of(sample.row)
     return Keys(
         key(str(rollout.asked(sample.row) or sample.prompt)),
-        None if rollout.finish is FinishReason.ERROR else key(answer_of(rollout.completion)),
+        None if rollout.finish in (FinishReason.ERROR, FinishReason.ABSENT) else key(answer_of(rollout.completion)),
         None if right is None else key(right),
     )
 

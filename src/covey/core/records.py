@@ -94,6 +94,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # the completion reached `max_completion_length`, or the context ended: truncated
     TOOL_BUDGET = "tool_budget"  # the tool-calling iterations were used up
     ERROR = "error"  # something outside the policy failed; the rollout carries what there was until then
+    ABSENT = "absent"  # there was no such rollout: a game had fewer trained seats than others, and is filled up
 
 
 @dataclass(slots=True)
@@ -193,7 +194,7 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         """True if the policy was cut off rather than having stopped by itself."""
-        return self.finish is not FinishReason.STOP
+        return self.finish not in (FinishReason.STOP, FinishReason.ABSENT)
 
     @property
     def num_sampled(self) -> int:

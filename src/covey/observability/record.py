@@ -414,8 +414,8 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
 def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str, float | None]]:
     """Fate and mean advantage of each rollout, over the tokens that are learned from; None where there is none.
 
-    Fates: `failed`, `masked` (no token is learned from), `no signal` (all advantages are 0) and `trained`, as also a
-    rollout is that has tokens in another term of the loss.
+    Fates: `failed`, `absent` (`FinishReason.ABSENT`), `masked` (no token is learned from), `no signal` (all advantages
+    are 0) and `trained`, as also a rollout is that has tokens in another term of the loss.
     """
     assert batch.advantages is not None, "credit is assigned before a rollout batch is recorded"
     of_each = (values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages))
@@ -424,8 +424,8 @@ def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str,
         rollouts, *of_each, in_terms or [False] * len(rollouts), strict=True
     ):
         known = advantages[sampled]
-        if rollout.finish is FinishReason.ERROR:
-            fate = "failed"
+        if rollout.finish in (FinishReason.ERROR, FinishReason.ABSENT):
+            fate = "failed" if rollout.finish is FinishReason.ERROR else "absent"
         elif has_term:
             fate = "trained"
         elif not len(known):

@@ -66,8 +66,9 @@ class RewardBatch:
 
     @property
     def scorable(self) -> list[int]:
-        """Indices of the rollouts that did not fail; one that failed says nothing about the policy."""
-        return [index for index, rollout in enumerate(self.rollouts) if rollout.finish is not FinishReason.ERROR]
+        """Indices of the rollouts that are there and did not fail; one that failed says nothing about the policy."""
+        unscored = (FinishReason.ERROR, FinishReason.ABSENT)
+        return [index for index, rollout in enumerate(self.rollouts) if rollout.finish not in unscored]
 
     def take(self, indices: list[int]) -> "RewardBatch":
         if len(indices) == len(self.rollouts):

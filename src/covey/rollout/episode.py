@@ -103,6 +103,7 @@ class EpisodeEngine:
     _opponents: "dict[tuple[str, int], EpisodeEngine | TextSeat]" = field(default_factory=dict, init=False)
     own_ids: list[int] | None = field(default=None, init=False)  # of the row's prompt
     _sent: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False)
+    _named: dict[tuple[int | str, ...], Counter[tuple[Any, ...]]] = field(default_factory=dict, init=False)
     closed: bool = field(default=False, init=False)  # refuses requests, as of tasks that the rollout did not await
 
     def __post_init__(self) -> None:
@@ -165,6 +166,17 @@ class EpisodeEngine:
             return await seat.generate(request)
 
         return replace(self, send=send, seed_key=(*self.seed_key, "seat", name, game), seats={}, trains=False)
+
+    def another(self, *name: int | str) -> "EpisodeEngine":
+        """An engine of the same rollout function with a completion of its own, for a rollout of several that it plays.
+
+        Args:
+            name: of who samples, by which seeds differ. Engines of one name have seeds by the tokens before and by how
+                many of them have asked with these before.
+        """
+        made = replace(self, send=self.submit, seed_key=(*self.seed_key, *name))
+        made._sent = self._named.setdefault(name, Counter())
+        return made
 
     def seed(self, ids: list[int], path: tuple[int | str, ...] = ()) -> int:
         """Seed of what follows these tokens, whatever else was sampled; after the row's prompt a plain sample's."""

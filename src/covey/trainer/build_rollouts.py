@@ -63,6 +63,8 @@ def build_rollout_spec(
         play = PlayedGame(environment_factory, args.rollout_timeout, limits)
         report(_check_game(args, play, tools, {**(seats or {})}, {**(seats or {}), **(eval_seats or {})}))
     elif environment_factory is not None:
+        if is_team(environment_factory):
+            report(_check_team(environment_factory, seats, eval_seats))
         build = partial(build_environment, args, tools=tools, limits=limits, parser=partial(_parser, args, templates))
         named = isinstance(environment_factory, dict)
         play = build_environments(environment_factory, build) if named else build(environment_factory)
@@ -158,7 +160,7 @@ def _check_seats(
 ) -> Iterator[Finding]:
     """Warnings about seats, and settings of games, that nothing plays with."""
     programs = environment_factory.values() if isinstance(environment_factory, dict) else [environment_factory]
-    by_name = any(hasattr(one, "seats") or is_game(one) for one in programs)
+    by_name = any(hasattr(one, "seats") or is_game(one) or is_team(one) for one in programs)
     by_name = by_name or (rollout_func is not None and form_of(rollout_func) != "batch")
     for name, given in (("seats", seats), ("eval_seats", eval_seats)):
         if given and not by_name:
@@ -167,7 +169,11 @@ def _check_seats(
                 "only rollout functions of the forms (row, engine) and (row, engine, n), games and programs have seats."
             )
             yield Finding.warning("setting-unread", evidence, fix)
-    if not (is_game(environment_factory) or (rollout_func is not None and form_of(rollout_func) == "group")):
+    if not (
+        is_game(environment_factory)
+        or is_team(environment_factory)
+        or (rollout_func is not None and form_of(rollout_func) == "group")
+    ):
         because = "no function of the form (row, engine, n) plays several rollouts of a game"
         yield from ignored(args, ["rollouts_per_game"], because)
     past = [one for one in (*(seats or {}).values(), *(seats_of_programs(programs))) if past_steps(one) is not None]
@@ -207,6 +213,22 @@ def _check_game(args: OnlineConfig, play: PlayedGame, tools: Any, seats: Any, ev
             f" {args.rollouts_per_game} rollouts at a time (rollouts_per_game).",
             "Leave as many seats to the policy as divide that.",
         )
+
+
+def is_team(environment: Any) -> bool:
+    """True for an environment of several agents that plays its episodes itself."""
+    return callable(getattr(environment, "play_team", None)) and bool(getattr(environment, "roles", ()))
+
+
+def _check_team(environment: Any, seats: Any, eval_seats: Any) -> Iterator[Finding]:
+    """Errors of opponents of an environment of several agents."""
+    roles = environment.roles
+    if unknown := [role for role in (*(seats or {}), *(eval_seats or {})) if role not in roles]:
+        evidence = f"the seat {unknown[0]!r} is no agent of the environment, which has {', '.join(roles)}."
+        yield Finding.error("game-seats", evidence, "Name the agent that an opponent plays.")
+    if all(role in (seats or {}) for role in roles):
+        evidence = f"opponents play all agents of the environment ({', '.join(roles)})."
+        yield Finding.error("game-seats", evidence, "Leave one to the policy.")
 
 
 def seats_of_programs(programs: Iterable[Any]) -> list[Any]:
@@ -279,7 +301,7 @@ def _schemas(player: Any) -> Sequence[dict[str, Any]]:
 
 
 def build_environments(factories: dict[str, Any], build: Callable[[Any], Any]) -> agent.NamedEnvironments:
-    if games := [name for name, one in factories.items() if is_game(one)]:
+    if games := [name for name, one in factories.items() if is_game(one) or len(getattr(one, "roles", ())) > 1]:
         evidence = f"`environment_factory` names the game {games[0]!r} among others, and games are played alone:"
         raise CheckError.of("player-type", evidence, "give it as environment_factory itself.")
     if not factories or not all(isinstance(name, str) for name in factories):
@@ -293,11 +315,13 @@ def build_environments(factories: dict[str, Any], build: Callable[[Any], Any]) -
 
 def build_environment(
     args: OnlineConfig, factory: Any, tools: Sequence[Any], limits: RolloutValidator, parser: Callable[..., ToolParser]
-) -> agent.EnvironmentAgent | agent.PlayedEnvironment:
+) -> agent.EnvironmentAgent | agent.PlayedEnvironment | agent.PlayedTeam:
     """The agent for the environments that a factory makes, or for an object that plays rollouts itself."""
     if not isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "play", None)):
         report(_check_tools(tools, type(factory).__name__))
-        return agent.PlayedEnvironment(factory, args.rollout_timeout, limits)
+        together = is_team(factory) and args.rollouts_per_game > 1
+        played = agent.PlayedTeam if together else agent.PlayedEnvironment
+        return played(factory, args.rollout_timeout, limits)
     if not callable(factory) or isinstance(factory, str):
         raise CheckError.of(
             "player-type",

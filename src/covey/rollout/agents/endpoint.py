@@ -108,6 +108,7 @@ class AgentEndpoint:
     async def _answer(self, request: web.Request, session: AgentSession, api: Api) -> web.StreamResponse:
         body = await _body(request)
         asked = read_request(api, body)
+        session = session.of(body.get("model"), request.headers)
         seat = session.seats.get(body.get("model"))
         if isinstance(seat, Seat):
             session.reply()

@@ -7,7 +7,7 @@ prefix of tokens with an earlier one. In the rollout each sampled token comes on
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -118,6 +118,10 @@ class AgentSession:
     @property
     def asked(self) -> bool:
         return bool(self._turns)
+
+    def of(self, model: Any, headers: Mapping[str, str]) -> "AgentSession":
+        """The session that a request belongs to, by the model that it names and its headers: this one."""
+        return self
 
     def reply(self) -> None:
         """Note that a reply is about to leave: what the program starts from now on may do what a model has written."""

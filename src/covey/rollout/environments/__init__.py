@@ -8,6 +8,7 @@ from covey.rollout.environments.agent import TextEnvironmentAgent as TextEnviron
 from covey.rollout.environments.agent import ToolEnvironmentAgent as ToolEnvironmentAgent
 from covey.rollout.environments.gym import GymEnvironment as GymEnvironment
 from covey.rollout.environments.interface import EnvironmentFailed as EnvironmentFailed
+from covey.rollout.environments.openenv import OpenEnvGame as OpenEnvGame
 from covey.rollout.environments.openenv import OpenEnvironment as OpenEnvironment
 from covey.rollout.environments.pool import EnvironmentPool as EnvironmentPool
 from covey.rollout.environments.pool import EnvironmentWarning as EnvironmentWarning

@@ -13,7 +13,7 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Rendered, Toolbox, ToolResult
-from covey.rollout.user_functions import RolloutFunction, RolloutValidator
+from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator
 from covey.runtime.deadlines import CallTimeout
 from covey.runtime.user_code import call_all, warn
 
@@ -183,6 +183,37 @@ class PlayedEnvironment(RolloutFunction):
 
     def close(self) -> None:
         _close(self._environment)
+
+
+class PlayedTeam(GroupFunction):
+    """An environment of several agents that plays whole episodes: `async play_team(row, engine, n) -> n rollouts`."""
+
+    gives_reward = True
+
+    def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
+        super().__init__(environment.play_team, timeout, limits)
+        self.source = RewardSource(type(environment), getattr(environment, "reward_name", "environment"))
+        self.sources = [self.source]
+        self.optional_reward = getattr(environment, "optional_reward", False)
+        self.text_only = getattr(environment, "text_only", False)
+        self._environment = environment
+        self._at_end = weakref.finalize(self, _close, environment)
+
+    def close(self) -> None:
+        _close(self._environment)
+
+
+def filled_up(rollouts: Sequence[Rollout], n: int) -> list[Rollout]:
+    """Rollouts of an episode, of which there may be fewer than `n`, with absent ones that nothing is learned from."""
+    if not 0 < len(rollouts) <= n:
+        raise interface.EnvironmentFailed(
+            f"the episode has {len(rollouts)} rollouts that are trained, and rollouts_per_game={n} allows 1 to {n}: set"
+            " it to the most that an episode of any task has"
+        )
+    ids = rollouts[0].prompt_ids
+    kind = FinishReason.ABSENT
+    absent = [Rollout(ids, [], [], [], [], kind, entropies=[], versions=[]) for _ in range(n - len(rollouts))]
+    return [*rollouts, *absent]
 
 
 def _close(environment: Any) -> None:

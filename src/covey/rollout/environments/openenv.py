@@ -1,13 +1,18 @@
 """OpenEnv environments as text environments: `environment_factory=OpenEnvironment("http://localhost:8000", "message")`.
 
 An environment runs in a server of its own; each rollout has a session there, through OpenEnv's client. Servers are not
-started here, and environments with MCP tools are not supported.
+started here, and environments with MCP tools are not supported. `OpenEnvGame` is an environment of several players, of
+whom each is a seat.
 """
 
+import asyncio
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from covey.core.records import Message
 from covey.rollout.environments.interface import instructed, library
@@ -48,14 +53,9 @@ class OpenEnvironment:
     max_environments: int | None = None
 
     def __call__(self) -> "OpenEnvText":
-        action, field = self.action, str(self.action)
-        parse = action if callable(action) else lambda text: {field: text}
-        if isinstance(self.client, str):
-            client = library("openenv.core", "openenv").GenericEnvClient(base_url=self.client)
-        else:
-            client = self.client()
+        client = _client(self.client)
         client = client.sync() if hasattr(client, "sync") else client
-        return OpenEnvText(client, parse, self.show or shown, self.invalid_reward)
+        return OpenEnvText(client, _parser(self.action), self.show or shown, self.invalid_reward)
 
     def dataset(
         self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
@@ -67,12 +67,16 @@ class OpenEnvironment:
             seed: of the first.
             resets: instead of a size: what each row gives to the environment's `reset`.
         """
-        if (size is None) == (resets is None):
-            raise ValueError(
-                "give either `size`, for rows with a seed each, or `resets`, a list of arguments of `reset`."
-            )
-        given = [{"seed": seed + i} for i in range(size or 0)] if resets is None else list(map(dict, resets))
-        return [{"prompt": instructed(self), "reset": one} for one in given]
+        return _rows(self, size, seed, resets)
+
+
+def _rows(
+    environment: Any, size: int | None, seed: int, resets: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    if (size is None) == (resets is None):
+        raise ValueError("give either `size`, for rows with a seed each, or `resets`, a list of arguments of `reset`.")
+    given = [{"seed": seed + i} for i in range(size or 0)] if resets is None else list(map(dict, resets))
+    return [{"prompt": instructed(environment), "reset": one} for one in given]
 
 
 @dataclass(eq=False)
@@ -107,6 +111,147 @@ class OpenEnvText:
 
     def close(self) -> None:
         self.client.close()
+
+
+def _parser(action: str | Callable[[str], Any]) -> Callable[[str], Any]:
+    return action if callable(action) else lambda text: {action: text}
+
+
+def _client(given: str | Callable[[], Any]) -> Any:
+    return library("openenv.core", "openenv").GenericEnvClient(base_url=given) if isinstance(given, str) else given()
+
+
+@dataclass(eq=False)
+class OpenEnvGame:
+    """A game of several players in an OpenEnv server: `environment_factory=OpenEnvGame(url, "move", roles=(...))`.
+
+    Every step of the environment is a move of one role. The policy plays the roles that no opponent has (`seats`).
+
+    Args:
+        client: the server's address, or a function without arguments that makes a client of it.
+        action: as of `OpenEnvironment`; text that is no action ends the game.
+        roles: names of the players, in the order in which they move if there is no `turn`.
+        turn: observation -> the role that moves next, or None at the end; by default all move in turn until the
+            environment is done.
+        show: (observation, role) -> text or messages for that role; by default the observation as of `OpenEnvironment`.
+        rewards: last observation -> reward by role; by default each role has the sum of the rewards of its own moves.
+        outcome: last observation -> text for the record ("draw" is counted), or None.
+        instructions: the user's message before the first observation.
+        system: a system message, or None.
+        invalid_reward: of the role whose text is no action; the others get nothing then.
+        max_environments: sessions that the server allows at a time, for which games wait. None: one for each game.
+    """
+
+    client: str | Callable[[], Any]
+    action: str | Callable[[str], Any]
+    _: KW_ONLY
+    roles: Sequence[str]
+    turn: Callable[[Any], str | None] | None = None
+    show: Callable[[Any, str], str | list[Message]] | None = None
+    rewards: Callable[[Any], Mapping[str, float]] | None = None
+    outcome: Callable[[Any], str | None] | None = None
+    instructions: str = ""
+    system: str | None = None
+    invalid_reward: float = -1.0
+    max_environments: int | None = None
+    reward_name: ClassVar[str] = "environment"
+    _free: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self.roles = tuple(self.roles)
+        if not self.roles or not all(isinstance(one, str) for one in self.roles):
+            raise ValueError(f'roles={self.roles!r} must be names, such as ("first", "second").')
+
+    def __call__(self) -> "OpenEnvMatch":
+        return OpenEnvMatch(self)
+
+    def dataset(
+        self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Rows for `train_dataset`, as of `OpenEnvironment`: the games of a row begin in the same way."""
+        return _rows(self, size, seed, resets)
+
+    def sessions(self) -> asyncio.Semaphore | None:
+        """Sessions that are free on the running event loop; None: any number."""
+        if self.max_environments is None:
+            return None
+        return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_environments))
+
+
+@dataclass(eq=False)
+class OpenEnvMatch:
+    """One game in a session of an OpenEnv server, with the methods of a game."""
+
+    game: OpenEnvGame
+    client: Any = None  # from `reset` to `close`
+    observation: Any = None
+    done: bool = False
+    moves: int = 0
+    wrong: str | None = None  # the role whose text was no action
+    earned: dict[str, float | None] = field(default_factory=dict)  # by role, where the environment gives rewards
+
+    async def reset(self, reset: dict[str, Any] | None = None) -> None:
+        given = {name: value for name, value in (reset or {}).items() if value is not None}  # tables fill up with None
+        if (sessions := self.game.sessions()) is not None:
+            await sessions.acquire()
+        try:
+            self.client = _client(self.game.client)
+            self._take(await _answer(self.client.reset(**given)))
+        except BaseException:
+            if self.client is None and sessions is not None:  # else `close` gives the session back
+                sessions.release()
+            raise
+
+    def turn(self) -> str | None:
+        if self.done or self.wrong is not None:
+            return None
+        if self.game.turn is not None:
+            return self.game.turn(self.observation)
+        return self.game.roles[self.moves % len(self.game.roles)]
+
+    def observe(self, role: str) -> str | list[Message]:
+        return shown(self.observation) if self.game.show is None else self.game.show(self.observation, role)
+
+    async def move(self, role: str, text: str) -> None:
+        try:
+            action = _parser(self.game.action)(text)
+        except ValueError:
+            self.wrong = role
+            return
+        result = await _answer(self.client.step(action))
+        self.moves += 1
+        self._take(result)
+        if result.reward is not None:
+            self.earned[role] = (self.earned.get(role) or 0.0) + float(result.reward)
+
+    def rewards(self) -> Mapping[str, float | None]:
+        if self.wrong is not None:
+            return {self.wrong: self.game.invalid_reward}
+        return self.earned if self.game.rewards is None else self.game.rewards(self.observation)
+
+    @property
+    def outcome(self) -> str | None:
+        if self.wrong is not None:
+            return "invalid"
+        return None if self.game.outcome is None else self.game.outcome(self.observation)
+
+    async def close(self) -> None:
+        if self.client is not None:
+            with suppress(ConnectionError):  # the server has ended
+                await _answer(self.client.close())
+            if (sessions := self.game.sessions()) is not None:
+                sessions.release()
+            self.client = None
+
+    def _take(self, result: Any) -> None:
+        self.observation, self.done = result.observation, bool(result.done)
+
+
+async def _answer(result: Any) -> Any:
+    """Result of a client's method, which may be async."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def shown(observation: Any) -> str:

@@ -2,21 +2,25 @@
 
 The environment runs unmodified: its tasks are the dataset, its rewards the reward. The model that its programs talk to
 is an endpoint in this process (`covey.rollout.agents`), where every rollout is sampled token by token from the policy.
+Of an environment of several agents, every trace that is trained is a rollout of its own, with the agent's name as role.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.agents.endpoint import Service
 from covey.rollout.agents.session import AgentSession
-from covey.rollout.environments.agent import REWARD, SCORES
+from covey.rollout.environments.agent import REWARD, SCORES, filled_up
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library
 from covey.rollout.environments.pool import EnvironmentWarning
 from covey.rollout.episode import EpisodeEngine
 from covey.runtime.user_code import warn
+
+TRACE = "X-Session-ID"  # header of requests: the id of the trace that they are part of
 
 
 class VerifiersEnvironment:
@@ -32,7 +36,9 @@ class VerifiersEnvironment:
 
     Raises:
         ImportError: verifiers is not installed.
-        ValueError: the environment is played by several agents.
+
+    Attributes:
+        roles: names of its agents.
     """
 
     def __init__(
@@ -50,13 +56,11 @@ class VerifiersEnvironment:
         given: dict[str, Any] = {"taskset": {"id": taskset, **(options or {})}, **(environment or {})}
         kind = vf.env_config_type(taskset, given.get("id", ""))
         roles = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
-        if len(roles) != 1:
-            raise ValueError(
-                f"{taskset!r} is played by {len(roles)} agents ({', '.join(roles)}); one policy plays one of them, so"
-                " only environments with a single agent can be trained on."
-            )
+        self.roles = tuple(roles)
         seat = {"harness": {"id": harness or HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
-        given[roles[0]] = {**seat, **dict(given.get(roles[0]) or {})}
+        for role in roles:
+            named = {"model": role} if len(roles) > 1 else {}
+            given[role] = {**seat, **named, **dict(given.get(role) or {})}
         self.environment = vf.load_environment(vf.resolve_env_config(given))
         self._tasks: list[Any] = []
         self._stream: Any = None
@@ -71,7 +75,19 @@ class VerifiersEnvironment:
         return [_row(task, number) for number, task in enumerate(self._first(size))]
 
     async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """One episode of a row's task. Always to be called on the same event loop."""
+        """One episode of a row's task, with one rollout. Always to be called on the same event loop."""
+        if len(self.roles) > 1:
+            (rollout,) = await self.play_team(row, engine, 1)
+            return rollout
+        session = AgentSession(engine)
+        return _rollout(session, await self._episode(row, session))
+
+    async def play_team(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
+        """One episode of several agents: a rollout for each trace that is trained, and absent ones up to n."""
+        session = TeamSession(engine, self.roles)
+        return filled_up(session.rollouts(await self._episode(row, session)), n)
+
+    async def _episode(self, row: dict[str, Any], session: Any) -> Any:
         import verifiers.v1 as vf
 
         task = self._task(row)
@@ -82,12 +98,11 @@ class VerifiersEnvironment:
             await asyncio.shield(service.ready)
         except Exception as error:
             raise EnvironmentFailed(f"the environment's servers do not start: {error}") from error
-        session = AgentSession(engine)
         key = service.endpoint.open(session)
         # No key is read from the environment's variables: the address has it.
         client = vf.EvalClientConfig(base_url=f"{service.endpoint.url}/{key}/v1", api_key_var="COVEY_NO_KEY")
         try:
-            return _rollout(session, await self.environment.run_episode(task, vf.ModelContext("policy", client)))
+            return await self.environment.run_episode(task, vf.ModelContext("policy", client))
         finally:
             service.endpoint.close(key)
 
@@ -121,18 +136,67 @@ def _row(task: Any, number: int) -> dict[str, Any]:
 
 
 def _rollout(session: AgentSession, played: Any) -> Rollout:
-    if session.refused is not None:
-        raise EnvironmentFailed(session.refused)
+    _check(played, [session])
+    if len(played.traces) != 1:
+        raise EnvironmentFailed(f"the episode was played by {len(played.traces)} agents; one can be trained")
+    return _rollout_of(session, played.traces[0])
+
+
+def _check(played: Any, sessions: Iterable[AgentSession]) -> None:
+    """EnvironmentFailed for an episode that failed, or in which a request could not be answered."""
+    if refused := [one.refused for one in sessions if one.refused is not None]:
+        raise EnvironmentFailed(refused[0])
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
     if not played.ok and errors:
         raise EnvironmentFailed(f"the environment failed: {errors[-1].type}: {errors[-1].message[:500]}")
-    if len(played.traces) != 1:
-        raise EnvironmentFailed(f"the episode was played by {len(played.traces)} agents; one can be trained")
+
+
+def _rollout_of(session: AgentSession, trace: Any, role: str = "") -> Rollout:
+    """The rollout of a trace, with its reward and scores, those of several agents after the agent's name."""
     if not session.asked:
-        raise EnvironmentFailed("the environment ended before the policy's first turn")
-    (trace,) = played.traces
+        raise EnvironmentFailed(f"the environment ended before the policy's first turn{f' as {role}' if role else ''}")
     scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
     scores |= {name: value for name, value in trace.metrics.items() if value is not None}
     finish = FinishReason.TOOL_BUDGET if trace.is_timeout or trace.is_truncated else None
-    extras: dict[str, Any] = {REWARD: checked_number(trace.reward, "the environment"), SCORES: scores}
-    return session.rollout(finish, **extras)
+    named = {f"{role}/{name}" if role else name: value for name, value in scores.items()}
+    extras: dict[str, Any] = {REWARD: checked_number(trace.reward, "the environment"), SCORES: named}
+    return replace(session.rollout(finish, **extras), role=role)
+
+
+@dataclass(eq=False)
+class TeamSession:
+    """Requests of the agents of one episode: each trace has a session, which is known by a header of its requests.
+
+    Agents whose names are seats are played by opponents, and are not trained.
+    """
+
+    engine: EpisodeEngine
+    roles: Sequence[str]
+    sessions: dict[str, AgentSession] = field(default_factory=dict)  # by id of the trace
+    refused: str | None = None  # a request of no agent
+
+    def of(self, model: Any, headers: Mapping[str, str]) -> AgentSession:
+        """The session of a request: its model is the agent's name."""
+        role = str(model)
+        name = headers.get(TRACE, role)
+        if name not in self.sessions:
+            opponents = {role: self.engine.seated(self.engine.seats[role])} if role in self.engine.seats else {}
+            self.sessions[name] = AgentSession(self.engine.another("agent", role), opponents)
+        return self.sessions[name]
+
+    def rollouts(self, played: Any) -> list[Rollout]:
+        """Rollouts of the traces that are trained, in an order that does not depend on the order of requests."""
+        if self.refused is not None:
+            raise EnvironmentFailed(self.refused)
+        _check(played, self.sessions.values())
+        found = []
+        for trace in played.traces:
+            role = trace.agent.name
+            if role in self.engine.seats or not trace.agent.trainable:
+                continue
+            if (session := self.sessions.get(trace.id)) is None:
+                raise EnvironmentFailed(f"the environment ended before the policy's first turn as {role}")
+            found.append(_rollout_of(session, trace, role))
+        order = {role: place for place, role in enumerate(self.roles)}
+        found.sort(key=lambda one: (order.get(one.role, len(order)), one.prompt_ids, one.completion_ids))
+        return found
