@@ -17,10 +17,14 @@ from covey.core.distillation import (
     TeacherAdvantage,
     added_gap,
     binned_divergence,
+    divergence_parts,
+    divergence_slopes,
     gap_stats,
+    log_mixture,
     sampled_divergence,
     split_names,
     tokens_with_a_teacher,
+    whole_divergence,
 )
 from covey.core.losses import clip, mean_over_update
 from covey.core.objective import Objective, policy_loss
@@ -301,12 +305,66 @@ def test_fewer_names_give_less_and_the_gradient_of_the_bins(beta):
     close(gradient(lambda own: over_names(ids, beta)(own).sum()), expected)
 
 
-def test_the_divergence_goes_to_the_two_kls_by_a_factor_of_beta():
-    small = 1e-6
+@pytest.mark.parametrize("bins", ["whole", "named"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_divergence_goes_to_the_two_kls_by_a_factor_of_beta(dtype, bins):
+    """Of P and T it is β KL(T || P) - β² / 2 (Σ T² / P - 1) + O(β³), and the same with P and T, β and 1 - β exchanged.
+
+    At β = 1e-6 the second term is 1e-6 of the first times their χ² distance, which is 1 to 10 here.
+    """
+    small, ids = 1e-6, torch.arange(V - 1).expand(len(PREFIXES), -1)
+    log_p, log_t = POLICY.to(dtype), TEACHER.to(dtype)
+
+    def divided(beta):
+        if bins == "whole":
+            return whole_divergence(log_p, log_t, beta)[0] / small
+        return binned_divergence(log_p.gather(1, ids), log_t.gather(1, ids), beta) / small
+
     forward, reverse = (full_divergence(POLICY, TEACHER, beta) for beta in (0.0, 1.0))
-    ids = torch.arange(V - 1).expand(len(PREFIXES), -1)
-    torch.testing.assert_close(over_names(ids, small)(POLICY) / small, forward, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(over_names(ids, 1 - small)(POLICY) / small, reverse, rtol=1e-3, atol=1e-4)
+    for found, limit, nearer, farther in (
+        (divided(small), forward, POLICY, TEACHER),
+        (divided(1 - small), reverse, TEACHER, POLICY),
+    ):
+        torch.testing.assert_close(found.double(), limit, rtol=0, atol=2e-5)
+        if dtype == torch.float64:
+            chi = ((2 * farther - nearer).exp()).sum(1) - 1
+            torch.testing.assert_close(found, limit - small / 2 * chi, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("beta", [*BETAS, 1e-6, 0.9, 1 - 1e-6])
+def test_over_the_whole_vocabulary_value_and_slopes_are_those_of_the_definition(beta):
+    logits = POLICY.clone().requires_grad_()
+    expected = full_divergence(logits.log_softmax(1), TEACHER, beta)
+    value, centre = whole_divergence(POLICY, TEACHER, beta)
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
+    (slopes,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(divergence_slopes(POLICY, TEACHER, beta, centre), slopes, rtol=0, atol=1e-14)
+    by_parts = [
+        divergence_slopes(POLICY[:, part], TEACHER[:, part], beta, centre) for part in (slice(0, 3), slice(3, V))
+    ]
+    torch.testing.assert_close(torch.cat(by_parts, 1), slopes, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 0.999, 1 - 1e-6])
+def test_a_mixture_keeps_its_digits_in_float32(beta):
+    """log M / P is near 0 where β is; as a difference of two log-probs it would be rounding alone."""
+    narrow = [one.float() for one in (POLICY, TEACHER)]
+    wide = [one.double() for one in narrow]
+    for found, expected in zip(log_mixture(*narrow, beta), log_mixture(*wide, beta), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
+    size = beta * (1 - beta)
+    found, expected = (divergence_parts(*pair, beta).sum(1) / size for pair in (narrow, wide))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.7])
+def test_a_mixture_of_probabilities_that_are_far_apart_is_finite(beta):
+    log_p = torch.tensor([0.0, -1e4, -80.0, -50.0])
+    log_t = torch.tensor([-1e4, 0.0, -50.0, -80.0])
+    of_p, of_t = log_mixture(log_p, log_t, beta)
+    assert of_p[0].item() == pytest.approx(math.log(1 - beta), abs=1e-5)
+    assert of_t[1].item() == pytest.approx(math.log(beta), abs=1e-5)
+    assert of_p.isfinite().all() and of_t.isfinite().all()
 
 
 def test_places_without_a_token_and_impossible_tokens_are_finite():
@@ -342,6 +400,21 @@ def test_a_term_of_named_tokens_is_the_divergence_at_visited_prefixes(beta):
     assert stats["teacher/top_mass"].value() == pytest.approx(given.teacher_tops.exp().sum(1).mean().item())
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_term_over_the_whole_vocabulary_is_the_divergence_at_visited_prefixes(beta):
+    given = batch(POLICY)
+    config = runs.config("x", teacher="start", teacher_loss="divergence", teacher_top_k=-1, teacher_beta=beta)
+    objective = Objective(UNCLIPPED, terms=terms(config))
+    assert not objective.reads_named and objective.divergence_beta == beta
+
+    def loss(own):
+        divergence = full_divergence(own, TEACHER, beta)[AT.flatten()]
+        return policy_loss(given, of_paths(own), None, objective, divergence=divergence).loss
+
+    visited = occupancy(POLICY)
+    close(gradient(loss), gradient(lambda own: (visited * full_divergence(own, TEACHER, beta)).sum()))
+
+
 @pytest.mark.parametrize(("beta", "names"), [(0.0, (5, 0)), (1.0, (0, 5)), (0.5, (3, 2))])
 def test_each_divergence_is_named_by_the_one_whose_mass_weighs_it(beta, names):
-    assert split_names(5, beta) == names
+    assert split_names(5, beta) == names and split_names(-1, beta) == (0, 0)

@@ -27,11 +27,12 @@ def test_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def disagreement(shape, compute, curve, entropy, device, targets=1):
+def disagreement(shape, compute, curve, entropy, device, targets=1, beta=None):
     from covey.policy.lm_head import triton_tiles
 
     triton_tiles.BLOCK = 64  # several blocks a row
-    return triton_tiles.disagreement(triton_tiles.Case(shape, compute, curve, entropy, targets, torch.device(device)))
+    case = triton_tiles.Case(shape, compute, curve, entropy, targets, torch.device(device), beta)
+    return triton_tiles.disagreement(case)
 
 
 @anywhere
@@ -41,6 +42,17 @@ def disagreement(shape, compute, curve, entropy, device, targets=1):
 @pytest.mark.parametrize(("shape", "targets"), [((3, 200), 1), ((2, 64), 1), ((1, 5), 1), ((3, 200), 4)], ids=str)
 def test_sums_and_gradients_are_those_of_torch(targets, shape, compute, entropy, curve):
     assert disagreement(shape, compute, curve, entropy, "cpu", targets) < (1e-5 if compute == torch.float32 else 1e-3)
+
+
+@anywhere
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("targets", [1, 4])
+def test_divergences_from_a_teacher_are_those_of_torch(targets, compute, entropy, curve, beta):
+    gap = disagreement((3, 200), compute, curve, entropy, "cpu", targets, beta)
+    assert gap < (2e-5 if compute == torch.float32 else 1e-3)
 
 
 @anywhere
@@ -80,6 +92,35 @@ def test_triton_head_equals_the_torch_head(named, entropy, frozen, settings, com
     tolerance = 1e-5 if compute == torch.float32 else 2e-2
     for ours, theirs in zip(outcome(TritonTiles), outcome(TorchTiles), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@anywhere
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_triton_head_with_a_teacher_equals_the_torch_head(frozen, beta, monkeypatch):
+    from covey.policy.lm_head import linear
+    from covey.policy.lm_head.scores import Head, score_hidden
+    from covey.policy.lm_head.teacher import TeacherHead, TeacherRows
+    from covey.policy.lm_head.torch_tiles import TorchTiles
+    from covey.policy.lm_head.triton_tiles import TritonTiles
+
+    monkeypatch.setitem(linear.TILE_BYTES, "cpu", 4 * 3 * 40)
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(5, 4), torch.randint(90, (5,))
+    module = torch.nn.Linear(4, 90).requires_grad_(not frozen)
+    teacher = TeacherRows((TeacherHead(torch.randn(80, 3)),), torch.randn(5, 3), None, beta, 0.8)
+
+    def outcome(kind):
+        monkeypatch.setattr(linear, "_arithmetic_for", lambda plan, targets, device: kind)
+        module.zero_grad()
+        states = hidden.clone().requires_grad_()
+        options = {"temperature": 0.8, "entropy": False, "chunk_size": 3}
+        scores = score_hidden(states, targets, Head(module), **options, teacher=teacher)
+        (scores.divergence.square().sum() + scores.logprobs.sum()).backward()
+        return [x for x in (scores.logprobs, scores.divergence, states.grad, module.weight.grad) if x is not None]
+
+    for ours, theirs in zip(outcome(TritonTiles), outcome(TorchTiles), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def case(shape):

@@ -11,6 +11,7 @@ from covey.core.batch import collate
 from covey.core.findings import CheckError, CheckWarning
 from covey.core.records import FinishReason, Rollout
 from covey.trainer.teachers import TeacherPrompt, check_tokenizer, check_vocabulary, fields_of, template_prompt
+from tests.core.test_distillation import full_divergence
 from tests.support import runs, tiny
 
 PARTS = {"reward_funcs": runs.longer}
@@ -175,6 +176,82 @@ def test_named_tokens_of_rows_without_a_teacher_are_none(tmp_path):
     assert lacking.any() and batch.teacher_tops[lacking].isinf().all()
     assert batch.teacher_tops[~lacking].isfinite().any()
     assert runs.history(trainer, "teacher/loss")[0] > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_whole_vocabulary_is_all_tokens_but_one_by_name_and_the_rest(tmp_path, folders, beta, lora):
+    """104 tokens: 103 of them named and one left make the same divergence, so that runs end alike.
+
+    Between the two KLs teacher and policy each name half of them, many of which are the same.
+    """
+    parts = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)} if lora else {}
+    settings = {"teacher": str(folders / "one"), "teacher_loss": "divergence", "teacher_beta": beta, "max_steps": 3}
+    settings |= {"learning_rate": 0.1, "optim": "sgd", "parts": parts}
+    made = []
+    for top_k in (-1, 206 if beta == 0.5 else 103):
+        torch.manual_seed(0)  # of the adapter
+        made.append(trained(tmp_path / str(top_k), **{**settings, "parts": dict(parts)}, teacher_top_k=top_k)[0])
+    for name in ("teacher/loss", "teacher/kl", "loss"):
+        whole, named = (runs.history(one, name) for one in made)
+        assert whole == pytest.approx(named, abs=2e-5), name
+    for whole, named in zip(*map(runs.weights, made), strict=True):
+        torch.testing.assert_close(whole, named, rtol=0, atol=2e-5)
+
+
+def test_each_rollout_is_compared_with_its_own_teacher_over_the_vocabulary(tmp_path, folders):
+    """A wider teacher and one with a prompt of no one else; rows without a teacher are in no mean."""
+    tiny.model(seed=3, hidden_size=64).save_pretrained(tmp_path / "wide")
+    tiny.tokenizer().save_pretrained(tmp_path / "wide")
+    rows = [{**row, "teacher": ["wide", "two", ""][number % 3]} for number, row in enumerate(tiny.rows())]
+    given = {"teacher": {"wide": str(tmp_path / "wide"), "two": str(folders / "two")}, "teacher_loss": "divergence"}
+    settings = {**given, "teacher_top_k": -1, "teacher_beta": 0.5, "shuffle_dataset": False, "learning_rate": 0.0}
+    settings |= {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
+    trainer, (batch,) = trained(tmp_path / "run", rows, **settings)
+    models = {"wide": tiny.model(seed=3, hidden_size=64), "two": tiny.model(seed=2), "": None}
+    values = []
+    for row, (prompt, completion) in enumerate(zip(own_prompts(batch), batch.completions(), strict=True)):
+        teacher = models[["wide", "two", ""][row // 4 % 3]]
+        if teacher is None:
+            continue
+        ids = torch.cat([prompt, completion])
+        with torch.no_grad():
+            log_p, log_t = (
+                model(ids[None]).logits[0, len(prompt) - 1 : -1].double().log_softmax(1)
+                for model in (trainer.policy, teacher)
+            )
+        values.append(full_divergence(log_p, log_t, 0.5))
+    assert runs.history(trainer, "teacher/loss") == pytest.approx([torch.cat(values).mean().item()], abs=1e-5)
+    assert 0 < runs.history(trainer, "teacher/fraction")[0] < 1
+
+
+@pytest.mark.parametrize("kind", ["policy", "follower", "start"])
+def test_teachers_that_are_the_policy_are_compared_over_the_vocabulary(tmp_path, kind):
+    rows = [{**row, "hint": f"{row['prompt']}!"} for row in tiny.rows()]
+    settings = {"teacher": kind, "teacher_prompt": "hint", "teacher_loss": "divergence", "teacher_top_k": -1}
+    trainer, _ = trained(tmp_path, rows, **settings, max_steps=3)
+    assert min(runs.history(trainer, "teacher/loss")) > 0
+
+
+def test_a_teacher_whose_head_moves_between_updates_of_its_rollouts_is_refused(tmp_path):
+    several = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
+    settings = {"teacher": "follower", "teacher_loss": "divergence", "teacher_top_k": -1, **several}
+    assert codes(tmp_path, **settings) == {"teacher-head"}
+    trained(tmp_path / "start", **{**settings, "teacher": "start"})
+    adapter = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}  # whose head stays
+    trained(tmp_path / "adapter", **settings, parts=adapter)
+
+
+def test_an_adapter_on_the_head_of_the_teacher_is_refused(tmp_path):
+    settings = {"teacher": "follower", "teacher_loss": "divergence", "teacher_top_k": -1}
+    parts = {"model": tiny.model(tie_word_embeddings=False), "peft_config": LoraConfig(r=2, target_modules=["lm_head"])}
+    assert codes(tmp_path, **settings, parts=parts) == {"teacher-head"}
+
+
+def test_evaluations_compare_the_whole_vocabulary(tmp_path, folders):
+    settings = {"teacher": str(folders / "one"), "teacher_loss": "divergence", "teacher_top_k": -1}
+    trainer, _ = trained(tmp_path, **settings, parts={"eval_dataset": tiny.rows(4)})
+    assert trainer.evaluate()["eval_teacher/loss"] > 0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])

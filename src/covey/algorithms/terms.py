@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from covey.core.distillation import (
+    WHOLE_VOCABULARY,
     GapAdvantage,
     TeacherAdvantage,
     added_gap,
@@ -14,6 +15,7 @@ from covey.core.distillation import (
     named_stats,
     sampled_divergence,
     tokens_with_a_teacher,
+    vocabulary_divergence,
 )
 from covey.core.supervision import DEMONSTRATIONS, cross_entropy, tokens_of_writers, weighted_cross_entropy
 from covey.core.terms import Coefficient, TokenTerm, constant, peak_and_valley
@@ -34,6 +36,10 @@ def teacher(config: Any) -> TokenTerm | None:
     stats = partial(gap_stats, clip=config.teacher_clip)
     if config.teacher_loss == "advantage":
         return TokenTerm("teacher", tokens_with_a_teacher, measured_gap, constant(0.0), stats)
+    if config.teacher_top_k == WHOLE_VOCABULARY:
+        coef = teacher_coefficient(config)
+        beta = config.teacher_beta
+        return TokenTerm("teacher", tokens_with_a_teacher, vocabulary_divergence, coef, gap_stats, beta=beta)
     if config.teacher_top_k:
         value = partial(named_divergence, beta=config.teacher_beta)
         coef = teacher_coefficient(config)

@@ -199,7 +199,8 @@ HINTS: dict[str, str] = {
     "loss_add_tail distillation_add_tail add_tail_bucket": "the tokens that are not named are always counted as one"
     " bin, since a policy that leaves the named ones would else have no loss",
     "lmbda seq_kd": "completions are always the policy's own (lmbda=1)",
-    "distillation_mode": "`teacher_top_k` is 0 for the sampled token, or the number of tokens that are compared",
+    "distillation_mode": "`teacher_top_k` is 0 for the sampled token, -1 for the whole vocabulary, or the number of"
+    " tokens that are compared",
     "distillation_weight": "`teacher_coef` weighs the teacher next to the rewards",
     "kl_discount_factor": "each token has the gap at its own place, which is a factor of 0",
     "num_loss_tokens_to_skip generate_from_teacher reverse_kl_top_1_mode": "there is no such variant here",

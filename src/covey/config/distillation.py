@@ -22,7 +22,7 @@ class DistillationConfig(GRPOConfig):
 
     num_generations: int | None = 1
     teacher_loss: str = "divergence"
-    teacher_top_k: int = 64
+    teacher_top_k: int = -1
 
 
 document(DistillationConfig)

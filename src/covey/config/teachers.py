@@ -41,10 +41,10 @@ class TeacherFields:
     teacher_loss: str = limited("advantage", choices=("advantage", "divergence"))
     """`advantage`: the teacher's log-prob minus the policy's is added to each token's advantage. `divergence`: a term
     of its own in the loss, averaged over the tokens that have a teacher."""
-    teacher_top_k: int = limited(0, ge=0, advice="20 to 100 are usual; 0 takes the sampled token alone.")
+    teacher_top_k: int = limited(0, ge=-1, advice="20 to 100 are usual; 0: the sampled token alone, -1: all tokens.")
     """`divergence`: tokens at each position whose probabilities under policy and teacher are compared, with one bin for
     all others: the teacher's likeliest for the forward KL, the policy's for the reverse one, half of each between. 0:
-    the sampled token alone, for the reverse KL."""
+    the sampled token alone, for the reverse KL. -1: the whole vocabulary, exactly."""
     teacher_beta: float = limited(1.0, ge=0, le=1, advice="1 is the reverse KL, 0 the forward KL, 0.5 JSD.")
     """`divergence` with teacher_top_k: 1 is the reverse KL, KL(policy || teacher), 0 the forward KL, and between them
     the generalised Jensen-Shannon divergence of GKD, whose size shrinks towards both ends."""
@@ -114,7 +114,7 @@ def teachers_name_tokens(args: Args) -> Iterator[Finding]:
             "settings-contradict",
             f"teacher_beta={args.teacher_beta:g} with teacher_top_k=0: from the sampled token alone only the reverse KL"
             " (teacher_beta=1) has a gradient.",
-            "Set teacher_top_k=64, or leave teacher_beta at 1.",
+            "Set teacher_top_k=-1 (the whole vocabulary) or 64, or leave teacher_beta at 1.",
         )
 
 

@@ -24,9 +24,9 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "engine_logprobs",
     "mismatch_weights",
 )
-WIDE_FIELDS = ("named_ids", "teacher_tops")  # several numbers of each token, [N, K]
+WIDE_FIELDS = ("named_ids", "teacher_tops", "teacher_hidden")  # several numbers of each token, [N, K]
 OF_ROLLOUTS = ("token_ids", "sampled", "observed", "jumps", "kept_counts", "chosen", "origin")
-TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, "teacher_logprobs", *WIDE_FIELDS)
+TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, "teacher_logprobs", "teacher_numbers", *WIDE_FIELDS)
 
 UNREPORTED = {
     "engine_logprobs": math.nan,
@@ -38,6 +38,8 @@ UNREPORTED = {
     "named_ids": -1,
     "teacher_logprobs": math.nan,
     "teacher_tops": -math.inf,
+    "teacher_hidden": 0.0,
+    "teacher_numbers": -1,
 }
 """Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it,
 and for rows of `WIDE_FIELDS` that are narrower than others."""
@@ -93,6 +95,10 @@ class TrainBatch:
     # [N, K] int64 or None: tokens to score besides each token, -1 for none (`named` of `TokenScorer`)
     named_ids: Tensor | None = None
     teacher_tops: Tensor | None = None  # [N, K] float32 or None, log-probs of the named tokens by the rollout's teacher
+    # [N, H] or None, what the head of the rollout's teacher reads at each token, narrower ones filled up with 0; and
+    # [N] int64 or None, the number of that head where there are several, -1 without a teacher
+    teacher_hidden: Tensor | None = None
+    teacher_numbers: Tensor | None = None
     # [B] images of each rollout, on the CPU until their micro-batch runs, or None where no rollout has any
     media: list[tuple[Media, ...]] | None = None
     entropy_threshold: float | None = None  # tokens with less are left out of the loss (`top_entropy_quantile`)
@@ -266,10 +272,10 @@ def distinct_prompts(prompts: Iterable[Sequence[int]], device: torch.device | No
     return {"groups": tensor(groups), "prompt_ids": tensor(ids), "prompt_lengths": tensor(lengths)}
 
 
-def unreported(name: str, batch: TrainBatch) -> Tensor:
+def unreported(name: str, batch: TrainBatch, dtype: torch.dtype | None = None) -> Tensor:
     """The field `name` of a batch that lacks it, filled; [N, 0] for `WIDE_FIELDS`."""
     shape = (batch.num_tokens, 0) if name in WIDE_FIELDS else (batch.num_tokens,)
-    return torch.full(shape, UNREPORTED[name], device=batch.lengths.device)
+    return torch.full(shape, UNREPORTED[name], dtype=dtype, device=batch.lengths.device)
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
@@ -282,9 +288,11 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
-        if name in UNREPORTED and any(part is not None for part in parts):
+        dtype = next((part.dtype for part in parts if part is not None), None)
+        if name in UNREPORTED and dtype is not None:
             parts = [
-                unreported(name, batch) if part is None else part for part, batch in zip(parts, batches, strict=True)
+                unreported(name, batch, dtype) if part is None else part
+                for part, batch in zip(parts, batches, strict=True)
             ]
         if name in WIDE_FIELDS and parts[0] is not None:
             widest = max(part.shape[1] for part in parts)

@@ -88,6 +88,8 @@ def sampled_divergence(x: TermInputs, *, clip: float | None = None) -> Tensor:
     return value if x.mismatch_weights is None else value * x.mismatch_weights
 
 
+WHOLE_VOCABULARY = -1
+"""`teacher_top_k` with which distributions are compared token by token, without a bin for the others."""
 LEAST_TAIL = 1e-6
 """Smallest mass of the tokens that are not named: 1 - Σ in float32 is noise below."""
 LEAST_LOGPROB = -50.0
@@ -107,13 +109,56 @@ def binned_divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
     log_p, log_t = (
         torch.cat([one, (1 - one.exp().sum(1, keepdim=True)).clamp(min=LEAST_TAIL).log()], 1) for one in (log_p, log_t)
     )
-    p, t = log_p.exp(), log_t.exp()
+    return divergence_parts(log_p, log_t, beta).sum(1)
+
+
+FAR = 60.0
+"""Largest difference of two log-probs in a mixture: the smaller probability is 1e-26 of the larger there."""
+
+
+def log_mixture(log_p: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(M / P) and log(M / T) of M = (1 - β) P + β T, each to its own last digits, however near β is to 0 or 1.
+
+    log M itself would lose what M differs by from the nearer of the two.
+    """
+    gap = (log_t - log_p).clamp(-FAR, FAR)
+    if beta <= 0.5:
+        of_p = (beta * gap.expm1()).log1p()
+        return of_p, of_p - gap
+    of_t = ((1 - beta) * (-gap).expm1()).log1p()
+    return of_t + gap, of_t
+
+
+def divergence_parts(log_p: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Summands of the divergence between P and T, one for each token or bin, from their log-probs; see above."""
     if beta == 1:
-        return (p * (log_p - log_t)).sum(1)
+        return log_p.exp() * (log_p - log_t)
     if beta == 0:
-        return (t * (log_t - log_p)).sum(1)
-    log_m = ((1 - beta) * p + beta * t).log()
-    return (beta * t * (log_t - log_m) + (1 - beta) * p * (log_p - log_m)).sum(1)
+        return log_t.exp() * (log_t - log_p)
+    of_p, of_t = log_mixture(log_p, log_t, beta)
+    return -beta * log_t.exp() * of_t - (1 - beta) * log_p.exp() * of_p
+
+
+def whole_divergence(log_p: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Divergence [n] over a whole vocabulary from log-probs [n, V], and the centre [n] of its gradient.
+
+    With f_v the derivative in P_v, the gradient in the logits is P_v (f_v - Σ_u P_u f_u); that sum is the centre, up to
+    a constant in f.
+    """
+    value = divergence_parts(log_p, log_t, beta).sum(1)
+    if beta == 1:
+        return value, value
+    if beta == 0:
+        return value, torch.zeros_like(value)
+    return value, -(1 - beta) * (log_p.exp() * log_mixture(log_p, log_t, beta)[0]).sum(1)
+
+
+def divergence_slopes(log_p: Tensor, log_t: Tensor, beta: float, centre: Tensor) -> Tensor:
+    """Gradient of `whole_divergence` in the policy's logits, for some words [n, v] of the vocabulary."""
+    if beta == 0:
+        return log_p.exp() - log_t.exp()
+    slopes = log_p - log_t if beta == 1 else (beta - 1) * log_mixture(log_p, log_t, beta)[0]
+    return log_p.exp() * (slopes - centre[:, None])
 
 
 def named_divergence(x: TermInputs, *, beta: float) -> Tensor:
@@ -128,6 +173,13 @@ def named_divergence(x: TermInputs, *, beta: float) -> Tensor:
     return binned_divergence(torch.where(rows, x.named, -torch.inf), teacher, beta)
 
 
+def vocabulary_divergence(x: TermInputs) -> Tensor:
+    """`whole_divergence` at each position of the term, which the policy's head has computed."""
+    if x.divergence is None:  # a batch without any
+        return torch.zeros_like(x.logprobs)
+    return torch.where(x.tokens, x.divergence, 0.0)
+
+
 def named_stats(x: TermInputs) -> dict[str, Stat]:
     """`gap_stats`, and `teacher/top_mass` and `teacher/student_mass`: the mass of the named tokens under each."""
     stats = gap_stats(x)
@@ -140,7 +192,11 @@ def named_stats(x: TermInputs) -> dict[str, Stat]:
 
 
 def split_names(top_k: int, beta: float) -> tuple[int, int]:
-    """Numbers of tokens that the teacher and the policy name: the one whose mass the divergence is weighed by."""
+    """Numbers of tokens that the teacher and the policy name: the one whose mass the divergence is weighed by.
+
+    None with `WHOLE_VOCABULARY`.
+    """
+    top_k = max(top_k, 0)
     if beta in (0.0, 1.0):
         return (top_k, 0) if beta == 0.0 else (0, top_k)
     return top_k - top_k // 2, top_k // 2

@@ -169,6 +169,7 @@ CHECKED = {
     "reward-tokens": Code(MODEL, "rewards look for special tokens"),
     "teacher-tokenizer": Code(MODEL, "a teacher has another tokenizer than the policy"),
     "teacher-vocabulary": Code(MODEL, "a teacher has no logits for some tokens"),
+    "teacher-head": Code(MODEL, "the whole vocabulary cannot be compared with this teacher's head"),
     "teacher-layout": Code(MODEL, "a teacher cannot read prompts of its own here"),
     "optimizer-weights": Code(MODEL, "an optimizer holds other weights than those that are trained"),
     "attention-cpu": Code(MODEL, "an attention cannot be trained on a CPU"),

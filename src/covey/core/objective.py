@@ -62,6 +62,11 @@ class Objective:
         return any(term.reads_named for term in self.terms)
 
     @property
+    def divergence_beta(self) -> float | None:
+        """β of the divergence over the whole vocabulary that a term reads; None if none does."""
+        return next((term.beta for term in self.terms if term.beta is not None), None)
+
+    @property
     def needs_every_rollout(self) -> bool:
         """True if rollouts of advantage 0 have a gradient, too, so that dropping them would change the step."""
         return self.beta != 0 or not self.zero_without_advantage or self.choice is not None
@@ -86,6 +91,7 @@ def policy_loss(
     entropy_coef: float = 0.0,
     step: int = 0,
     named: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> LossResult:
     """loss = Σ_t w_t (keep_t · ρ_t · surrogate_t + β KL_t) + Σ_terms coef Σ_t w^term_t value_t - coef Σ_t w^H_t H_t.
 
@@ -101,6 +107,7 @@ def policy_loss(
         entropy_coef: weight of the entropy bonus; 0 leaves it out.
         step: optimizer steps taken, by which the weights of terms may change.
         named: [N, K] log-probs of the batch's `named_ids` under the policy, where `Objective.reads_named`.
+        divergence: [N] from each token's teacher over the whole vocabulary, with `Objective.divergence_beta`.
     """
     batch, sampled, of_terms = batch.silenced(), batch.sampled, logprobs
     assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
@@ -136,7 +143,7 @@ def policy_loss(
     for term in objective.terms:
         if term.name not in batch.term_tokens:  # of a batch that no stage of a run has made
             continue
-        value, found = term_loss(term, term_inputs(batch, term.name, of_terms, rho, named), step)
+        value, found = term_loss(term, term_inputs(batch, term.name, of_terms, rho, named, divergence), step)
         loss, stats = loss + value, stats | found
     without_bonus = loss.detach()
     if entropies is not None:

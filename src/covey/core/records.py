@@ -362,6 +362,8 @@ class Plan:
     # (router loads of a micro-batch, its number of rollouts) -> its share of the load-balancing loss, before the
     # coefficient; None without such a loss
     balance: Callable[[Any, int], Tensor] | None = None
+    # `covey.policy.scoring.Teachers` of the divergence over the whole vocabulary; None without such a term
+    teachers: Any = None
     stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of the plan
 
     @property

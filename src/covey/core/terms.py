@@ -33,6 +33,7 @@ class TermInputs:
     mismatch_weights: Tensor | None  # engine/trainer importance weights, 1 of tokens that were not sampled; or None
     # [N, K] log π of `TrainBatch.named_ids` with the gradient, -inf for none; or None
     named: Tensor | None
+    divergence: Tensor | None  # from the token's teacher over the whole vocabulary, with the gradient; or None
     batch: TrainBatch  # what else is known of the tokens, and may be NaN at others than the term's
 
     @property
@@ -56,6 +57,7 @@ class TokenTerm:
     coef: Coefficient
     stats: Callable[[TermInputs], dict[str, Stat]] | None = None
     reads_named: bool = False  # the policy's log-probs of the named tokens
+    beta: float | None = None  # of the divergence over the whole vocabulary that it reads; None: it reads none
 
 
 class TermCounts(NamedTuple):
@@ -113,7 +115,12 @@ def term_weights(batch: TrainBatch, name: str) -> Tensor:
 
 
 def term_inputs(
-    batch: TrainBatch, name: str, logprobs: Tensor, rho: Tensor | None, named: Tensor | None = None
+    batch: TrainBatch,
+    name: str,
+    logprobs: Tensor,
+    rho: Tensor | None,
+    named: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> TermInputs:
     """Inputs of a term from a silenced batch, the log-probs [N] of its `scored` tokens, and mismatch weights [N]."""
     tokens = batch.term_tokens[name] != 0
@@ -122,7 +129,7 @@ def term_inputs(
     if batch.old_logprobs is not None:
         old = torch.where(sampled, batch.old_logprobs, old)
     rho = None if rho is None else torch.where(sampled, rho, 1.0)
-    return TermInputs(tokens, logprobs, old, rho, named, batch)
+    return TermInputs(tokens, logprobs, old, rho, named, divergence, batch)
 
 
 def term_loss(term: TokenTerm, x: TermInputs, step: int) -> tuple[Tensor, dict[str, Stat]]:

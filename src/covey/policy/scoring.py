@@ -21,9 +21,17 @@ from covey.core.strands import unfolded
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import deduplicated_images
 from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
-from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden, score_in_head_call
+from covey.policy.lm_head.scores import Head, TokenScores, head_of, score_hidden, score_in_head_call
 from covey.policy.lm_head.support import SampledSupport
+from covey.policy.lm_head.teacher import TeacherHead, TeacherRows
 from covey.policy.moe import RouterLoads, loads_of, router_logits
+
+
+class Teachers(NamedTuple):
+    """Heads of the teachers of a batch's rollouts, and β of the divergence from them over the whole vocabulary."""
+
+    heads: tuple[TeacherHead, ...]
+    beta: float
 
 
 class Asked(NamedTuple):
@@ -33,6 +41,8 @@ class Asked(NamedTuple):
     targets: Tensor | None = None  # [N]
     named: Tensor | None = None  # [N, K]
     top: int = 0
+    hidden: bool = False
+    teachers: Teachers | None = None
 
 
 @dataclass(eq=False)
@@ -81,6 +91,8 @@ class TokenScorer:
         targets: Tensor | None = None,
         named: Tensor | None = None,
         top: int = 0,
+        hidden: bool = False,
+        teachers: Teachers | None = None,
     ) -> TokenScores:
         """Score a batch where `batch.scored` is True; gradients flow where enabled.
 
@@ -91,13 +103,15 @@ class TokenScorer:
             targets: [N] int64, tokens to score in the place of the batch's own.
             named: [N, K] int64, tokens to score besides, with gradients; -1 for none. They need not be distinct.
             top: number T of likeliest tokens to read out at each position, without gradients; at most the vocabulary.
+            hidden: also return what the head reads at each position, [N, H] in the model's dtype.
+            teachers: also compute the divergence [N] from the teachers whose `teacher_hidden` the batch has.
 
         Returns:
             Scores [N], [N, K] and [N, T] in float32 (float64 for such a model) at the temperature, over the sampling
             masks of the batch and with its repetition penalty. Where `batch.scored` is False they are 0, and -inf for
             `named` and `top_logprobs`.
         """
-        asked = Asked(entropy, targets, named, top)
+        asked = Asked(entropy, targets, named, top, hidden, teachers)
         return self._score(model, batch, self.layout_of(model, batch), asked)[0]
 
     def with_loads(
@@ -110,9 +124,10 @@ class TokenScorer:
         targets: Tensor | None = None,
         named: Tensor | None = None,
         top: int = 0,
+        teachers: Teachers | None = None,
     ) -> tuple[TokenScores, RouterLoads]:
         """Score a batch, and sum the router loads of its learned rollouts; ValueError without loads or gradients."""
-        asked = Asked(entropy, targets, named, top)
+        asked = Asked(entropy, targets, named, top, teachers=teachers)
         scores, loads = self._score(model, batch, self.layout_of(model, batch), asked, top_k)
         assert loads is not None, "top_k is given"
         return scores, loads
@@ -181,7 +196,7 @@ class TokenScorer:
         head = head_of(inner, float32=self.float32_head)
         predictors = inputs.predictors[scored]
         whole = batch.kept_counts is None and self.repetition_penalty == 1.0
-        score = partial(
+        score_states = partial(
             score_hidden,
             targets=batch.token_ids[scored] if asked.targets is None else asked.targets[learned],
             named=None if asked.named is None else asked.named[learned].long(),
@@ -190,7 +205,13 @@ class TokenScorer:
             entropy=asked.entropy,
             chunk_size=self.chunk_size,
             support=None if whole else SampledSupport.of(batch, scored, self.repetition_penalty),
+            teacher=self._teacher_rows(rollouts, learned, asked.teachers),
         )
+
+        def score(hidden: Tensor, head: Head) -> TokenScores:
+            scores = score_states(hidden, head=head)
+            return scores._replace(hidden=hidden.detach()) if asked.hidden else scores
+
         of_decoder = {} if top_k is None else {"output_router_logits": True}
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
@@ -199,7 +220,7 @@ class TokenScorer:
             if self.inside_head_call:
 
                 def score_all(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
-                    scores = score(hidden.flatten(0, 1)[predictors], head=replace(head, forward=forward))
+                    scores = score(hidden.flatten(0, 1)[predictors], replace(head, forward=forward))
                     # The blank row's image gets a gradient of 0, so that its collectives run in backward, too.
                     return scores._replace(logprobs=scores.logprobs + 0.0 * hidden[-1].sum()) if blank else scores
 
@@ -207,11 +228,18 @@ class TokenScorer:
             else:
                 # The whole model is called, so that wrappers see their forward pass; its head gets one position.
                 model(**kwargs, use_cache=False, logits_to_keep=1)
-                scores = score(outputs[0][0].flatten(0, 1)[predictors], head=head)
+                scores = score(outputs[0][0].flatten(0, 1)[predictors], head)
         loads = None
         if top_k is not None:
             loads = loads_of(router_logits(inner, outputs[0]), inputs.sum_over_readers(counted.float()), top_k)
         return scores if len(learned) == rollouts.num_tokens else scores.scattered(learned, rollouts.num_tokens), loads
+
+    def _teacher_rows(self, batch: TrainBatch, learned: Tensor, teachers: Teachers | None) -> TeacherRows | None:
+        """The teachers of the tokens that are scored, in their order."""
+        if teachers is None or batch.teacher_hidden is None:
+            return None
+        numbers = None if batch.teacher_numbers is None else batch.teacher_numbers[learned]
+        return TeacherRows(teachers.heads, batch.teacher_hidden[learned], numbers, teachers.beta, self.temperature)
 
     @torch.no_grad()
     def _try_layouts(self, inner: Any, device: torch.device) -> str:

@@ -60,22 +60,29 @@ class BatchScorer:
         return self._in_parts(model, batch, lambda part: (values_of(part),), rows)[0]
 
     def scores(
-        self, model: Any, batch: TrainBatch, *, entropy: bool = False, top: int = 0, rows: int | None = None
+        self,
+        model: Any,
+        batch: TrainBatch,
+        *,
+        entropy: bool = False,
+        top: int = 0,
+        hidden: bool = False,
+        rows: int | None = None,
     ) -> TokenScores:
         """Scores of a batch, without gradient, in micro-batches; also of `batch.named_ids` where it has them.
 
         Args:
             model: the policy or another model.
             batch: the batch to score.
-            entropy, top: as for `TokenScorer`.
+            entropy, top, hidden: as for `TokenScorer`.
             rows: completions in a nominal micro-batch; None: as in evaluation.
         """
         optional = {"entropies": entropy, "named": batch.named_ids is not None}
-        optional |= dict.fromkeys(("top_ids", "top_logprobs"), top > 0)
+        optional |= {"top_ids": top > 0, "top_logprobs": top > 0, "hidden": hidden}
         names = ["logprobs", *(name for name, wanted in optional.items() if wanted)]
 
         def score(part: TrainBatch) -> tuple[Tensor, ...]:
-            found = self.scorer(model, part, entropy=entropy, named=part.named_ids, top=top)
+            found = self.scorer(model, part, entropy=entropy, named=part.named_ids, top=top, hidden=hidden)
             return tuple(getattr(found, name) for name in names)
 
         return TokenScores(**dict(zip(names, self._in_parts(model, batch, score, rows), strict=True)))

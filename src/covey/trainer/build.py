@@ -67,6 +67,7 @@ from covey.trainer.run import Run
 from covey.trainer.teachers import (
     Teacher,
     TeacherScorer,
+    check_heads,
     loaded_teacher,
     policy_teacher,
     prompt_maker,
@@ -225,20 +226,20 @@ def build_teachers(
     args, teachers = run.args, dict[str, Teacher]()
     for name, source in sources_of_teachers(args, given).items():
         if source == "policy":
-            teachers[name] = policy_teacher(name, source, None)
+            teachers[name] = policy_teacher(name, source, None, model)
         elif source in ("start", "follower"):
             shared = reference is not None and source == "start" and not args.sync_ref_model
             own = reference if shared else None
             if own is None:
                 own = make_reference(model, run.accelerator, peft_config, follows=source == "follower")
-            teachers[name] = policy_teacher(name, source, own)
+            teachers[name] = policy_teacher(name, source, own, model)
         else:
             teachers[name] = loaded_teacher(name, _placed_teacher(run, source), unwrapped(model))
     if not teachers:
         return None
     template = args.teacher_prompt_template or ""
     reads_solutions = "{solution}" in template or (bool(template) and "{" not in template)
-    return TeacherScorer(
+    made = TeacherScorer(
         run,
         scorer,
         teachers,
@@ -250,7 +251,10 @@ def build_teachers(
         success_reward=args.teacher_success_reward,
         alpha=args.teacher_mixup_alpha,
         names=split_names(args.teacher_top_k, args.teacher_beta) if args.teacher_loss == "divergence" else (0, 0),
+        beta=run.algorithm.objective.divergence_beta,
     )
+    report([*check_heads(made, unwrapped(model), run.algebra.on_policy)])
+    return made
 
 
 def sources_of_teachers(args: OnlineConfig, given: Any) -> dict[str, Any]:

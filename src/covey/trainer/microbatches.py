@@ -85,7 +85,7 @@ class MicroBatchRunner:
         """Values of every token, computed without gradient in micro-batches that fit.
 
         `score` gives tensors [n, ...] of a micro-batch's n tokens; the result are tensors [N, ...] of the whole batch,
-        numbers in float32.
+        numbers in float32 or less.
         """
         values: tuple[Tensor, ...] = ()
         todo = self.planned(batch, rows)[::-1]
@@ -210,7 +210,7 @@ class MicroBatchRunner:
 
 def _values_like(part: Tensor, batch: TrainBatch) -> Tensor:
     """Zeros for all tokens of a batch, shaped as some tokens' values [n, ...]."""
-    dtype = torch.float32 if part.is_floating_point() else part.dtype
+    dtype = torch.float32 if part.dtype == torch.float64 else part.dtype  # log-probs are never less than float32
     return part.new_zeros((batch.num_tokens, *part.shape[1:]), dtype=dtype)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -24,10 +24,12 @@ from covey.core.findings import CheckError, Finding
 from covey.core.records import Message, Mode, Rollout, RolloutBatch
 from covey.core.stats import Mean, Stat, Sum
 from covey.data.validation import columns_of
-from covey.policy.lm_head.scores import TokenScores
+from covey.policy.lm_head.scores import TokenScores, check_plain_head, head_of, teacher_head
+from covey.policy.lm_head.teacher import TeacherHead
 from covey.policy.loading import config_of_source, max_context, tokenizer_of_source
 from covey.policy.replicas import Reference
-from covey.policy.sharded_tensors import full_shape
+from covey.policy.scoring import Teachers
+from covey.policy.sharded_tensors import full_shape, reshard
 from covey.rollout.prompts import PromptCodec, PromptTooLong, are_messages, is_conversational, row_tools
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.user_code import format_error, report, warn
@@ -49,8 +51,10 @@ class Teacher:
     within: Callable[[Any], AbstractContextManager[Any]]  # unwrapped policy -> the teacher, within the context
     context: int | None = None  # most tokens it has positions for; None: as many as the policy
     vocabulary: int | None = None  # tokens that it has logits for; None: as many as the policy
+    model: Any = None  # a model of its own; None: the policy's, with an adapter or without
     reference: Reference | None = None  # its weights where they are in checkpoints
     follows: bool = False  # the policy, from time to time
+    head_moves: bool = False  # the weights of its head change while the policy is trained
 
 
 class TeacherPrompt(NamedTuple):
@@ -82,8 +86,10 @@ class TeacherScorer:
     success_reward: float  # smallest total reward of an answer that is shown to the teacher of others
     alpha: float  # share of the policy that a follower takes in
     names: tuple[int, int] = (0, 0)  # tokens at each position that the teacher and the policy name
+    beta: float | None = None  # of a divergence over the whole vocabulary, which the loss computes; None without one
     _patience: int = field(default=BATCHES_WITHOUT, init=False)  # 0 once some rollout of training had a teacher
     _warned: bool = field(default=False, init=False)
+    _heads: dict[str, TeacherHead] = field(default_factory=dict, init=False)  # that do not move
 
     def __call__(self, rollouts: RolloutBatch, batch: TrainBatch, mode: Mode) -> tuple[TrainBatch, dict[str, Stat]]:
         """The batch of these rollouts with their teachers' log-probs, and metrics. Collective."""
@@ -93,6 +99,7 @@ class TeacherScorer:
         values = torch.full((batch.num_tokens,), torch.nan, device=batch.token_ids.device)
         owners = segment_ids(batch.lengths, batch.num_tokens)
         stats: dict[str, Stat] = {}
+        hidden: list[tuple[Tensor, Tensor]] = []  # of each teacher: its tokens [N] and their hidden states
         batch, tops = self._named_by_the_policy(batch, mode)
         for name, teacher in self.teachers.items():  # all processes in one order, also where no row has this teacher
             has = [one == name and prompt is not None for one, prompt in zip(names, prompts, strict=True)]
@@ -102,7 +109,10 @@ class TeacherScorer:
                 own = [prompt for prompt, chosen in zip(prompts, has, strict=True) if chosen and prompt is not None]
                 part = replace(part, **distinct_prompts(own, part.lengths.device))
             with teacher.within(run.policy) as model:
-                scored = self.scorer.scores(model, part, top=self.names[0], rows=run.algebra.rows(mode))
+                asked: dict[str, Any] = {"top": self.names[0], "hidden": self.beta is not None}
+                scored = self.scorer.scores(model, part, **asked, rows=run.algebra.rows(mode))
+            if scored.hidden is not None:
+                hidden.append((rows[owners], scored.hidden))
             values[rows[owners]] = torch.where(part.sampled, scored.logprobs, torch.nan)
             if tops is not None and batch.named_ids is not None:
                 ids, logprobs = named_by_both(part, scored, self.names[0])
@@ -118,7 +128,24 @@ class TeacherScorer:
         stats["teacher/fraction"] = Mean(known.sum().item(), batch.sampled.sum().item())
         stats["teacher/too_long"] = Sum(float(unread))
         stats["teacher/not_finite"] = Mean(broken.sum().item(), max(batch.sampled.sum().item(), 1))
-        return replace(batch, teacher_logprobs=values, teacher_tops=tops), stats
+        return replace(batch, teacher_logprobs=values, teacher_tops=tops, **joined_hidden(hidden)), stats
+
+    def heads(self) -> Teachers | None:
+        """The teachers' heads as they are, where the loss compares the whole vocabulary. Collective.
+
+        One that moves is as it was when it scored: there is one optimizer step for each rollout batch then.
+        """
+        if self.beta is None:
+            return None
+        policy, found = self.run.policy, list[TeacherHead]()
+        for name, teacher in self.teachers.items():
+            if name not in self._heads or teacher.head_moves:
+                with teacher.within(policy) as model, torch.no_grad():
+                    inner = self.scorer.scorer.unwrap(model)
+                    reshard(inner)
+                    self._heads[name] = teacher_head(head_of(inner))
+            found.append(self._heads[name])
+        return Teachers(tuple(found), self.beta)
 
     def _named_by_the_policy(self, batch: TrainBatch, mode: Mode) -> tuple[TrainBatch, Tensor | None]:
         """The batch with its likeliest tokens under the policy and room for the teacher's, and for all log-probs."""
@@ -274,6 +301,20 @@ class TeacherScorer:
                 one.reference.load_state_dict(state[name])
 
 
+def joined_hidden(parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Fields of a batch with the hidden states of several teachers: the tokens [N] of each, and their states."""
+    if not parts:
+        return {}
+    width, (tokens, first) = max(states.shape[1] for _, states in parts), parts[0]
+    dtype = reduce(torch.promote_types, (states.dtype for _, states in parts))
+    hidden = first.new_zeros(len(tokens), width, dtype=dtype)
+    numbers = torch.full_like(tokens, -1, dtype=torch.long)
+    for number, (of_teacher, states) in enumerate(parts):
+        hidden[of_teacher, : states.shape[1]] = states.to(dtype)
+        numbers[of_teacher] = number
+    return {"teacher_hidden": hidden} | ({"teacher_numbers": numbers} if len(parts) > 1 else {})
+
+
 def named_by_both(part: TrainBatch, scored: TokenScores, of_teacher: int) -> tuple[Tensor, Tensor]:
     """Ids [N, K] that the policy and, in the last `of_teacher` places, the teacher name, and the teacher's log-probs.
 
@@ -424,14 +465,17 @@ def loaded_teacher(name: str, model: Any, policy: Any) -> Teacher:
     """A teacher that is a model of its own, already placed."""
     rows = full_shape(model.get_output_embeddings().weight)[0]
     own = full_shape(policy.get_output_embeddings().weight)[0]
-    return Teacher(name, lambda policy: nullcontext(model), max_context(model), rows if rows < own else None)
+    return Teacher(name, lambda policy: nullcontext(model), max_context(model), rows if rows < own else None, model)
 
 
-def policy_teacher(name: str, kind: str, reference: Reference | None) -> Teacher:
+def policy_teacher(name: str, kind: str, reference: Reference | None, policy: Any) -> Teacher:
     """A teacher that is the policy, now or at another time."""
+    weight = getattr(policy.get_output_embeddings(), "weight", None)
+    head_moves = kind != "start" and (weight is None or weight.requires_grad)
     if reference is None:
-        return Teacher(name, lambda policy: nullcontext(policy))
-    return Teacher(name, reference.model, reference=reference, follows=kind == "follower")
+        return Teacher(name, lambda policy: nullcontext(policy), head_moves=head_moves)
+    own: dict[str, Any] = {"model": reference.copy, "reference": reference, "head_moves": head_moves}
+    return Teacher(name, reference.model, follows=kind == "follower", **own)
 
 
 def check_teachers(sources: Mapping[str, Any], policy: Any, tokenizer: Any, location: dict[str, Any]) -> list[Finding]:
@@ -475,6 +519,22 @@ def check_vocabulary(source: str, rows: int, ours: int, tokenizer: Any) -> Itera
             " belong to tokens of the tokenizer: the teacher has no probability for them.",
             "Choose a teacher with the policy's vocabulary.",
         )
+
+
+def check_heads(scorer: TeacherScorer, model: Any, on_policy: bool) -> Iterator[Finding]:
+    """Errors of teachers with whose heads the whole vocabulary cannot be compared."""
+    if scorer.beta is None:
+        return
+    for teacher in scorer.teachers.values():
+        check_plain_head(head_of(scorer.scorer.scorer.unwrap(model if teacher.model is None else teacher.model)))
+        if teacher.head_moves and not on_policy:
+            yield Finding.error(
+                "teacher-head",
+                "teacher_top_k=-1 needs the teacher's head as it was when it scored the rollouts, but this teacher is"
+                " trained with the policy, and a rollout batch has several updates.",
+                "Set teacher_top_k=64, take one update for each rollout batch (num_iterations=1, steps_per_generation="
+                "gradient_accumulation_steps), or train an adapter that leaves the head out.",
+            )
 
 
 def source_of(model: Any) -> str:

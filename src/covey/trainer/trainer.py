@@ -240,6 +240,7 @@ class OnlineTrainer(TrainingLoop):
             compute_loss=self.loss_of,
             backward=self.backward,
             demonstrations=build.build_demonstrations(run, self.collector.codec),
+            teachers=None if teachers is None else teachers.heads,
             updates=None if self.recorder is None else self.recorder.updates,
         )
         self.evaluation = EvaluationPhase(

@@ -21,7 +21,7 @@ from covey.core.supervision import DEMONSTRATIONS
 from covey.core.terms import TermCounts
 from covey.data.sources import SourceSizes, averaged_by_source
 from covey.observability.updates import UpdateLog
-from covey.policy.scoring import TokenScorer
+from covey.policy.scoring import Teachers, TokenScorer
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.checks import FiniteCheck
 from covey.trainer.demonstrations import Demonstrations
@@ -56,6 +56,7 @@ class UpdatePhase:
     compute_loss: Callable[[Any, TrainBatch, Plan, int], tuple[Tensor, Stats]]
     backward: Callable[[Tensor], None]  # adds the gradients of a loss to the parameters'
     demonstrations: Demonstrations | None = None  # that steps learn from besides
+    teachers: Callable[[], Teachers | None] | None = None  # heads that the loss reads; collective
     updates: UpdateLog | None = None  # of the run's record, where it keeps tokens
     buffer: RolloutBuffer = field(default_factory=RolloutBuffer, init=False)
 
@@ -115,6 +116,7 @@ class UpdatePhase:
             scale=args.gradient_accumulation_steps / micro_steps * run.collectives.size,
             measures_entropy=not known,
             balance=balance,
+            teachers=self._heads(),
             stats=stats,
         )
 
@@ -137,8 +139,12 @@ class UpdatePhase:
             training=False,
             measures_entropy=not experience.entropy,
             balance=balance,
+            teachers=self._heads(),
             stats=stats,
         )
+
+    def _heads(self) -> Teachers | None:
+        return None if self.teachers is None else self.teachers()
 
     def _sizes(self, micro_batches: list[TrainBatch], skipped: int) -> Stats:
         tokens = sum(computed_tokens(one, range(len(one)), self.scorer.layout) for one in micro_batches)
@@ -203,16 +209,18 @@ class UpdatePhase:
         filters = batch.entropy_threshold is not None or objective.needs_entropies
         wants_entropy = self.entropy is not None or filters or plan.measures_entropy
         aux: Tensor | float = 0.0
-        named = batch.named_ids if objective.reads_named else None
+        asked: dict[str, Any] = {"entropy": wants_entropy, "teachers": plan.teachers}
+        asked["named"] = batch.named_ids if objective.reads_named else None
         with run.accelerator.autocast():
             if self.balance is not None and plan.balance is not None:
                 top_k = self.balance.top_k
-                scores, loads = self.scorer.with_loads(model, batch, top_k, entropy=wants_entropy, named=named)
+                scores, loads = self.scorer.with_loads(model, batch, top_k, **asked)
                 aux = plan.balance(loads, len(batch))
             else:
-                scores = self.scorer(model, batch, entropy=wants_entropy, named=named)
+                scores = self.scorer(model, batch, **asked)
         coef = 0.0 if self.entropy is None else self.entropy.effective
-        result = policy_loss(batch, scores.logprobs, scores.entropies, objective, coef, run.step, scores.named)
+        of_tokens = scores.logprobs, scores.entropies
+        result = policy_loss(batch, *of_tokens, objective, coef, run.step, scores.named, scores.divergence)
         if self.updates is not None and plan.training:
             self.updates.on_micro_batch(batch, scores.logprobs, scores.entropies, objective, run.step)
         stats, scale = dict(result.stats), plan.scale

@@ -8,6 +8,7 @@ from covey.cli.explain.run import ExplainedRun
 from covey.config.base import OnlineConfig
 from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
 from covey.config.teachers import OF_THE_POLICY
+from covey.core.distillation import WHOLE_VOCABULARY
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 
 
@@ -292,6 +293,10 @@ def _teachers(run: ExplainedRun) -> Iterator[str]:
         "none for 'start' with a new adapter" if adapter and source == "start" else f"{whole} for {source!r}"
         for source in copies
     ]
+    if args.teacher_loss == "divergence" and args.teacher_top_k == WHOLE_VOCABULARY:
+        memory.append("its last hidden state of every token of a rollout batch")
+        yield """The divergence is over the whole vocabulary (teacher_top_k=-1): the loss multiplies by the teacher's
+        head once more forward and once backward, a few tokens at a time."""
     yield f"""Each teacher costs one forward pass over its rollouts, without a gradient, once per rollout batch
     (phase/teacher), and memory: {", ".join(memory) or "none"}."""
 

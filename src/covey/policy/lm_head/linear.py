@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from covey.policy.lm_head.support import SampledSupport
-from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
+from covey.policy.lm_head.teacher import DivergenceSums, TeacherRows
+from covey.policy.lm_head.torch_tiles import (
+    Curve,
+    DivergenceGradients,
+    RowGradients,
+    RowSums,
+    TargetColumns,
+    TorchTiles,
+)
 from covey.policy.products import product
 
 TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
@@ -43,14 +51,21 @@ class HeadPlan(NamedTuple):
     support: SampledSupport | None  # of the tokens' distributions; None: the whole softmax
     keeps: bool  # exponentials are kept for the backward pass
     top: int  # likeliest tokens that are read out
+    teacher: TeacherRows | None = None  # from whom a divergence over the whole vocabulary is computed
+
+    def of_whole_rows(self, words: int) -> "HeadPlan":
+        """Tiles of as many entries with all words of a few tokens, whose divergence is known at once."""
+        tokens = max(1, min(self.tokens, self.tokens * self.words // words))
+        return self._replace(tokens=tokens, words=words)
 
 
 class Tile(NamedTuple):
-    """Some tokens, their x = gain * (hidden @ weight.T + bias) [n, v], and their targets."""
+    """Some tokens, their x = gain * (hidden @ weight.T + bias) [n, v], their targets, and their teachers' logits."""
 
     part: slice
     x: Tensor
     targets: TargetColumns
+    teacher: Tensor | None = None
 
 
 def plan_of(
@@ -64,6 +79,7 @@ def plan_of(
     chunk_size: int,
     support: SampledSupport | None = None,
     top: int = 0,
+    teacher: TeacherRows | None = None,
 ) -> HeadPlan:
     """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V]."""
     wide = torch.promote_types(compute, torch.float32)
@@ -74,11 +90,12 @@ def plan_of(
     # The gradient by a frozen head's input needs the forward products alone, unless entropies may be differentiated.
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     straight = curve.cap is None and (support is None or support.penalty == 1.0)
-    in_forward = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy and straight
-    whole = straight and support is None and not entropy and compute == wide and tokens == len(hidden) and not frozen
+    alone = straight and teacher is None
+    in_forward = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy and alone
+    whole = alone and support is None and not entropy and compute == wide and tokens == len(hidden) and not frozen
     room = len(hidden) * len(weight) * wide.itemsize <= KEPT_BYTES.get(hidden.device.type, 0)
     keeps = torch.is_grad_enabled() and whole and room
-    return HeadPlan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps, top)
+    return HeadPlan(curve, entropy, compute, wide, tokens, words, usual, in_forward, support, keeps, top, teacher)
 
 
 class LinearHead(torch.autograd.Function):
@@ -95,22 +112,25 @@ class LinearHead(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: HeadPlan
     ) -> tuple[Tensor | None, ...]:
         """hidden [N, H], weight [V, H], bias [V], targets [N, C] int64 -> log-probs [N] of the first targets, entropies
-        [N] or None, log-probs [N, C - 1] of the others or None, and `plan.top` tokens [N, top] with log-probs, or None.
+        [N] or None, log-probs [N, C - 1] of the others or None, the divergence [N] from `plan.teacher` or None, and
+        `plan.top` tokens [N, top] with log-probs, or None.
         """
+        ahead = plan if plan.teacher is None else plan.of_whole_rows(len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
-            sums, others, kept = _Tiles(hidden, weight, bias, targets, plan).sums()
+            sums, others, of_teacher, kept = _Tiles(hidden, weight, bias, targets, ahead).sums()
         log_z, logprobs, entropies = sums.results()
-        ctx.plan = plan
+        ctx.plan, ctx.of_teacher = plan, of_teacher
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, logprobs, entropies, others, *kept)
-        return outputs_of(ctx, logprobs, entropies, sums)
+        return outputs_of(ctx, logprobs, entropies, sums, of_teacher)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, logprobs, entropies, others, *kept = ctx.saved_tensors
-        by_logprob, by_entropy, by_named, *_ = grads
-        rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets)
+        by_logprob, by_entropy, by_named, by_divergence, *_ = grads
+        of_teacher = None if by_divergence is None else DivergenceGradients(by_divergence.contiguous(), ctx.of_teacher)
+        rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets, of_teacher)
         if others is not None:
             d_hidden = _targets_contribution(weight, targets, rows.at_target, like=others)
             d_hidden.add_(others * rows.by_logprob[:, None] if rows.scaled else others)
@@ -121,12 +141,15 @@ class LinearHead(torch.autograd.Function):
             return *tiles.gradients(rows, ctx.needs_input_grad), None, None
 
 
-def outputs_of(ctx: Any, logprobs: Tensor, entropies: Tensor | None, sums: RowSums) -> tuple[Tensor | None, ...]:
+def outputs_of(
+    ctx: Any, logprobs: Tensor, entropies: Tensor | None, sums: RowSums, of_teacher: DivergenceSums | None = None
+) -> tuple[Tensor | None, ...]:
     """Outputs of an autograd function from log-probs [N, C], in the order of `TokenScores`; the last two: constants."""
+    divergence = None if of_teacher is None else of_teacher.value.clone()
     named = logprobs[:, 1:].clone() if logprobs.shape[1] > 1 else None
     top = sums.top()
     ctx.mark_non_differentiable(*(one for one in top if one is not None))
-    return logprobs[:, 0].clone(), entropies, named, *top
+    return logprobs[:, 0].clone(), entropies, named, divergence, *top
 
 
 def _targets_contribution(weight: Tensor, targets: Tensor, factors: Tensor, *, like: Tensor) -> Tensor:
@@ -183,7 +206,10 @@ class _Tiles:
             else:
                 torch.addmm(x, inputs, words.T, beta=0, alpha=gain, out=x)
             support = None if self.plan.support is None else self.plan.support.tile(part, start, len(words))
-            yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words), support))
+            teacher = None
+            if self.plan.teacher is not None:
+                teacher = self.plan.teacher.tile(part, start, len(words), self.plan.wide, support)
+            yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words), support), teacher)
 
     def _kept_tiles(self, log_z: Tensor) -> Iterator[tuple[Tensor, Iterator[Tile]]]:
         """The same as `__iter__` with the probabilities p in place of x, from what `sums` has kept."""
@@ -194,14 +220,21 @@ class _Tiles:
             torch.mul(weights, (peak - log_z).exp_()[:, None], out=p)
             yield words, iter((Tile(slice(0, len(p)), p, TargetColumns.of(self.targets, start, len(words))),))
 
-    def sums(self) -> tuple[RowSums, Tensor | None, list[Tensor]]:
-        """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H]."""
+    def sums(self) -> tuple[RowSums, Tensor | None, DivergenceSums | None, list[Tensor]]:
+        """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H].
+
+        With a teacher also those of the divergence, for tiles of whole rows.
+        """
         plan = self.plan
         like, count = self.hidden.new_empty(0, dtype=plan.wide), self.targets.shape[1]
         sums = RowSums.empty(len(self.hidden), like, plan.entropy, count, min(plan.top, len(self.weight)))
         others = torch.zeros_like(self.hidden, dtype=plan.wide) if plan.gradient_in_forward else None
+        of_teacher = None if plan.teacher is None else DivergenceSums.empty(len(self.hidden), like)
         for words, tiles in self:
-            for part, x, targets in tiles:
+            for part, x, targets, teacher in tiles:
+                if of_teacher is not None and teacher is not None and plan.teacher is not None:
+                    beta = plan.teacher.beta
+                    of_teacher.put(part, self.arithmetic.divergence(x, teacher, targets.support, beta))
                 added = self.arithmetic.add(x, targets, sums.rows(part), others=plan.gradient_in_forward)
                 if plan.keeps:
                     self.kept += x, sums.peak.clone()
@@ -209,7 +242,7 @@ class _Tiles:
                     weights, shrink = added
                     others[part].mul_(shrink[:, None])
                     _add_product(others[part], weights.to(plan.compute), words)
-        return sums, None if others is None else others.div_(sums.total[:, None]), self.kept
+        return sums, None if others is None else others.div_(sums.total[:, None]), of_teacher, self.kept
 
     def gradients(
         self, rows: RowGradients, needed: tuple[bool, ...]
@@ -228,10 +261,13 @@ class _Tiles:
             # A slice is summed over its tiles in the wide dtype: in place if the gradient has it.
             target = None if d_weight is None else d_weight[start:stop]
             sums = target if target is None or target.dtype == wide else torch.empty_like(target, dtype=wide)
-            for part, x, targets in tiles:
+            for part, x, targets, teacher in tiles:
                 if self.kept:
                     grad = x.mul_(rows.by_logprob[:, None]) if rows.scaled else x
                     targets.put(grad, rows.at_target)
+                elif teacher is not None and self.plan.teacher is not None:
+                    beta = self.plan.teacher.beta
+                    grad = self.arithmetic.gradient(x, targets, rows.rows(part), teacher, beta)
                 else:
                     grad = self.arithmetic.gradient(x, targets, rows.rows(part))
                 if d_hidden is not None:
@@ -254,7 +290,8 @@ def _arithmetic_for(plan: HeadPlan, targets: int, device: torch.device) -> type[
         return TorchTiles
     from covey.policy.lm_head.triton_tiles import Case, fastest_tiles
 
-    return fastest_tiles(Case(plan.usual, plan.compute, plan.curve, plan.entropy, targets, device))
+    beta = None if plan.teacher is None else plan.teacher.beta
+    return fastest_tiles(Case(plan.usual, plan.compute, plan.curve, plan.entropy, targets, device, beta))
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor, *, start: bool = False) -> None:

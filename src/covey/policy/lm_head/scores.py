@@ -7,7 +7,7 @@ at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring ta
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,16 @@ from covey.core.findings import CheckError
 from covey.core.model import patched_forward
 from covey.policy.lm_head.linear import LinearHead, outputs_of, plan_of
 from covey.policy.lm_head.support import SampledSupport, TileSupport
-from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
+from covey.policy.lm_head.teacher import TeacherHead, TeacherRows
+from covey.policy.lm_head.torch_tiles import (
+    Curve,
+    DivergenceGradients,
+    RowGradients,
+    RowSums,
+    TargetColumns,
+    TorchTiles,
+)
+from covey.policy.sharded_tensors import full_tensor, is_shard
 
 CHUNK_BYTES = 256 * 2**20  # most bytes of a chunk's float32 logits if the head is called as a module
 
@@ -39,8 +48,10 @@ class TokenScores(NamedTuple):
     logprobs: Tensor  # [N] log-probabilities of the tokens
     entropies: Tensor | None = None  # [N] of their distributions
     named: Tensor | None = None  # [N, K] log-probabilities of the named tokens, with gradients
+    divergence: Tensor | None = None  # [N] from each token's teacher over the whole vocabulary, with gradients
     top_ids: Tensor | None = None  # [N, T] int64, the likeliest tokens, in descending order; -1 where there are fewer
     top_logprobs: Tensor | None = None  # [N, T] their log-probabilities, without gradients
+    hidden: Tensor | None = None  # [N, H] what the head has read, in the model's dtype, without gradients
 
     def scattered(self, indices: Tensor, count: int) -> "TokenScores":
         """Scores of `count` tokens: these at `indices` [N], and `UNSCORED` everywhere else."""
@@ -54,7 +65,15 @@ class TokenScores(NamedTuple):
         return TokenScores(**every)  # type: ignore[arg-type]  # there are log-probs
 
 
-UNSCORED = {"logprobs": 0.0, "entropies": 0.0, "named": -math.inf, "top_ids": -1, "top_logprobs": -math.inf}
+UNSCORED = {
+    "logprobs": 0.0,
+    "entropies": 0.0,
+    "named": -math.inf,
+    "divergence": 0.0,
+    "top_ids": -1,
+    "top_logprobs": -math.inf,
+    "hidden": 0.0,
+}
 """Values of `TokenScores` at tokens that are not scored."""
 
 
@@ -95,11 +114,13 @@ def score_hidden(
     support: SampledSupport | None = None,
     named: Tensor | None = None,
     top: int = 0,
+    teacher: TeacherRows | None = None,
 ) -> TokenScores:
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
 
     `named` [N, K] int64 are further tokens to score at each position, -1 for none; `top` likeliest tokens (as many as
-    there are in a smaller vocabulary) are read out. Tokens that tie for the last place are chosen by chance.
+    there are in a smaller vocabulary) are read out. Tokens that tie for the last place are chosen by chance. `teacher`
+    asks for the divergence of each position over the whole vocabulary.
 
     Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
     wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
@@ -121,16 +142,45 @@ def score_hidden(
             "Set cast_lm_head_to_fp32=False, or keep the head out of the adapter.",
         )
     if linear is None:
-        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support, top)
+        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size, support, top, teacher)
     device = hidden.device.type
     if head.float32:
         compute = torch.promote_types(linear.weight.dtype, torch.float32)
     else:
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
+    if teacher is not None:
+        cast = head.float32 or torch.is_autocast_enabled(device)
+        teacher = replace(teacher, compute=compute if cast else None)
     curve = Curve.of(head.scale, head.soft_cap, temperature)
     given = hidden, linear.weight, linear.bias
-    plan = plan_of(*given, curve, entropy=entropy, compute=compute, chunk_size=chunk_size, support=support, top=top)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "support": support, "top": top, "teacher": teacher}
+    plan = plan_of(*given, curve, entropy=entropy, compute=compute, **options)
     return TokenScores(*LinearHead.apply(*given, targets, plan))
+
+
+def teacher_head(head: Head) -> TeacherHead:
+    """A teacher's head without its model, whole where it is sharded (collective).
+
+    CheckError as of `check_plain_head`.
+    """
+    linear = check_plain_head(head)
+    bias = None if linear.bias is None else full_tensor(linear.bias)
+    return TeacherHead(full_tensor(linear.weight), bias, head.scale, head.soft_cap)
+
+
+def check_plain_head(head: Head) -> nn.Linear:
+    """The head's module if its logits are a plain product, sharded or not; else CheckError: quantised, an adapter's."""
+    linear = plain_linear(head.module, called=True)
+    if linear is None and isinstance(head.module, nn.Linear) and is_shard(head.module.weight):
+        linear = head.module
+    if linear is None:
+        raise CheckError.of(
+            "teacher-head",
+            f"teacher_top_k=-1 compares the whole vocabulary and needs a teacher with a plain linear head; this one's"
+            f" is a {type(head.module).__name__} (an adapter or quantised weights).",
+            "Set teacher_top_k=64, which reads the teacher's scores alone, or keep the head out of the adapter.",
+        )
+    return linear
 
 
 def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
@@ -153,16 +203,23 @@ def _score_by_calls(
     chunk_size: int,
     support: SampledSupport | None,
     top: int,
+    teacher: TeacherRows | None,
 ) -> TokenScores:
-    size = max(1, min(chunk_size, CHUNK_BYTES // (4 * getattr(head.module, "out_features", 1))))
+    models = 1 if teacher is None else 2
+    size = max(1, min(chunk_size, CHUNK_BYTES // (4 * models * getattr(head.module, "out_features", 1))))
     if head.forward is not None:
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
 
-    def score(states: Tensor, part: slice, cached: list[RowSums]) -> tuple[Tensor | None, ...]:
+    def score(states: Tensor, part: slice, cached: list[Any]) -> tuple[Tensor | None, ...]:
         logits = head(states)
         tile = None if support is None else support.tile(part, 0, logits.shape[1])
-        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile, top)
+        of_teacher, beta = None, 1.0
+        if teacher is not None:
+            wide, beta = torch.promote_types(logits.dtype, torch.float32), teacher.beta
+            with torch.no_grad():
+                of_teacher = teacher.tile(part, 0, logits.shape[1], wide, tile)
+        return LogprobAndEntropy.apply(logits, targets[part], entropy, temperature, cached, tile, top, of_teacher, beta)
 
     run = partial(checkpoint, score, use_reentrant=False) if recompute else score
     chunks = enumerate(hidden.split(size))
@@ -181,34 +238,41 @@ class LogprobAndEntropy(torch.autograd.Function):
         targets: Tensor,
         entropy: bool,
         temperature: float,
-        cached: list[RowSums],
+        cached: list[Any],
         support: TileSupport | None = None,
         top: int = 0,
+        teacher: Tensor | None = None,
+        beta: float = 1.0,
     ) -> tuple[Tensor | None, ...]:
         """logits [n, V], targets [n, C] int64 -> outputs as those of `LinearHead`, float32 or wider.
 
-        `cached` receives the rows' sums, so that a recomputation in the backward pass need not sum again.
+        `cached` receives the rows' sums and those of the divergence from the `teacher`'s logits [n, V], so that a
+        recomputation in the backward pass need not sum again.
         """
         ctx.curve = Curve.of(1.0, None, temperature)
         ctx.columns = TargetColumns.of(targets, 0, logits.shape[1], support)
         if not cached:
             x = _scaled(logits, ctx.curve)
             cached.append(RowSums.empty(len(x), x, entropy, targets.shape[1], min(top, x.shape[1])))
+            cached.append(None if teacher is None else _tiles_for(x).divergence(x, teacher, support, beta))
             _tiles_for(x).add(x, ctx.columns, cached[0])
-        log_z, logprobs, entropies = cached[0].results()
+        sums, of_teacher = cached
+        log_z, logprobs, entropies = sums.results()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, log_z, logprobs, entropies)
-        return outputs_of(ctx, logprobs, entropies, cached[0])
+        ctx.beta, ctx.of_teacher = beta, of_teacher
+        ctx.save_for_backward(logits, targets, log_z, logprobs, entropies, teacher)
+        return outputs_of(ctx, logprobs, entropies, sums, of_teacher)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, targets, log_z, logprobs, entropies = ctx.saved_tensors
-        by_logprob, by_entropy, by_named, *_ = grads
-        rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets)
+        logits, targets, log_z, logprobs, entropies, teacher = ctx.saved_tensors
+        by_logprob, by_entropy, by_named, by_divergence, *_ = grads
+        of_teacher = None if by_divergence is None else DivergenceGradients(by_divergence.contiguous(), ctx.of_teacher)
+        rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy, by_named, targets, of_teacher)
         x = _scaled(logits, ctx.curve)
-        grad = _tiles_for(x).gradient(x, ctx.columns, rows)
+        grad = _tiles_for(x).gradient(x, ctx.columns, rows, teacher, ctx.beta)
         grad.mul_((rows.factor() * ctx.curve.gain)[:, None])
-        return grad.to(logits.dtype), None, None, None, None, None, None
+        return grad.to(logits.dtype), *[None] * 8
 
 
 def _scaled(logits: Tensor, curve: Curve) -> Tensor:
@@ -256,7 +320,9 @@ class _WithOutput(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, *scores: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.like = torch.empty(output.shape, dtype=output.dtype, device="meta"), output.device
         same = [None if one is None else one.view_as(one) for one in scores]
-        ctx.mark_non_differentiable(*(one for one in same[3:] if one is not None))  # the likeliest tokens
+        ctx.mark_non_differentiable(
+            *(one for one in same[4:] if one is not None)
+        )  # the likeliest tokens, hidden states
         return tuple(same)
 
     @staticmethod

@@ -6,12 +6,14 @@ are named besides.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from covey.core.distillation import LEAST_LOGPROB, divergence_slopes, whole_divergence
 from covey.policy.lm_head.support import TileSupport
+from covey.policy.lm_head.teacher import DivergenceSums
 
 IMPOSSIBLE = -1e4  # replaces a log-prob of -inf where it is multiplied by its probability: its exp is 0 in every dtype
 
@@ -75,6 +77,16 @@ class RowSums(NamedTuple):
         return self.top_ids.masked_fill(log_p == -torch.inf, -1), log_p
 
 
+class DivergenceGradients(NamedTuple):
+    """Values of each row for the gradient of a divergence from a teacher, all [n]."""
+
+    by_value: Tensor  # gradient of the loss by the divergence
+    sums: DivergenceSums
+
+    def rows(self, part: slice) -> "DivergenceGradients":
+        return DivergenceGradients(self.by_value[part], DivergenceSums(*(one[part] for one in self.sums)))
+
+
 class RowGradients(NamedTuple):
     """Values of each row for the logits' gradient, all [n] but the last, float32 or wider."""
 
@@ -85,6 +97,7 @@ class RowGradients(NamedTuple):
     # [n, C] the entries of `TorchTiles.gradient` at the targets, where the general formula would round 1 - p_y away;
     # equal where targets are
     at_target: Tensor
+    divergence: DivergenceGradients | None = None  # in addition to these; None without one
 
     @classmethod
     def of(
@@ -96,6 +109,7 @@ class RowGradients(NamedTuple):
         by_entropy: Tensor | None,
         by_named: Tensor | None = None,
         targets: Tensor | None = None,
+        divergence: DivergenceGradients | None = None,
     ) -> "RowGradients":
         """From results and their gradients, None where there is none.
 
@@ -105,11 +119,12 @@ class RowGradients(NamedTuple):
             by_logprob, by_entropy: [n], of the first target and of the entropy.
             by_named: [n, C - 1], of the other targets. Where their log-prob is -inf it is discarded, even if NaN.
             targets: [n, C], with several targets.
+            divergence: of a divergence from a teacher, or None.
         """
         # Gradients are often one number expanded; kernels that index memory need contiguous entries.
         by_logprob = torch.zeros_like(log_z) if by_logprob is None else by_logprob.contiguous()
         by_entropy = None if entropy is None or by_entropy is None else by_entropy.contiguous()
-        if logprobs.shape[1] == 1 and by_entropy is None:
+        if logprobs.shape[1] == 1 and by_entropy is None and divergence is None:
             return cls(log_z, by_logprob, None, None, torch.expm1(logprobs))
         log_p = logprobs.clamp_min(IMPOSSIBLE)
         if logprobs.shape[1] == 1:
@@ -127,15 +142,18 @@ class RowGradients(NamedTuple):
             at_target = own * torch.expm1(log_p) + others * log_p.exp()
         if by_entropy is not None and entropy is not None:
             at_target = at_target + by_entropy[:, None] * log_p.exp() * (log_p + entropy[:, None])
-        return cls(log_z, by_logprob, by_entropy, entropy, at_target)
+        return cls(log_z, by_logprob, by_entropy, entropy, at_target, divergence)
 
     def rows(self, part: slice) -> "RowGradients":
-        return RowGradients(*(None if values is None else values[part] for values in self))  # type: ignore[arg-type]
+        own: dict[str, Any] = self._asdict()
+        divergence = own.pop("divergence")
+        rows: dict[str, Any] = {name: None if values is None else values[part] for name, values in own.items()}
+        return RowGradients(**rows, divergence=None if divergence is None else divergence.rows(part))
 
     @property
     def scaled(self) -> bool:
         """Entries contain the gradient by the log-probs, which have no common factor; else `factor` holds it."""
-        return self.by_entropy is not None or self.at_target.shape[1] > 1
+        return self.by_entropy is not None or self.at_target.shape[1] > 1 or self.divergence is not None
 
     def factor(self) -> Tensor:
         """Factor [n] that completes the rows of `TorchTiles.gradient`."""
@@ -213,11 +231,29 @@ class TorchTiles:
         targets.put(weights, torch.zeros_like(targets.column, dtype=weights.dtype))
         return weights, shrink
 
-    def gradient(self, x: Tensor, targets: TargetColumns, rows: RowGradients) -> Tensor:
+    def divergence(self, x: Tensor, teacher: Tensor, support: TileSupport | None, beta: float) -> DivergenceSums:
+        """Divergence of whole rows x [n, V], which stay, from the teacher's logits [n, V]."""
+        z = self._scratch_like("policy", x).copy_(x)
+        if self.curve.cap is not None:
+            z.tanh_().mul_(self.curve.cap)
+        if support is not None:
+            support.apply_(z)
+        log_z, log_z_teacher = z.logsumexp(1), teacher.logsumexp(1)
+        log_p, log_t = _finite(z.sub_(log_z[:, None])), _finite(teacher - log_z_teacher[:, None])
+        return DivergenceSums(*whole_divergence(log_p, log_t, beta), log_z_teacher)
+
+    def gradient(
+        self,
+        x: Tensor,
+        targets: TargetColumns,
+        rows: RowGradients,
+        teacher: Tensor | None = None,
+        beta: float = 1.0,
+    ) -> Tensor:
         """Gradient of the loss by x without the factor `rows.factor()`, [n, v] in the dtype of x; overwrites x.
 
         With p = softmax(z): d log p_y / dz = 1[y] - p and dH / dz = -p (log p + H); a sum over targets y with gradients
-        g_y has sum_y g_y 1[y] - (sum_y g_y) p.
+        g_y has sum_y g_y 1[y] - (sum_y g_y) p. `teacher` are its logits [n, v], with `rows.divergence`.
         """
         z = self._logits(x)
         slope = None
@@ -226,6 +262,11 @@ class TorchTiles:
             slope.mul_(self.curve.cap)
         by_penalty = None if targets.support is None else targets.support.apply_(z)
         log_p = z.sub_(rows.log_z[:, None])
+        of_teacher = None
+        if rows.divergence is not None and teacher is not None:
+            by_value, sums = rows.divergence
+            log_t = _finite(teacher - sums.log_z[:, None])
+            of_teacher = divergence_slopes(_finite(log_p.clone()), log_t, beta, sums.centre).mul_(by_value[:, None])
         if rows.by_entropy is None or rows.entropy is None:
             grad = log_p.exp_()
             if rows.scaled:
@@ -237,6 +278,8 @@ class TorchTiles:
             grad = log_p.add_(rows.entropy[:, None]).mul_(rows.by_entropy[:, None])
             grad.add_(rows.by_logprob[:, None]).mul_(p)
         targets.put(grad, rows.at_target)
+        if of_teacher is not None:
+            grad.sub_(of_teacher)
         for factor in (slope, by_penalty):
             if factor is not None:
                 grad.mul_(factor)
@@ -252,3 +295,8 @@ class TorchTiles:
         if name not in self._scratch:
             self._scratch[name] = torch.empty(self.size, dtype=self.wide, device=self.device)
         return self._scratch[name][: like.numel()].view(like.shape)
+
+
+def _finite(log_p: Tensor) -> Tensor:
+    """Log-probs in place, with a number for tokens that cannot come."""
+    return log_p.masked_fill_(log_p == -torch.inf, LEAST_LOGPROB).clamp_min_(IMPOSSIBLE)
