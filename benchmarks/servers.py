@@ -1,11 +1,12 @@
 """Training with a vLLM server: cost of weight updates, and learning compared with the built-in engine.
 
-    .venv-vllm/bin/python -m benchmarks.servers --part sync --part learn
+    .venv-vllm/bin/python -m benchmarks.servers --part sync --part differences --part learn
 
 It runs in an environment that has vLLM and Covey (`make test-vllm` makes one) and starts the server itself. `sync`
-sends SmolLM2-135M-Instruct whole, over a process group and through files, and a rank-8 adapter of it. `learn` is the
-demo's task with the demo's settings. How fast a server samples, against its own offline engine, is a part of
-`benchmarks.decode`. Figures are printed as JSON, one line each.
+sends SmolLM2-135M-Instruct whole, over a process group and through files, and a rank-8 adapter of it. `differences`
+trains it for some steps of AdamW at three learning rates, with weights in float32 that are sent in bfloat16, as
+differences and whole (`--rates`, `--updates`). `learn` is the demo's task with the demo's settings. How fast a server
+samples, against its own offline engine, is a part of `benchmarks.decode`. Figures are printed as JSON, one line each.
 """
 
 import argparse
@@ -87,6 +88,79 @@ def _updates(url: str, model: Any, way: str, *, adapter_only: bool) -> dict[str,
     return {"bytes": update.nbytes, "seconds": statistics.median(seconds[1:]), "first": seconds[0]}
 
 
+def differences(folder: str, rates: list[float], updates: int) -> Iterator[dict[str, Any]]:
+    """Bytes and seconds of updates by learning rate: of all weights, and of what changed; both to the same server."""
+    with vllm_server(folder) as url:
+        for rate in rates:
+            yield {"part": "differences", "learning_rate": rate, **_at_rate(url, folder, rate, updates)}
+
+
+def _at_rate(url: str, folder: str, rate: float, updates: int) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from covey.cli import demo
+    from covey.policy.weights import weight_update
+
+    torch.manual_seed(0)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    rows, _ = demo.sums(0)
+    engine = _engine(url, differ=True)
+    found, changed = [], []
+    try:
+        for version in range(updates + 1):
+            sent, one = _timed(engine, weight_update(model, version, dtype=torch.bfloat16))
+            found.append(one)
+            changed += [sent.changed] if sent.changed is not None else []
+            texts = [str(rows[(4 * version + i) % len(rows)]["prompt"]) for i in range(4)]
+            batch = tokenizer(texts, return_tensors="pt", padding=True)
+            model(**batch, labels=batch["input_ids"]).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        engine.close()
+    engine = _engine(url, differ=False)
+    try:
+        whole = [
+            _timed(engine, weight_update(model, version, dtype=torch.bfloat16))[1] for version in range(updates + 1)
+        ]
+    finally:
+        engine.close()
+    medians = {
+        f"{name}_{key}": round(statistics.median(one[key] for one in each[1:]), 3)
+        for name, each in (("whole", whole), ("differences", found))
+        for key in each[0]
+    }
+    share = medians["differences_bytes"] / medians["whole_bytes"]
+    first = found[0]["bytes"]
+    return {"updates": updates, "changed": changed, **medians, "bytes_of_whole": share, "first_update_bytes": first}
+
+
+def _timed(engine: Any, update: Any) -> tuple[Any, dict[str, float]]:
+    """What an update sent, its bytes, and its seconds: passed, and of this process's processor time."""
+    start, cpu = time.perf_counter(), time.process_time()
+    sent = engine.load_weights(update)
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
+    nbytes = sent.nbytes if sent is not None else update.nbytes
+    return sent, {"bytes": nbytes, "seconds": seconds, "trainer_cpu_seconds": used}
+
+
+def _engine(url: str, differ: bool) -> Any:
+    from covey.engines.servers.engine import RemoteEngine
+    from covey.engines.servers.http_client import ServerClient
+    from covey.engines.servers.vllm.api import VllmApi
+    from covey.engines.servers.vllm.weights import VllmWeightApi
+    from covey.engines.servers.weights.sender import WeightSender
+
+    sender = WeightSender(VllmWeightApi(), "group", differences=differ)
+    return RemoteEngine([ServerClient(url)], VllmApi(), sender, ends=frozenset())
+
+
 def learn(folder: str, seed: int, steps: int, **settings: Any) -> dict[str, Any]:
     """The demo's task, sampled by a server; accuracy on held-out sums before and after."""
     from covey import GRPOTrainer
@@ -129,8 +203,10 @@ def learn(folder: str, seed: int, steps: int, **settings: Any) -> dict[str, Any]
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=("sync", "learn"), help="all unless given")
+    parser.add_argument("--part", action="append", choices=("sync", "differences", "learn"), help="all unless given")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 1e-5, 1e-6], help="of differences")
+    parser.add_argument("--updates", type=int, default=10, help="of differences, at each rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--no-correction", action="store_true", help="learn without weighing the loss for the mismatch")
@@ -140,6 +216,9 @@ def main() -> None:
     folder = model_path(given.model)
     if "sync" in (given.part or ["sync"]):
         for found in sync(folder):
+            print(json.dumps(found), flush=True)
+    if "differences" in (given.part or ["differences"]):
+        for found in differences(folder, given.rates, given.updates):
             print(json.dumps(found), flush=True)
     if "learn" in (given.part or ["learn"]):
         settings: dict[str, Any] = {"vllm_importance_sampling_correction": not given.no_correction}

@@ -419,6 +419,18 @@ def test_the_transfer_of_weights_to_vllm_is_explained():
     assert "are sent as files in /shared (vllm_weight_folder) (vllm_weight_transfer='disk')" in text
 
 
+def test_differences_and_a_changing_pool_are_explained(tmp_path):
+    path = tmp_path / "servers.txt"
+    path.write_text("http://a:1\nhttp://b:2\n")
+    server = {"use_vllm": True, "vllm_mode": "server", "server_pool_file": str(path)}
+    text = words(explain(GRPOConfig(**server, vllm_weight_differences=True)))
+    assert "2 vLLM servers: http://a:1, http://b:2" in text and "read again before each rollout batch" in text
+    assert "positions and values of the numbers that changed" in text
+    assert "vllm_weight_differences=True sends what changed" in words(explain(GRPOConfig(**server)))
+    path.unlink()
+    assert "cannot be read" in words(explain(GRPOConfig(**server)))
+
+
 def test_sglang_servers_are_listed_or_started():
     text = words(explain(GRPOConfig(use_sglang=True, sglang_base_url="http://a:1,http://b:2")))
     assert "2 SGLang servers: http://a:1, http://b:2" in text and "at most 512 at a time" in text

@@ -221,15 +221,17 @@ WITH: dict[str, dict[str, Any]] = {
     "vllm_importance_sampling_correction": VLLM,
     **{f"vllm_server_{name}": VLLM for name in ("base_url", "host", "port", "timeout", "api_key", "concurrency")},
     **{f"vllm_server_{name}_timeout": VLLM for name in ("request", "sync")},
-    **{f"vllm_weight_{name}": VLLM for name in ("transfer", "folder", "bucket")},
+    **{f"vllm_weight_{name}": VLLM for name in ("transfer", "folder", "bucket", "differences")},
     **dict.fromkeys(("vllm_group_port", "vllm_lora_sync", "vllm_structured_outputs_regex", "max_staleness"), VLLM),
     "vllm_enable_sleep_mode": VLLM,
+    "server_pool_file": VLLM,
     **{f"sglang_{name}": SGLANG for name in ("api_key", "server_timeout", "request_timeout", "sync_timeout")},
     **{f"sglang_{name}": SGLANG for name in ("base_url", "concurrency", "weight_transfer", "group_port")},
     "checkpoint_path": {**SGLANG, "sglang_weight_transfer": "disk"},
     "generation_batch_size": {},
 }
 WITH_VALUES = {"max_staleness": 1, "sglang_base_url": "http://b:1", "sglang_group_port": 9, "vllm_group_port": 9}
+WITH_VALUES["server_pool_file"] = "tests/support/servers/pool.txt"
 
 # Fields that never have an effect here: a warning, or an error, is all that they do
 NEVER = {

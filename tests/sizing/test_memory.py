@@ -192,6 +192,16 @@ def test_checkpointing_keeps_one_layer_and_the_borders():
     assert m.activations == 72 * (2 * 16 + 176 + 176) * 4
 
 
+def test_weights_for_servers_are_held_where_differences_are_sent():
+    config, server = LlamaConfig(**TINY), {"use_vllm": True, "vllm_mode": "server", "use_cpu": True}
+    lora = {"peft": {"r": 2, "target_modules": ["q_proj"]}}
+    usual = estimate(config, args(**server))
+    held = estimate(config, args(**server, vllm_weight_differences=True))
+    assert (usual.sent, held.sent, held.peak - usual.peak) == (0, 7888 * 4, 7888 * 4)
+    assert estimate(config, args(**server, vllm_weight_differences=True), **lora).sent == 0  # the adapter goes alone
+    assert estimate(config, args(**server, vllm_weight_differences=True, vllm_lora_sync="merged"), **lora).sent > 0
+
+
 def test_no_kl_penalty_means_no_reference():
     assert estimate(LlamaConfig(**TINY), args(beta=0.0)).reference == 0
 

@@ -124,6 +124,7 @@ SERVED = {
     "a server": {"beta": 0.05},
     "a server, RLOO": {"method": "rloo"},
     "a server, LoRA merged": {"peft": True, "vllm_lora_sync": "merged"},
+    "a server, differences": {"vllm_weight_differences": True},
 }
 """Sampled from a server at `COVEY_TEST_SERVER`, which has the policy's last weights in the end."""
 

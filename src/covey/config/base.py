@@ -172,7 +172,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     @property
     def vllm_urls(self) -> list[str]:
-        """URLs of the vLLM servers of a run in server mode."""
+        """URLs of the vLLM servers of a run in server mode. `server_pool_file` has precedence."""
         if self.vllm_server_base_url:
             return self.vllm_server_base_url.split(",")
         host = "127.0.0.1" if self.vllm_server_host in ("0.0.0.0", "::") else self.vllm_server_host
@@ -180,7 +180,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     @property
     def sglang_urls(self) -> list[str]:
-        """URLs of the SGLang servers that run already; none if the run starts one."""
+        """URLs of SGLang servers that run already; none if the run starts one. `server_pool_file` has precedence."""
         if self.sglang_base_url:
             return self.sglang_base_url.split(",")
         return [] if self.sglang_device else ["http://127.0.0.1:30000"]
@@ -269,7 +269,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         if isinstance(self.teacher, str):
             text = self.teacher.strip()
             self.teacher = as_dict("teacher", text) if text.startswith("{") else os.path.expanduser(text) or None
-        for name in ("replay_from", "resume_from_checkpoint", "vllm_weight_folder", "checkpoint_path"):
+        for name in (
+            "replay_from",
+            "resume_from_checkpoint",
+            "vllm_weight_folder",
+            "checkpoint_path",
+            "server_pool_file",
+        ):
             if isinstance(folder := getattr(self, name), str):
                 setattr(self, name, os.path.expanduser(folder))
         if self.report_to is None:

@@ -40,6 +40,9 @@ class VllmFields:
     vllm_server_base_url: str | None = None
     """URL of the vLLM server, as in http://localhost:8000, or of several: a list, or with commas between them. Replaces
     host and port."""
+    server_pool_file: str | None = None
+    """File with the URLs of vLLM or SGLang servers, one a line, instead of their other addresses. Read again before
+    each rollout batch: servers join and leave during a run."""
     vllm_server_host: str = "0.0.0.0"
     """Host of the vLLM server; 0.0.0.0 means this machine."""
     vllm_server_port: int = limited(8000, ge=1, le=65535, advice="vLLM listens at 8000 by default.")
@@ -64,6 +67,9 @@ class VllmFields:
     servers on this machine."""
     vllm_weight_bucket: int = limited(128, ge=1)
     """MiB of weights sent at once over a group."""
+    vllm_weight_differences: bool = False
+    """Send vLLM servers only the numbers that changed since the last update, to the bit, wherever that is shorter. The
+    trainer and each server hold a copy of the weights in host memory for it. Needs the group."""
     vllm_lora_sync: str = limited("auto", choices=("auto", "adapter", "merged"))
     """Transfer of a LoRA model to vLLM: the `adapter` alone (small), or `merged` weights. `auto`: the adapter where it
     and vLLM allow that."""
@@ -171,6 +177,7 @@ COLOCATED = (
     *OFFLOAD,
     "move_model_batches",
 )  # a server has settings of its own for these
+ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 SHARED_WITH_SGLANG = ("vllm_lora_sync", "vllm_structured_outputs_regex")
 CORRECTION_OPTIONS = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
 CORRECTION = ("vllm_importance_sampling_correction", *CORRECTION_OPTIONS, "vllm_importance_sampling_cap")
@@ -205,6 +212,8 @@ def engine_options_need_their_engine(args: Args) -> Iterator[Finding]:
         read = {*CORRECTION, *(SHARED_WITH_SGLANG if args.use_sglang else ())}
         unread = [name for name in names if name.startswith("vllm_") and name not in read]
         yield from ignored(args, [*unread, *OFFLOAD, "move_model_batches"], "use_vllm is False")
+    if not args.use_sglang and not (args.use_vllm and args.vllm_mode == "server"):
+        yield from ignored(args, ["server_pool_file"], "no vLLM or SGLang servers are used")
     if not args.use_sglang:
         unread = [name for name in names if name.startswith("sglang_")]
         yield from ignored(args, [*unread, "checkpoint_path"], "use_sglang is False")
@@ -226,8 +235,13 @@ def vllm_settings_are_read(args: Args) -> Iterator[Finding]:
         return
     if args.vllm_mode == "server":
         yield from ignored(args, COLOCATED, "vllm_mode is 'server', and the server has settings of its own")
-        if args.vllm_server_base_url:
-            yield from ignored(args, ["vllm_server_host", "vllm_server_port"], "vllm_server_base_url replaces it")
+        if args.server_pool_file:
+            yield from ignored(args, ADDRESSES, "server_pool_file lists the servers")
+        elif args.vllm_server_base_url:
+            yield from ignored(args, ADDRESSES[1:], "vllm_server_base_url replaces it")
+        if args.vllm_weight_transfer == "disk":
+            why = "vllm_weight_transfer is 'disk', and files hold whole tensors"
+            yield from ignored(args, ["vllm_weight_differences"], why)
         yield from ignored(
             args, ["max_concurrent_completions"], "it is for the built-in engine; set vllm_server_concurrency"
         )
@@ -253,7 +267,10 @@ def engine_kwargs_repeat_no_field(args: Args) -> Iterator[Finding]:
 def sglang_settings_are_read(args: Args) -> Iterator[Finding]:
     if not args.use_sglang:
         return
-    if args.sglang_base_url:
+    if args.server_pool_file:
+        addresses = ["sglang_base_url", "sglang_device", "sglang_server_args"]
+        yield from ignored(args, addresses, "server_pool_file lists servers that run already")
+    elif args.sglang_base_url:
         yield from ignored(
             args, ["sglang_device", "sglang_server_args"], "sglang_base_url names servers that run already"
         )

@@ -77,6 +77,22 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightTransfer:
+    """Outcome of an update of servers that can be sent differences, summed over them; `a + b` is both together."""
+
+    servers: int  # that were sent the update
+    nbytes: int  # of weights, to all of them together
+    whole: int  # servers that were sent every tensor, as they did not hold the update before
+    changed: float | None = None  # fraction of the numbers that were sent as differences or instead of them; None: none
+
+    def __add__(self, other: "WeightTransfer") -> "WeightTransfer":
+        changed = self.changed if other.changed is None else other.changed
+        return WeightTransfer(
+            self.servers + other.servers, self.nbytes + other.nbytes, self.whole + other.whole, changed
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings. Filters apply in this order: repetition penalty, `extra`, temperature, top-k, top-p, min-p.
 
@@ -234,8 +250,11 @@ class RolloutEngine(Protocol):
         """Sample `request.n` completions; many calls may be in flight at once and the engine batches them."""
         ...
 
-    def load_weights(self, update: WeightUpdate) -> None:
-        """Load a version of the policy's weights. An engine that shares the policy's memory ignores it."""
+    def load_weights(self, update: WeightUpdate) -> WeightTransfer | None:
+        """Load a version of the policy's weights. An engine that shares the policy's memory ignores it.
+
+        Returns what was sent where that may be less than the update, else None.
+        """
         ...
 
     def awake(self) -> AbstractContextManager[None]:

@@ -127,6 +127,7 @@ class MemoryEstimate:
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
     opponents: int = 0  # copies of the policy in seats of a game; of earlier policies with adapters, the adapters
+    sent: int = 0  # on a CPU, a copy of all weights as servers were last sent them, to send them what changed
     micro_batches: int = 2  # of an optimizer step; with several, gradients are there in addition to activations
     micro_batch_tokens: int = 0  # T
     room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
@@ -156,7 +157,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        return self.weights + self.reference + self.optimizer + self.opponents
+        return self.weights + self.reference + self.optimizer + self.opponents + self.sent
 
 
 def estimate(
@@ -281,6 +282,7 @@ def _estimate(
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         opponents=opponents.frozen * weights + opponents.past * (weights if whole else trainable * updated),
+        sent=counts.parameters * stored if device == "cpu" and _keeps_sent(args, whole) else 0,
         micro_batches=count,
         micro_batch_tokens=tokens,
         room=room,
@@ -338,6 +340,12 @@ def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) 
     """Bytes between what layers save; tokens and patches count once for each layer that saves."""
     of_patches = patches * counts.vision.passing * (counts.vision.channels > 0)
     return (tokens * precision.saved.passing + of_patches) * precision.computed
+
+
+def _keeps_sent(args: Any, whole: bool) -> bool:
+    """True if the trainer holds a copy of the weights that servers were sent; adapters sent alone need none."""
+    to_servers = args.use_vllm and args.vllm_mode == "server" and args.vllm_weight_transfer != "disk"
+    return bool(args.vllm_weight_differences and to_servers and (whole or args.vllm_lora_sync == "merged"))
 
 
 def _copies_of_policy(args: Any) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import time
 
@@ -13,6 +14,7 @@ from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerErro
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
 from covey.engines.servers.weights.channels import Group
+from covey.policy.weights import weight_update
 from tests.support import tiny
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
@@ -316,3 +318,220 @@ def test_a_restarted_plain_server_is_sent_the_adapter_again(servers, weights):
 def test_unknown_ways_are_refused():
     with pytest.raises(ValueError, match="'telepathy'; choose one of: auto, group, disk"):
         vllm_sender("telepathy")
+
+
+# ---- differences -----------------------------------------------------------------------------------------------------
+
+
+def steps(count, seed=0):
+    """A model in bfloat16 as it is after 0, 1, ... small steps: updates that read it late, and what they must bring."""
+    model = tiny.model(seed=seed).bfloat16()
+    for version in range(count):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(-1)[version::300] += 1.0
+        yield update(model, version), copy.deepcopy(model).float()
+
+
+def sends(one, servers, what, deadline=20.0):
+    """What is sent to these servers."""
+    return asyncio.run(one.send([ServerClient(server.url) for server in servers], what, deadline))
+
+
+def whole_bytes(model):
+    return sum(-(-2 * p.numel() // 16) * 16 for p in model.parameters())
+
+
+def test_differences_bring_every_bit_in_few_bytes(servers, weights):
+    server, one = servers(), weights("group", differences=True)
+    for version, (sent, model) in enumerate(steps(6)):
+        found = sends(one, [server], sent)
+        assert_holds(server, model)
+        assert server.stamp == str(version)
+        assert found.servers == 1 and found.whole == int(version == 0)
+        assert found.nbytes == whole_bytes(model) if version == 0 else 0 < found.nbytes < whole_bytes(model) / 20
+        assert found.changed is None if version == 0 else 1 / 400 < found.changed < 1 / 50
+
+
+def test_without_the_option_everything_is_sent_and_nothing_kept(servers, weights):
+    server, one = servers(), weights("group")
+    for sent, model in steps(2):
+        assert sends(one, [server], sent) is None
+        assert_holds(server, model)
+    assert server.receiver.held is None and not one._held.tensors
+
+
+def test_a_server_that_joins_gets_everything_and_the_others_what_changed(servers, weights):
+    first, second, one = servers(), servers(), weights("group", differences=True)
+    for version, (sent, model) in enumerate(steps(6)):
+        pool = [first, second] if version >= 3 else [first]
+        found = sends(one, pool, sent)
+        assert (found.servers, found.whole) == (len(pool), int(version in (0, 3)))
+        for server in pool:
+            assert_holds(server, model)
+
+
+def test_a_late_server_gets_the_update_and_not_the_policy_of_the_moment(servers, weights):
+    """The policy is a step further by then; the two servers hold the same bits nevertheless."""
+    first, second, one = servers(), servers(), weights("group", differences=True)
+    (sent, _), (following, _) = steps(2)  # both read the same model, when they are sent
+    sends(one, [first], sent)
+    with torch.no_grad():
+        for _, tensor in sent.tensors():
+            tensor.add_(1.0)
+    sends(one, [second], sent)
+    for (name, a), (_, b) in zip(first.model.named_parameters(), second.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    found = sends(one, [first, second], following)
+    assert found.whole == 0
+    wanted = dict(following.tensors())
+    for server in (first, second):
+        assert all(torch.equal(p, wanted[name].float()) for name, p in server.model.named_parameters())
+
+
+def test_a_server_with_another_bit_is_sent_everything_at_once(servers, weights):
+    good, bad, one = servers(), servers(), weights("group", differences=True)
+    for version, (sent, model) in enumerate(steps(4)):
+        if version == 2:
+            bad.receiver.held.tensors["model.norm.weight"].view(torch.int16)[5] ^= 1
+        found = sends(one, [good, bad], sent)
+        assert (found.servers, found.whole) == (2, {0: 2, 2: 1}.get(version, 0))
+        for server in (good, bad):
+            assert_holds(server, model)
+
+
+def test_the_only_server_with_another_bit_is_sent_everything_at_once(servers, weights):
+    server, one = servers(), weights("group", differences=True)
+    for version, (sent, model) in enumerate(steps(3)):
+        if version == 1:
+            server.receiver.held.label = "of another run"
+        assert sends(one, [server], sent).whole == int(version < 2)
+        assert_holds(server, model)
+
+
+def test_a_restarted_server_is_sent_everything(servers, weights):
+    server, one = servers(), weights("group", differences=True)
+    for version, (sent, model) in enumerate(steps(4)):
+        if version == 2:
+            server.kill()
+            server.start()
+        assert sends(one, [server], sent).whole == int(version in (0, 2))
+        assert_holds(server, model)
+
+
+def test_a_new_trainer_sends_everything_first(servers, weights):
+    server, trainers = servers(), [weights("group", differences=True) for _ in range(2)]
+    for version, (sent, model) in enumerate(steps(4)):
+        assert sends(trainers[version // 2], [server], sent).whole == int(version in (0, 2))
+        assert_holds(server, model)
+
+
+def test_after_a_death_in_the_middle_everything_is_sent(servers, weights, monkeypatch):
+    server, one, true_send, sent_buckets = servers(), weights("group", differences=True), Group.send, []
+
+    def die(self, data, seconds):
+        sent_buckets.append(data)
+        if len(sent_buckets) == count + 3:  # the third bucket of the second update
+            server.kill()
+        true_send(self, data, seconds)
+
+    monkeypatch.setattr(Group, "send", die)
+    updates, count = steps(3), 10**9
+    sends(one, [server], next(updates)[0])
+    count = len(sent_buckets)
+    with pytest.raises(ServerError):
+        sends(one, [server], next(updates)[0])
+    server.start()
+    sent, model = next(updates)
+    assert sends(one, [server], sent).whole == 1
+    assert_holds(server, model)
+
+
+def test_after_a_gather_that_failed_everything_is_sent(servers, weights):
+    server, one = servers(), weights("group", differences=True)
+    (sent, _), (following, model) = steps(2)
+    sends(one, [server], sent)
+
+    def breaks_off():
+        for number, pair in enumerate(following.tensors()):
+            if number == 5:
+                raise RuntimeError("gathering failed")
+            yield pair
+
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        sends(one, [server], dataclasses.replace(following, tensors=breaks_off))
+    assert sends(one, [server], following).whole == 1
+    assert_holds(server, model)
+
+
+def test_older_servers_are_sent_everything_with_a_warning(servers, weights):
+    old, new, one = servers(differences=False), servers(), weights("group", differences=True)
+    with pytest.warns(UserWarning, match=rf"not sent as differences: {old.url}"):
+        for version, (sent, model) in enumerate(steps(3)):
+            assert sends(one, [old, new], sent).whole == (2 if version == 0 else 1)
+            for server in (old, new):
+                assert_holds(server, model)
+
+
+@pytest.mark.parametrize(("way", "kind"), [("disk", FakeVllmWeights), ("auto", FakeVllm)])
+def test_files_are_whole_with_a_warning(servers, weights, way, kind):
+    server, one, model = servers(kind=kind), weights(way, differences=True), tiny.model(seed=7)
+    with pytest.warns(UserWarning, match="not sent as differences.*files"):
+        assert sends(one, [server], update(model)) is None
+    assert_holds(server, model)
+
+
+def test_another_architecture_is_sent_whole(servers, weights):
+    """Tensors of another number format are no numbers that changed."""
+    server, one, model = servers(), weights("group", differences=True), tiny.model(seed=7)
+    sends(one, [server], update(tiny.model(seed=6).bfloat16(), 1))
+    assert sends(one, [server], update(model, 2)).whole == 1
+    assert_holds(server, model)
+
+
+def test_a_base_under_an_adapter_is_not_kept(servers, weights):
+    server, one = servers(max_lora_rank=8), weights("group", differences=True)
+    base = tiny.model(seed=7)
+    assert sends(one, [server], adapter(1, of="/models/other", base=update(base, 1))) is None
+    assert_holds(server, base)
+    assert server.receiver.held is None and not one._held.tensors
+
+
+def master_weights(version):
+    """In float32, of which most steps are below the rounding of bfloat16."""
+    model = tiny.model(seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(version * 1e-5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def merged_adapter(version):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny.model(seed=0), lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1.0 + 1e-4 * version)
+    return model
+
+
+@pytest.mark.parametrize("policy", [master_weights, merged_adapter])
+def test_the_servers_bits_are_those_of_the_format_that_is_sent(servers, weights, policy):
+    """Compared with the update itself, which is the conversion of all weights, and with how few bytes that takes."""
+    server, one = servers(), weights("group", differences=True)
+    for version in range(4):
+        sent = weight_update(policy(version), version, dtype=torch.bfloat16)
+        found = sends(one, [server], sent)
+        held = dict(server.model.named_parameters())
+        assert all(torch.equal(held[name], tensor.float()) for name, tensor in sent.tensors())
+        assert found.whole == int(version == 0) and (version == 0 or 0 < found.changed < 0.2)
+
+
+def test_the_trainers_copy_has_the_format_that_is_sent(servers, weights):
+    server, one = servers(), weights("group", differences=True)
+    sent = weight_update(tiny.model(), 1, dtype=torch.bfloat16)
+    sends(one, [server], sent)
+    assert sum(tensor.nbytes for tensor in one._held.tensors.values()) == sent.nbytes

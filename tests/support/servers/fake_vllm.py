@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is also a program of its own
 
 from covey.engines.servers.vllm.launch import BACKEND
-from covey.engines.servers.weights.buckets import unpack
+from covey.engines.servers.weights.buckets import Receiver
 from covey.engines.servers.weights.channels import boot_id, in_thread, join
 from tests.support import tiny_vision
 
@@ -247,6 +247,7 @@ class FakeVllm:
         """Listen, with the weights it was made with; again at the same port after `kill`."""
         self.model = copy.deepcopy(self._original)
         self.born, self._channel, self._incoming = uuid.uuid4().hex, None, {}
+        self.receiver = Receiver()
         self.stamp, self.paused, self.sleeping, self.frozen = "default", False, False, False
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -546,7 +547,7 @@ class FakeVllm:
         body = await request.json()
         if self.buckets and body.get("method") == "covey_facts":
             facts = {"backend": BACKEND, "device": "cpu", "gpu": None, "boot": boot_id(), "max_lora_rank": None}
-            return web.json_response({"results": [{**facts, "born": self.born}]})
+            return web.json_response({"results": [{**facts, "born": self.born, "differences": True}]})
         if body.get("method") != "reload_weights":
             return _refusal(f"no method {body.get('method')!r}")
         found: dict[str, Any] = {}
@@ -590,7 +591,10 @@ class FakeVllm:
             data = await in_thread(lambda: channel.receive(size, torch.device("cpu"), seconds))
             if self.spoils:
                 data[0] ^= 1
-            self._incoming |= {name: tensor.clone() for name, tensor in unpack(piece["manifest"], data)}
+            taken = self.receiver.take(piece["manifest"], data, piece["number"])
+            self._incoming |= {name: tensor.clone() for name, tensor in taken}
+            if piece["number"] + 1 == piece["count"]:
+                self.receiver.finish()
         except (ValueError, RuntimeError) as error:
             return _refusal(str(error), 500)
         return web.json_response({"message": "ok"})

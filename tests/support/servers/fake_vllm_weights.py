@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from covey.engines.servers.weights.buckets import unpack
+from covey.engines.servers.weights.buckets import Receiver
 from covey.engines.servers.weights.channels import boot_id, join
 from covey.engines.servers.weights.files import read_folder
 from tests.support.servers.fake_vllm import FakeVllm, _refusal
@@ -33,6 +33,7 @@ class FakeVllmWeights(FakeVllm):
         max_lora_rank: None: started without adapters.
         elsewhere: claims to run on another machine, and finds no folder of the trainer's.
         worker: it has our worker, which says what it is; False: a plain `vllm serve`.
+        differences: it can hold a copy of the weights; False: as a release before that.
     """
 
     def __init__(
@@ -43,13 +44,16 @@ class FakeVllmWeights(FakeVllm):
         max_lora_rank: int | None = None,
         elsewhere: bool = False,
         worker: bool = True,
+        differences: bool = True,
     ):
         super().__init__(model)
+        self.differences = differences
         self.worker = worker
         self.backend, self.max_lora_rank, self.elsewhere = backend, max_lora_rank, elsewhere
 
     def start(self) -> "FakeVllmWeights":
         self.born, self.channel, self.active, self.adapters = uuid.uuid4().hex, None, False, {}
+        self.receiver = Receiver()
         super().start()
         return self
 
@@ -110,7 +114,9 @@ class FakeVllmWeights(FakeVllm):
         if self.channel is None:
             raise RuntimeError("no trainer is connected")
         data = self.channel.receive(piece["manifest"]["nbytes"], torch.device("cpu"), float(piece["seconds"]))
-        return dict(unpack(piece["manifest"], data))
+        return {
+            name: tensor.clone() for name, tensor in self.receiver.take(piece["manifest"], data, piece.get("number", 0))
+        }
 
     def _finish(self, body: dict[str, Any]) -> None:
         if not self.active:
@@ -118,6 +124,7 @@ class FakeVllmWeights(FakeVllm):
         self.active = False
         if not self.whole:
             raise RuntimeError("weights are incomplete")
+        self.receiver.finish()
         self._use(self.arrived)
         if body.get("weight_version") is not None:
             self.stamp = body["weight_version"]
@@ -157,7 +164,7 @@ class FakeVllmWeights(FakeVllm):
     def _covey_facts(self) -> dict[str, Any]:
         boot = "another" if self.elsewhere else boot_id()
         facts = {"backend": self.backend, "device": "cpu", "gpu": None, "boot": boot, "born": self.born}
-        return {**facts, "max_lora_rank": self.max_lora_rank}
+        return {**facts, "max_lora_rank": self.max_lora_rank, "differences": self.differences}
 
     def _covey_load_folder(self, folder: str) -> dict[str, Any]:
         read_folder(Path(folder), lambda tensors: self._use({name: tensor.clone() for name, tensor in tensors}))

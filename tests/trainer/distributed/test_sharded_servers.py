@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 
 @pytest.fixture
 def server(monkeypatch):
-    running = FakeVllm(tiny.model()).start()
+    running = FakeVllm(tiny.model(), buckets=True).start()
     monkeypatch.setenv("COVEY_TEST_SERVER", running.url)
     yield running
     running.kill()

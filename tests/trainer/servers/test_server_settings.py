@@ -5,7 +5,8 @@ import json
 import pytest
 
 from covey.cli.config_file import load_run
-from covey.trainer.engines.servers import generation_extras
+from covey.core.findings import CheckError
+from covey.trainer.engines.servers import generation_extras, listed, pool_file_of
 from tests.support import runs
 
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -94,3 +95,29 @@ def test_two_shapes_for_completions_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="one of the two shapes completions"):
         generation_extras(config)
+
+
+@pytest.mark.parametrize("text", [None, "", "localhost\n"])
+def test_a_list_of_servers_that_names_none_is_refused(tmp_path, text):
+    path = tmp_path / "servers.txt"
+    if text is not None:
+        path.write_text(text)
+    config = runs.config(tmp_path, **SERVER, server_pool_file=str(path))
+    with pytest.raises(CheckError) as raised:
+        listed(pool_file_of(config, None))
+    assert [one.code for one in raised.value.findings] == ["setting-format"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({**SERVER, "server_pool_file": "f", "vllm_server_base_url": "http://a:1"}, "vllm_server_base_url"),
+        ({**SERVER, "vllm_weight_transfer": "disk", "vllm_weight_differences": True}, "vllm_weight_differences"),
+        ({"use_sglang": True, "server_pool_file": "f", "sglang_device": "cuda:1"}, "sglang_device"),
+        ({"use_sglang": True, "vllm_weight_differences": True}, "vllm_weight_differences"),
+        ({"use_vllm": True, "server_pool_file": "f"}, "server_pool_file"),
+    ],
+)
+def test_settings_without_effect_are_pointed_out(tmp_path, settings, name):
+    with pytest.warns(UserWarning, match=f"`{name}=.*has no effect"):
+        runs.config(tmp_path, **settings)

@@ -1,9 +1,11 @@
 """Whole runs that sample from servers over HTTP, with the real transport of weights."""
 
 import threading
+import time
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from covey.engines.servers.errors import NoServerLeft, ServerRefused
 from tests.support import runs, tiny
@@ -65,6 +67,66 @@ def test_after_training_the_server_holds_the_last_weights(tmp_path, servers):
             assert torch.equal(parameter, dict(made.policy.named_parameters())[name]), name
     finally:
         made.collector.engine.close()
+
+
+def test_a_run_sends_what_changed_and_logs_how_much(tmp_path, servers):
+    """At learning rate 0 nothing changes, and the one bucket of an update is its least 16 bytes."""
+    server = servers(buckets=True)
+    settings = {"vllm_weight_differences": True, "vllm_group_port": 0, "learning_rate": 0.0}
+    trained = train(tmp_path, server, **settings)
+    whole = sum(4 * parameter.numel() for parameter in server.model.parameters())
+    assert runs.history(trained, "sync/bytes") == [whole, 16, 16]
+    assert runs.history(trained, "sync/changed") == [0, 0]
+    assert runs.history(trained, "sync/whole_servers") == [1, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_with_differences_the_server_holds_the_last_weights(tmp_path, servers, staleness):
+    server = servers(buckets=True)
+    settings = {"vllm_weight_differences": True, "vllm_group_port": 0, "max_staleness": staleness}
+    made = trainer(tmp_path, server, max_steps=5, **settings)
+    try:
+        made.train()
+        made.weight_sync.ensure_current(made.state.global_step)
+        for name, parameter in server.model.named_parameters():
+            assert torch.equal(parameter, dict(made.policy.named_parameters())[name]), name
+    finally:
+        made.collector.engine.close()
+    assert runs.history(made, "sync/whole_servers")[1:] == [0] * (len(runs.history(made, "sync/whole_servers")) - 1)
+
+
+@pytest.mark.slow
+def test_servers_of_a_file_join_and_leave_a_run(tmp_path, servers):
+    """The second joins after step 2, and the first leaves after step 5."""
+    one, other = servers(buckets=True, token_delay=0.01), servers(buckets=True, token_delay=0.01)
+    path = tmp_path / "servers.txt"
+    path.write_text(one.url)
+    settings = {"server_pool_file": str(path), "vllm_server_base_url": None, "vllm_group_port": 0, "max_steps": 10}
+    made = trainer(tmp_path, vllm_weight_differences=True, **settings)
+
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                path.write_text(f"{one.url}\n{other.url}\n")
+            if state.global_step == 5:
+                members = made.collector.engine._pool.members
+                until = time.monotonic() + 30
+                while not (len(members) == 2 and members[1].up) and time.monotonic() < until:
+                    time.sleep(0.02)
+                path.write_text(other.url)
+                self.served = one.served
+
+    change = Change()
+    made.add_callback(change)
+    try:
+        made.train()
+        made.weight_sync.ensure_current(made.state.global_step)
+    finally:
+        made.collector.engine.close()
+    assert made.state.global_step == 10 and one.served == change.served and other.served > 0
+    for name, parameter in other.model.named_parameters():
+        assert torch.equal(parameter, dict(made.policy.named_parameters())[name]), name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
@@ -9,6 +10,7 @@ from covey.config.base import OnlineConfig
 from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
 from covey.config.teachers import OF_THE_POLICY
 from covey.core.distillation import WHOLE_VOCABULARY
+from covey.engines.servers.pool_file import PoolFile
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 
 
@@ -353,11 +355,27 @@ def sampling(run: ExplainedRun) -> Iterator[str]:
         yield from _vllm(run)
 
 
+def _listed(args: OnlineConfig, urls: list[str]) -> tuple[list[str], str]:
+    """URLs of servers as they are known now, and where more may come from."""
+    if args.server_pool_file is None:
+        return urls, ""
+    try:
+        urls = [server.url for server in PoolFile(Path(args.server_pool_file)).servers()]
+    except ValueError as error:
+        return [], f" ({error})"
+    return (
+        urls,
+        f""" (listed in {args.server_pool_file}, which is read again before each rollout batch: servers that
+        are added get all weights and take part from then on, those that are removed get no more requests)""",
+    )
+
+
 def _vllm(run: ExplainedRun) -> Iterator[str]:
-    args, size, urls = run.args, run.algebra.generation_batch_size, run.args.vllm_urls
-    at_once = min(args.vllm_server_concurrency, math.ceil(size / len(urls)))
-    yield f"""Completions come from {count(len(urls), "vLLM server")}: {", ".join(urls)}. A rollout batch requests
-    {size}; each server gets about {at_once} at once, at most {args.vllm_server_concurrency} at a time
+    args, size = run.args, run.algebra.generation_batch_size
+    urls, origin = _listed(args, args.vllm_urls)
+    at_once = min(args.vllm_server_concurrency, math.ceil(size / max(len(urls), 1)))
+    yield f"""Completions come from {count(len(urls), "vLLM server")}: {", ".join(urls)}{origin}. A rollout batch
+    requests {size}; each server gets about {at_once} at once, at most {args.vllm_server_concurrency} at a time
     (vllm_server_concurrency)."""
     yield f"""Each server is sent the weights before a rollout batch whenever they have changed; running completions are
     continued with the new ones. That may take {args.vllm_server_sync_timeout:g} s (vllm_server_sync_timeout)."""
@@ -371,6 +389,15 @@ def _vllm(run: ExplainedRun) -> Iterator[str]:
         "disk": disk,
     }[args.vllm_weight_transfer]
     yield f"The weights are sent {transfer} (vllm_weight_transfer={args.vllm_weight_transfer!r})."
+    if args.vllm_weight_differences and args.vllm_weight_transfer != "disk":
+        yield """Over a group, servers that hold the last update are sent the positions and values of the numbers that
+        changed, or a part of a tensor whole where that is shorter (vllm_weight_differences=True); sync/bytes and
+        sync/changed tell how much. Servers that are new, were restarted or hold other bits are sent everything. The
+        trainer's first process and each server keep a copy of the weights in host memory, as large as all weights that
+        are sent."""
+    elif args.vllm_weight_transfer != "disk":
+        yield """Every update sends all weights; vllm_weight_differences=True sends what changed, for one more copy of
+        the weights in host memory here and at each server."""
     yield f"""If a server fails, the others sample its prompts; it is used again once it is up and has the weights. If
     all have failed, the run waits {args.vllm_server_timeout:g} s for one (vllm_server_timeout) and then ends; a prompt
     may take {args.vllm_server_request_timeout:g} s (vllm_server_request_timeout)."""
@@ -383,9 +410,10 @@ def _vllm(run: ExplainedRun) -> Iterator[str]:
 
 
 def _sglang(run: ExplainedRun) -> Iterator[str]:
-    args, size, urls = run.args, run.algebra.generation_batch_size, run.args.sglang_urls
-    if urls:
-        origin = f"{count(len(urls), 'SGLang server')}: {', '.join(urls)}."
+    args, size = run.args, run.algebra.generation_batch_size
+    urls, more = _listed(args, args.sglang_urls)
+    if urls or more:
+        origin = f"{count(len(urls), 'SGLang server')}: {', '.join(urls)}{more}."
     else:
         origin = f"""an SGLang server that the run starts on {args.sglang_device} and ends with (sglang_device); its log
         is sglang-server.log in output_dir."""
@@ -393,6 +421,6 @@ def _sglang(run: ExplainedRun) -> Iterator[str]:
     most {args.sglang_concurrency} at a time (sglang_concurrency)."""
     yield f"""Before a rollout batch whose weights have changed, servers get the new ones by
     sglang_weight_transfer={args.sglang_weight_transfer!r}, within {args.sglang_sync_timeout:g} s
-    (sglang_sync_timeout)."""
+    (sglang_sync_timeout). They are always sent whole: SGLang takes no differences."""
     yield f"""If a server fails, it is used again once it is up and has the weights. If all have failed, the run waits
     {args.sglang_server_timeout:g} s for one (sglang_server_timeout) and then ends."""

@@ -10,16 +10,18 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
+from covey.core.engine import EngineTraits, SampleRequest, WeightTransfer, WeightUpdate
 from covey.core.records import Completion
 from covey.engines.servers.completions import PartialCompletion, check_answer
 from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, NoServerLeft, ServerError
 from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.pool_file import PoolFile
 from covey.engines.servers.protocols import SampledChunk, ServerApi, ServerFacts
 from covey.engines.servers.server_pool import FIRST_PAUSE, PROBE_SECONDS, QUICK_SECONDS, PoolMember, ServerPool
 from covey.engines.servers.weights.sender import WeightSender
@@ -48,10 +50,12 @@ class RemoteEngine:
     concurrency: int = 512  # most completions in flight at one server
     resend: bool = False  # a server that comes back is sent the last update: for one process, a constant policy
     sleeps: bool = False  # servers release their memory outside `awake`; for a process that has them to itself
+    pool_file: PoolFile | None = None  # lists the servers; read again with every `awake`
 
     def __post_init__(self) -> None:
         self._awake = 0
         self._adapters: dict[str, int] = {}  # version of each adapter that has a name
+        self._file_error = ""  # last error of the pool file, of which a warning was given
         self._thread = LoopThread("covey-servers")
         self._end = weakref.finalize(self, _end, self._thread, self.sender)  # at the end of the program as well
         try:
@@ -134,16 +138,17 @@ class RemoteEngine:
         whole = not (chunk.aborted or chunk.unfinished)
         return partial.completion(chunk.completion.finish if whole else partial.finish(self.ends))
 
-    def load_weights(self, update: WeightUpdate) -> None:
+    def load_weights(self, update: WeightUpdate) -> WeightTransfer | None:
         """Bring every server that answers to `update`; completions in flight are continued with the new weights.
 
         A server that fails is left out, the others continue. Where all have failed, one that is back in time suffices;
-        else `NoServerLeft`, or the `ServerError` of one that answers, is raised.
+        else `NoServerLeft`, or the `ServerError` of one that answers, is raised. Returns what was sent where it may be
+        differences, else None.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         limit = self.sync_timeout + 4 * QUICK_SECONDS  # requests that began in time may end a little later
         try:
-            self._thread.run(self._weights.load(update, device), limit)
+            sent = self._thread.run(self._weights.load(update, device), limit)
         except TimeoutError as error:
             urls = ", ".join(member.url for member in self._pool.members)
             doing = f"send weights of version {update.version}"
@@ -151,6 +156,7 @@ class RemoteEngine:
             raise DeadlineExceeded.of(self.api.settings.sync_timeout, late) from error
         if update.adapter_name is not None:
             self._adapters[update.adapter_name] = update.version
+        return sent
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -178,7 +184,7 @@ class RemoteEngine:
 
         ServerRefused if another run sent a server weights: completions may have been sampled from those.
         """
-        self._thread.run(self._change(self._weights.wake, self._weights.recheck))
+        self._thread.run(self._change(self._follow_pool_file, self._weights.wake, self._weights.recheck))
         self._awake += 1
         try:
             yield
@@ -188,6 +194,21 @@ class RemoteEngine:
             self._awake -= 1
             if self.sleeps and not self._awake:
                 self._thread.run(self._change(self._weights.sleep))
+
+    async def _follow_pool_file(self) -> None:
+        """Take servers out of the pool that its file no longer lists, and let new ones join when they are ready."""
+        if self.pool_file is None:
+            return
+        try:
+            servers, self._file_error = self.pool_file.servers(), ""
+        except ValueError as error:
+            if str(error) != self._file_error:
+                self._file_error = str(error)
+                warn(f"{error} The run continues with the servers that it has.")
+            return
+        suits = partial(obstacle_to_join, self.traits, self._max_context)
+        for member in self._pool.follow(servers, suits):
+            self.sender.forget_server(member.server)
 
     async def _change(self, *steps: Callable[[], Awaitable[None]]) -> None:
         async with self._weights.changing:
@@ -210,6 +231,17 @@ def _end(thread: LoopThread, sender: WeightSender) -> None:
                 thread.run(close_sender(), QUICK_SECONDS)
     finally:
         thread.close(seconds=10.0)
+
+
+def obstacle_to_join(traits: EngineTraits, max_context: int | None, facts: ServerFacts) -> str | None:
+    """Difference between a server and those that the run began with that changes completions; None if there is none."""
+    if traits.takes_adapters and not facts.takes_adapters:
+        return "the run's servers take adapters, and it was started without"
+    if facts.reports_after_cut and not traits.reports_after_cut:
+        return "it reports log-probs after cuts, other than the run's servers: start it with their --logprobs-mode"
+    if max_context is not None and facts.max_context is not None and facts.max_context < max_context:
+        return f"it attends to {facts.max_context} tokens, and requests of this run may have {max_context}"
+    return None
 
 
 async def connect(

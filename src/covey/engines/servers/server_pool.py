@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from covey.engines.servers.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerApi, ServerFacts
+from covey.runtime.user_code import warn
 
 T = TypeVar("T")
 Request = Callable[[ServerClient, float], Awaitable[None]]  # to a server, within the seconds
@@ -48,6 +49,8 @@ class ServerPool:
     _held: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _revivals: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict)
+    _joining: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by URL; ended ones were refused
+    _join_errors: dict[str, str] = field(default_factory=dict)  # last error of servers that are to join, by URL
     _watch: asyncio.Task[None] | None = None
 
     @property
@@ -123,14 +126,66 @@ class ServerPool:
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
             f" ({self.api.settings.timeout}). The last error of each:",
-            {member.url: member.last_error for member in self.members},
+            {**self._join_errors, **{member.url: member.last_error for member in self.members}},
         )
+
+    def follow(
+        self, servers: Iterable[ServerClient], obstacle: Callable[[ServerFacts], str | None]
+    ) -> list[PoolMember]:
+        """Make `servers` the pool's; returns members that left. Others join once they are up and hold the weights.
+
+        `obstacle` gives the reason why a server with these properties cannot join, if there is one.
+        """
+        wanted = {server.url: server for server in servers}
+        left = [member for member in self.members if member.url not in wanted]
+        for member in left:
+            self.remove(member)
+        for url in self._joining.keys() - wanted.keys():
+            self._joining.pop(url).cancel()
+            self._join_errors.pop(url, None)
+        for url in wanted.keys() - self._joining.keys() - {member.url for member in self.members}:
+            self._joining[url] = asyncio.create_task(self._join(wanted[url], obstacle))
+        return left
+
+    async def _join(self, server: ServerClient, obstacle: Callable[[ServerFacts], str | None]) -> None:
+        """Wait for a server to be up, and add it to the pool; one that does not suit the run causes a warning."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                facts = await self.api.probe(server, PROBE_SECONDS)
+                if (why := obstacle(facts)) is not None:
+                    raise ServerRefused(server.url, "join the pool of servers", why, "Start it like the others.")
+                await self.api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
+                break
+            except ServerRefused as error:
+                self._join_errors[server.url] = str(error)
+                warn(f"{error} The run continues without it; list it again once it suits.")
+                return
+            except ServerError as error:
+                self._join_errors[server.url] = str(error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        member = PoolMember(server, facts)
+        self.members.append(member)
+        del self._joining[server.url]
+        self._join_errors.pop(server.url, None)
+        self.leave_out(member, "it joined and has no weights yet")
+        member.last_error = ""  # it is healthy, and the next update reaches it
+
+    def remove(self, member: PoolMember) -> None:
+        """Give a server no more requests; those in flight continue, and start again elsewhere if they fail."""
+        self.members.remove(member)
+        member.up = False
+        revival = self._revivals.pop(member, None)
+        if revival is not None:
+            revival.cancel()
+        self._notify()
 
     def leave_out(self, member: PoolMember, error: BaseException | str) -> None:
         """Give a member no more requests until it has recovered; requests in flight continue."""
         member.last_error = str(error) or type(error).__name__
         member.up = False
-        if member not in self._revivals:
+        if member not in self._revivals and member in self.members:
             self._revivals[member] = asyncio.create_task(self._revive(member))
         self._notify()
 

@@ -16,6 +16,7 @@ from covey.core.findings import CheckError
 from covey.core.model import unwrapped
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.pool_file import PoolFile
 from covey.engines.servers.server_process import ServerProcess, free_port
 from covey.engines.servers.sglang import launch
 from covey.engines.servers.sglang.api import SglangApi
@@ -42,9 +43,11 @@ def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: An
         method=args.vllm_weight_transfer,
         folder=args.vllm_weight_folder,
         bucket_bytes=args.vllm_weight_bucket << 20,
+        differences=args.vllm_weight_differences,
     )
+    pool_file = pool_file_of(args, api_key)
     return RemoteEngine(
-        [ServerClient(url, api_key) for url in args.vllm_urls],
+        listed(pool_file) if pool_file else [ServerClient(url, api_key) for url in args.vllm_urls],
         VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
         sender,
         timeout=args.vllm_server_timeout,
@@ -52,6 +55,7 @@ def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: An
         sync_timeout=args.vllm_server_sync_timeout,
         concurrency=args.vllm_server_concurrency,
         sleeps=args.vllm_enable_sleep_mode,
+        pool_file=pool_file,
         **engine_settings(args, model, tokenizer, accelerator, context),
     )
 
@@ -66,7 +70,8 @@ def sglang_servers(
         folder=args.checkpoint_path,
     )
     api_key = args.sglang_api_key or os.environ.get(launch.KEY) or None
-    urls = args.sglang_urls
+    pool_file = pool_file_of(args, api_key)
+    urls = [server.url for server in listed(pool_file)] if pool_file else args.sglang_urls
     with ExitStack() as started:
         if not urls:
             api_key = api_key or secrets.token_hex(16)
@@ -81,10 +86,24 @@ def sglang_servers(
             request_timeout=args.sglang_request_timeout,
             sync_timeout=args.sglang_sync_timeout,
             concurrency=args.sglang_concurrency,
+            pool_file=pool_file,
             **engine_settings(args, model, tokenizer, accelerator, context),
         )
         weakref.finalize(engine, started.pop_all().close)  # which also keeps the process until then
     return engine
+
+
+def pool_file_of(args: OnlineConfig, api_key: str | None) -> PoolFile | None:
+    return PoolFile(Path(args.server_pool_file), api_key) if args.server_pool_file else None
+
+
+def listed(pool_file: PoolFile) -> list[ServerClient]:
+    """Servers to begin with; `CheckError` if the file names none."""
+    try:
+        return pool_file.servers()
+    except ValueError as error:
+        advice = "Write the URL of a server on each line; the file may be changed during the run."
+        raise CheckError.of("setting-format", f"server_pool_file: {error}", advice) from error
 
 
 def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str) -> tuple[str, ServerProcess]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from covey.core.engine import RolloutEngine, WeightUpdate, traits_of
+from covey.core.engine import RolloutEngine, WeightTransfer, WeightUpdate, traits_of
 from covey.core.findings import CheckError
 from covey.core.stats import Mean, Stat
 from covey.policy.adapters import has_adapter, why_not_alone
@@ -61,12 +61,12 @@ class WeightSync:
         if self.collectives.size > 1 and isinstance(self.engine, SharedServers):
             with self.engine.held():  # no process begins requests any more, and the first one sends
                 self.collectives.meet(f"begin to send weights of version {version}")
-                (self._lead if self.collectives.rank == 0 else self._follow)(self.engine, update)
+                sent = (self._lead if self.collectives.rank == 0 else self._follow)(self.engine, update)
         else:
-            self._load_each(update)
+            sent = self._load_each(update)
         self._sent = version
-        sent = update.nbytes + (update.base.nbytes if update.base is not None and self._base_sent else 0)
-        return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), "sync/bytes": Mean(sent, 1.0)}
+        whole = update.nbytes + (update.base.nbytes if update.base is not None and self._base_sent else 0)
+        return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), **transfer_stats(sent, whole)}
 
     def _noticing(self, update: WeightUpdate) -> WeightUpdate:
         """The same; `_base_sent` says whether the model under an adapter is asked for, which few servers lack."""
@@ -98,31 +98,33 @@ class WeightSync:
             self._said = obstacle
         return False
 
-    def _load_each(self, update: WeightUpdate) -> None:
+    def _load_each(self, update: WeightUpdate) -> WeightTransfer | None:
         """Every process loads its own engine; one that cannot stops all."""
         purpose = f"load weights of {update.version}"
         try:
-            self.engine.load_weights(update)
+            sent = self.engine.load_weights(update)
         except Exception as error:
             self.collectives.gather(str(error), purpose)
             raise
         for rank, text in enumerate(self.collectives.gather(None, purpose)):
             if text is not None:
                 raise RuntimeError(f"process {rank} could not load weights: {text}")
+        return sent
 
-    def _lead(self, engine: Any, update: WeightUpdate) -> None:
+    def _lead(self, engine: Any, update: WeightUpdate) -> WeightTransfer | None:
         """Send. Where reading the weights is collective, call the others to each reading."""
-        message = state = None
+        message = state = sent = None
         try:
-            engine.load_weights(self._announcing(update) if is_sharded(self.policy()) else update)
-            state = engine.export_state(), self._base_sent
+            sent = engine.load_weights(self._announcing(update) if is_sharded(self.policy()) else update)
+            state = engine.export_state(), self._base_sent, sent
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
             raise
         finally:
             self._from_first(("done", message, state), update.version)
+        return sent
 
-    def _follow(self, engine: Any, update: WeightUpdate) -> None:
+    def _follow(self, engine: Any, update: WeightUpdate) -> WeightTransfer | None:
         word, message, state = self._from_first(None, update.version)
         while word == "read":
             of = update if message == "update" else update.base
@@ -132,8 +134,9 @@ class WeightSync:
             word, message, state = self._from_first(None, update.version)
         if message is not None:
             raise RuntimeError(f"process 0 could not send the weights: {message}")
-        engine_state, self._base_sent = state
+        engine_state, self._base_sent, sent = state
         engine.import_state(update.version, engine_state)
+        return sent
 
     def _from_first(self, word: Any, version: int) -> Any:
         return self.collectives.gather(word, f"send weights of version {version}")[0]
@@ -156,3 +159,14 @@ class WeightSync:
 
         made = read(update, "update")
         return made if update.base is None else replace(made, base=read(update.base, "base"))
+
+
+def transfer_stats(sent: WeightTransfer | None, whole: int) -> dict[str, Stat]:
+    """Metrics of an update of `whole` bytes: all of them, or those that servers were sent on average."""
+    if not isinstance(sent, WeightTransfer):  # an engine of a user's own may return anything
+        return {"sync/bytes": Mean(whole, 1.0)}
+    stats: dict[str, Stat] = {
+        "sync/bytes": Mean(sent.nbytes, float(sent.servers)),
+        "sync/whole_servers": Mean(sent.whole, 1.0),
+    }
+    return stats if sent.changed is None else {**stats, "sync/changed": Mean(sent.changed, 1.0)}

@@ -35,6 +35,7 @@ class VllmWeightApi(api.GroupApi):
     port_hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
     folder_setting = "vllm_weight_folder"
     method_hint = "Start it with `covey vllm-serve`, or with the options that docs/engines.md lists for `vllm serve`."
+    takes_differences = True
     adapters_from_disk = True
     adapters_kept = ADAPTERS
     adapter_hint = "Start it with `covey vllm-serve --enable-lora --max-lora-rank R`, or set vllm_lora_sync='merged'."
@@ -171,5 +172,7 @@ def endpoint_of(server: ServerClient, processes: int, facts: dict[str, Any]) -> 
         obstacles = {"group": found}
     if facts and facts["max_lora_rank"] is None:
         obstacles["adapter"] = "it was started without adapters"
+    if not facts.get("differences"):
+        obstacles["differences"] = "it was not started by `covey vllm-serve` of this version"
     near = facts["boot"] is not None and facts["boot"] == boot_id() if facts else api.is_local(server)
     return api.WeightEndpoint(server, processes, facts.get("born", ""), near, obstacles, facts)

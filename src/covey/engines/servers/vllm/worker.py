@@ -19,11 +19,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from covey.engines.servers.vllm.launch import BACKEND
-from covey.engines.servers.weights.buckets import unpack
+from covey.engines.servers.weights.buckets import Receiver, unpack
 from covey.engines.servers.weights.channels import Group, boot_id, join
 from covey.engines.servers.weights.files import read_folder
 from covey.engines.vllm_colocate.process import repack_heads
 
+MEMORY = Path("/dev/shm")  # where processes of a server share a copy of the weights
 BORN = uuid.uuid4().hex  # id of this process: a restarted server has another
 
 
@@ -51,12 +52,17 @@ class Piece(WeightTransferUpdateInfo):
 
 
 class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
-    """Takes a whole model in buckets."""
+    """Takes a whole model in buckets.
+
+    vLLM fuses, splits and repacks tensors as it loads them, so what changed is applied to a copy of the checkpoint's
+    tensors in host memory, if the trainer asks to keep one, and whole layers are loaded from that.
+    """
 
     init_info_cls = Meeting
     update_info_cls = Piece
     channel: Group | None = None
     expected: tuple[int, int] | None = None  # version and number of the next bucket; None between updates
+    receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self.shutdown()
@@ -79,15 +85,18 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
                 f"bucket {update_info.number} of version {update_info.version} came where bucket {number} of version"
                 f" {update_info.version if not number else version} belongs"
             )
-        tensors = self.take(update_info.manifest, update_info.seconds)
-        self.model.load_weights(tensors)
+        data = self.receive(update_info.manifest, update_info.seconds)
+        if self.receiver is None:
+            several = self.parallel_config.world_size * self.parallel_config.data_parallel_size > 1
+            self.receiver = Receiver(MEMORY if several and MEMORY.is_dir() else None)
+        self.model.load_weights(self.receiver.take(update_info.manifest, data, number))
         done = number + 1 == update_info.count
         self.expected = (update_info.version, -1 if done else number + 1)
 
-    def take(self, manifest: dict[str, Any], seconds: float) -> list[tuple[str, torch.Tensor]]:
+    def receive(self, manifest: dict[str, Any], seconds: float) -> torch.Tensor:
         if self.channel is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
-        return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, seconds))
+        return self.channel.receive(int(manifest["nbytes"]), self.device, seconds)
 
     def finish_weight_update(self) -> None:
         """Put the weights in use. RuntimeError if some are missing: the model is usable, with two versions mixed."""
@@ -98,6 +107,8 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         repack_heads(self.model)
         if number != -1:
             raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} never came")
+        if self.receiver is not None:
+            self.receiver.finish()
 
     def shutdown(self) -> None:
         if self.channel is not None:
@@ -123,6 +134,7 @@ class CoveyWorker:
             "boot": boot_id(),
             "born": BORN,
             "max_lora_rank": lora.max_lora_rank if lora is not None else None,
+            "differences": True,
         }
 
     def covey_load_folder(self, folder: str) -> dict[str, Any]:
@@ -138,7 +150,8 @@ class CoveyWorker:
 
         if not isinstance(self.weight_transfer_engine, CoveyWeights):
             raise RuntimeError(f"an adapter can be taken by the weight transfer backend {BACKEND!r} alone")
-        tensors = {key: tensor.cpu() for key, tensor in self.weight_transfer_engine.take(manifest, seconds)}
+        data = self.weight_transfer_engine.receive(manifest, seconds)
+        tensors = {key: tensor.cpu() for key, tensor in unpack(manifest, data)}
         folder = _adapter_folder(name)
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "adapter_config.json").write_text(json.dumps(json.loads(config)))

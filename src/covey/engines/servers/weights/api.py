@@ -50,7 +50,9 @@ class WeightEndpoint:
     processes: int = 1  # that hold weights
     start_id: str = ""  # differs between two starts of the server; "" where the server does not report it
     same_machine: bool = False  # the server certainly runs on this machine
-    obstacles: dict[str, str] = field(default_factory=dict)  # reason by method that it does not support, or "adapter"
+    obstacles: dict[str, str] = field(
+        default_factory=dict
+    )  # reason by method that it does not support, "adapter", "differences"
     details: dict[str, Any] = field(default_factory=dict)  # further facts for the backend itself
 
 
@@ -69,6 +71,9 @@ class WeightApi(ABC):
     method_hint = "Set a folder that the server sees under the same name."  # if it does not support the method
     reopens_folder = False  # the server may read its last folder again, so that is deleted after the next update only
     dense = False  # its buckets have no gaps
+    takes_differences = (
+        False  # its servers can keep a copy of the weights, and be sent what changed (`buckets.Receiver`)
+    )
     bucket_device: torch.device | None = None  # of its buckets; None: that of the policy's tensors
     adapters_from_disk = False  # servers that share a disk load adapters from a folder; otherwise the bytes are sent
     adapters_kept = 1  # adapter versions that a server keeps: the current one, and those of requests still in flight

@@ -1,22 +1,30 @@
 """Weight path from the trainer to inference servers, the same for every backend; the requests are a `WeightApi`'s."""
 
 import asyncio
+import logging
+import math
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.core.engine import WeightUpdate
-from covey.engines.servers.errors import BadAnswer, ServerRefused
+from covey.core.engine import WeightTransfer, WeightUpdate
+from covey.engines.servers.errors import RETRIED, BadAnswer, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
 from covey.engines.servers.weights.api import Deadline, WeightApi, WeightEndpoint
-from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, pack
+from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, Buckets, Labels, pack
 from covey.engines.servers.weights.channels import Channel, all_of, in_thread
+from covey.engines.servers.weights.differences import HeldWeights
 from covey.engines.servers.weights.files import CheckpointDir
+from covey.runtime.user_code import warn
+
+log = logging.getLogger(__name__)
+Failures = list[tuple[WeightEndpoint, BaseException]]
 
 
 @dataclass(eq=False)
@@ -27,6 +35,7 @@ class WeightSender:
     method: str = "auto"  # or one of `api.methods`; "auto": the first of `api.automatic` that servers support
     folder: str | None = None  # for files, seen by servers on other machines; None: temporary, for this machine
     bucket_bytes: int = BUCKET_BYTES  # upper bound of a bucket's size
+    differences: bool = False  # send what changed to servers that hold the last update; each end holds a copy of it
 
     def __post_init__(self) -> None:
         known = ("auto", *self.api.methods)
@@ -42,16 +51,26 @@ class WeightSender:
         # Adapter names by URL, start and `WeightUpdate.adapter_name`, the oldest first.
         self._loaded: dict[tuple[str, str], dict[str | None, list[str]]] = {}
         self._named: tuple[WeightUpdate, str] | None = None
+        self._held = HeldWeights()  # the last update, where servers are sent differences
+        self._held_update: WeightUpdate | None = None  # that it is
+        self._holders: dict[str, tuple[str, str]] = {}  # start and label of the copy of servers, by URL
+        self._told: set[str] = set()  # reasons for whole weights that a warning has named
 
-    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
-        """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches."""
+    async def send(
+        self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float
+    ) -> WeightTransfer | None:
+        """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches.
+
+        Returns what was sent where it may be differences, else None.
+        """
         until = Deadline(f"take weights of version {update.version}", seconds)
         endpoints = [await self.api.probe(server, until) for server in servers]
-        if update.adapter is None:
-            await self._send_model(endpoints, update, until)
-            self._adapters.pop(update.version, None)
-        else:
+        if update.adapter is not None:
             await self._send_adapter(endpoints, update, update.adapter, until)
+            return None
+        sent = await self._send_model(endpoints, update, until, held=self.differences)
+        self._adapters.pop(update.version, None)
+        return sent
 
     def model_name(self, facts: ServerFacts, version: int) -> str:
         """Name to sample `version` from: the server's model, or a versioned adapter."""
@@ -68,19 +87,91 @@ class WeightSender:
         """Send a server everything again, unless it reports its starts: it may have been restarted."""
         self._bases.discard((server.url, ""))
         self._loaded.pop((server.url, ""), None)
+        if self._holders.get(server.url, ("", ""))[0] == "":
+            self._holders.pop(server.url, None)
 
     def close(self) -> None:
         for url in list(self._channels):
             self._disconnect(url)
         self._files.clear()
 
-    async def _send_model(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
+    def forget_server(self, server: ServerClient) -> None:
+        """Release what belongs to a server that was taken out of the pool."""
+        self._disconnect(server.url)
+        self._holders.pop(server.url, None)
+        for key in [key for key in self._loaded if key[0] == server.url]:
+            del self._loaded[key]
+
+    async def _send_model(
+        self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline, *, held: bool = False
+    ) -> WeightTransfer | None:
         method = choose_method(self.api, self.method, endpoints, shared_folder=self._shared_folder)
-        if method == "disk":
-            await self._send_folder(endpoints, update, until)
+        sent = None
+        if held and self._can_differ(endpoints, method):
+            sent = await self._send_differences(endpoints, update, method, until)
         else:
-            await self._send_buckets(endpoints, update, method, until)
+            for one in endpoints:  # they drop their copies
+                self._holders.pop(one.server.url, None)
+            if method == "disk":
+                await self._send_folder(endpoints, update, until)
+            else:
+                buckets = pack(update, self.bucket_bytes, self.api.bucket_device, dense=self.api.dense)
+                raise_first(await self._send_buckets(endpoints, buckets, update.version, method, until))
         await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
+        return sent
+
+    def _can_differ(self, endpoints: list[WeightEndpoint], method: str) -> bool:
+        """True if any server can be sent differences; warns, once for each reason, of those that cannot."""
+        obstacles = {one: one.obstacles.get("differences") for one in endpoints}
+        why = {f"{one.server.url}: {reason}": None for one, reason in obstacles.items() if reason}
+        if method == "disk":
+            why = {"they are sent as files, which hold whole tensors": None}
+        elif not self.api.takes_differences:
+            why = {f"{self.api.name} takes whole tensors": None}
+        for reason in why.keys() - self._told:
+            self._told.add(reason)
+            warn(f"Weights are not sent as differences: {reason}.")
+        return self.api.takes_differences and method != "disk" and not all(obstacles.values())
+
+    async def _send_differences(
+        self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
+    ) -> WeightTransfer:
+        """Send differences to servers that hold the last update, and whole tensors to the others.
+
+        A server that rejects a difference, as when its copy has other bits than it should, is sent everything. Servers
+        that come later get the tensors of the copy here: those of this very update, whatever the policy is by now.
+        """
+        failures: Failures = []
+        rest, sent = list(endpoints), WeightTransfer(0, 0, 0)
+        while rest:
+            known = self._held_update is not None and self._held_update.specs == update.specs
+            label = self._held.label if known else None
+            holders = [one for one in rest if label and self._holders.get(one.server.url) == (one.start_id, label)]
+            if label and self._held_update is update:
+                targets, labels, held = rest, Labels(label), None
+                source = replace(update, tensors=self._held.items)
+            else:
+                targets, labels = holders or rest, Labels(uuid.uuid4().hex, label if holders else None)
+                source, held, self._held_update = update, self._held, update
+            for one in targets:
+                self._holders.pop(one.server.url, None)
+            counted = Counted(pack(source, self.bucket_bytes, self.api.bucket_device, labels=labels, held=held))
+            failed = await self._send_buckets(targets, counted.buckets(), update.version, method, until)
+            lost = [one for one, _ in failed]
+            for one in targets:
+                if one not in lost and "differences" not in one.obstacles:
+                    self._holders[one.server.url] = one.start_id, labels.becomes
+            rejected = [one for one, error in failed if labels.base and _may_be_rejection(error)]
+            failures += [(one, error) for one, error in failed if one not in rejected]
+            for one, error in failed:
+                if one in rejected:
+                    log.warning("%s rejected a difference and is sent all weights: %s", one.server.url, error)
+            count = len(targets) - len(rejected)
+            whole = 0 if labels.base else count
+            sent += WeightTransfer(count, counted.nbytes * len(targets), whole, counted.changed)
+            rest = [one for one in rest if one not in targets or one in rejected]
+        raise_first(failures)
+        return sent
 
     async def _send_folder(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
         folder = self._files.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
@@ -95,18 +186,18 @@ class WeightSender:
                 shutil.rmtree(stale, ignore_errors=True)
 
     async def _send_buckets(
-        self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
-    ) -> None:
-        """Push every bucket to every server. A server that fails is skipped from then on, and its error raised last."""
-        buckets = pack(update, self.bucket_bytes, self.api.bucket_device, dense=self.api.dense)
+        self, endpoints: list[WeightEndpoint], buckets: Buckets, version: int, method: str, until: Deadline
+    ) -> Failures:
+        """Push every bucket to every server; returns those that fail, which are skipped from then on, with errors."""
         pack_next = partial(next, buckets, None)
         remaining = list(endpoints)
-        failures: list[BaseException] = []
+        failures: Failures = []
 
         async def each(do: Callable[[WeightEndpoint], Awaitable[None]]) -> None:
             results = await asyncio.gather(*(do(endpoint) for endpoint in remaining), return_exceptions=True)
-            failures.extend(result for result in results if isinstance(result, BaseException))
-            remaining[:] = [one for one, result in zip(remaining, results, strict=True) if result is None]
+            both = list(zip(remaining, results, strict=True))
+            failures.extend((one, result) for one, result in both if isinstance(result, BaseException))
+            remaining[:] = [one for one, result in both if result is None]
 
         gathering = asyncio.ensure_future(in_thread(pack_next))
         try:
@@ -115,17 +206,16 @@ class WeightSender:
             await each(lambda endpoint: self._begin(endpoint, method, on_gpu, until))
             while bucket is not None and remaining:
                 gathering = asyncio.ensure_future(in_thread(pack_next))
-                await each(partial(self._push, bucket=bucket, version=update.version, until=until))
+                await each(partial(self._push, bucket=bucket, version=version, until=until))
                 bucket = await asyncio.shield(gathering)
-            await each(lambda endpoint: self.api.end(endpoint, update.version, until))
+            await each(lambda endpoint: self.api.end(endpoint, version, until))
         finally:
             try:
                 await asyncio.wait([gathering])
                 buckets.close()
             finally:
                 await asyncio.gather(*(self._abandon(one) for one in endpoints if one not in remaining))
-        if failures:
-            raise failures[0]
+        return failures
 
     async def _begin(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> None:
         await self._connect(endpoint, method, on_gpu, until)
@@ -229,6 +319,43 @@ class WeightSender:
         if lacking:
             await self._send_model(lacking, update.base, until)
         self._bases |= {(one.server.url, one.start_id) for one in new}  # not before: a failed attempt is repeated
+
+
+@dataclass(eq=False)
+class Counted:
+    """Buckets that are counted as they are read."""
+
+    packed: Buckets
+    nbytes: int = 0
+    _sent: int = 0  # numbers
+    _of: int = 0
+    _differ: bool = False
+
+    def buckets(self) -> Buckets:
+        with closing(self.packed):
+            for bucket in self.packed:
+                self.nbytes += bucket.data.nbytes
+                for entry in bucket.entries:
+                    self._of += math.prod(entry.spec.shape)
+                    if entry.sections is not None:
+                        self._differ = True
+                        self._sent += sum(section.changed for section in entry.sections)
+                yield bucket
+
+    @property
+    def changed(self) -> float | None:
+        """Fraction of the numbers that were sent; None where none travelled as a difference."""
+        return self._sent / max(self._of, 1) if self._differ else None
+
+
+def raise_first(failures: Failures) -> None:
+    if failures:
+        raise failures[0][1]
+
+
+def _may_be_rejection(error: BaseException) -> bool:
+    """True for an error that the server reported, rather than a connection that broke or took too long."""
+    return isinstance(error, ServerError) and not isinstance(error, RETRIED)
 
 
 def choose_method(api: WeightApi, wanted: str, endpoints: Sequence[WeightEndpoint], *, shared_folder: bool) -> str:

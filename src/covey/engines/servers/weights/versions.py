@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from covey.core.engine import WeightUpdate
+from covey.core.engine import WeightTransfer, WeightUpdate
 from covey.engines.servers.errors import (
     RETRIED,
     DeadlineExceeded,
@@ -46,8 +46,11 @@ class ServerWeights:
     _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they answer and take no weights
     _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
 
-    async def load(self, update: WeightUpdate, device: int | None) -> None:
-        """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it."""
+    async def load(self, update: WeightUpdate, device: int | None) -> WeightTransfer | None:
+        """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it.
+
+        Returns what was sent where it may be differences, else None.
+        """
         if device is not None:
             torch.cuda.set_device(device)  # threads have a device each
         self.sends = True
@@ -58,7 +61,7 @@ class ServerWeights:
             self._latest.pop(update.adapter_name, None)
             self._latest[update.adapter_name], self.version = update, update.version
             try:
-                await self._send_until_held(update, until, doing)
+                return await self._send_until_held(update, until, doing)
             except BaseException as error:
                 if update.adapter_name is not None:
                     del self._latest[update.adapter_name]  # the others can be sent again
@@ -68,19 +71,20 @@ class ServerWeights:
             finally:
                 await self.pool.unhold()
 
-    async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> None:
+    async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> WeightTransfer | None:
         """Retry until a server holds the update; those that answer and fail are tried after the others, alone."""
         failures: Counter[PoolMember | None] = Counter()  # None: of no server in particular
-        done = False
+        done, sent = False, WeightTransfer(0, 0, 0)
         while True:
             reachable = await self.pool.reachable(until, doing)
             failing = [member for member in reachable if failures[member]]
             members = failing if done else [member for member in reachable if member not in failing] or failing
             if not members:
-                return
+                return sent if sent.servers else None
             try:
-                if await self._update(members, update, until, doing):
-                    done = True
+                updated, transfer = await self._update(members, update, until, doing)
+                if updated:
+                    done, sent = True, sent if transfer is None else sent + transfer
                     for member in members:
                         del failures[member]
             except ServerRefused:
@@ -100,7 +104,7 @@ class ServerWeights:
                     for member in members:
                         if member.up:
                             self.pool.leave_out(member, error)
-                    return
+                    return sent if sent.servers else None
 
     def _exclude(self, member: PoolMember, error: ServerError) -> None:
         """Send a server no more weights until it stops answering, as it does during a restart."""
@@ -110,9 +114,11 @@ class ServerWeights:
             f"{error} It answers and takes no weights, so the run continues without it; restart it to have it back.",
         )
 
-    async def _update(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> bool:
-        """Pause, send, resume; True if any of `members` has the new weights."""
-        updates = [update]
+    async def _update(
+        self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str
+    ) -> tuple[bool, WeightTransfer | None]:
+        """Pause, send, resume; True if any of `members` has the new weights, and what `WeightSender.send` returns."""
+        updates, sent = [update], None
         for member in members:
             if not member.up:  # it may have been restarted, and lack the other adapters as well
                 self.sender.invalidate(member.server)
@@ -123,7 +129,7 @@ class ServerWeights:
             await self.pool.drain(members, GRACE_SECONDS)
             if members:
                 for one in updates:
-                    await self._send(members, one, until, doing)
+                    sent = await self._send(members, one, until, doing)
                 members = await self.pool.each(members, self.api.clear_prefix_cache)
                 stamp, write = f"covey-{self._run}-{update.version}", self.sender.api.write_version
                 members = await self.pool.each(members, lambda server, left: write(server, stamp, left))
@@ -132,9 +138,11 @@ class ServerWeights:
         for member in members:
             member.version = update.version
             self.pool.admit(member)
-        return bool(members)
+        return bool(members), sent
 
-    async def _send(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> None:
+    async def _send(
+        self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str
+    ) -> WeightTransfer | None:
         """Run the sender; a server that dies meanwhile ends it, whatever the sender waits for."""
         left = max(1.0, until - time.monotonic())
         servers = [member.server for member in members]
@@ -211,7 +219,8 @@ class ServerWeights:
             member.facts = await self.api.probe(member.server, PROBE_SECONDS)
             until = time.monotonic() + self.timeout
             try:
-                return await self._update([member], update, until, f"send weights of version {update.version}")
+                updated, _ = await self._update([member], update, until, f"send weights of version {update.version}")
+                return updated
             except GroupNotJoined as error:
                 self._exclude(member, error)
                 raise

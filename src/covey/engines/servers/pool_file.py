@@ -1,0 +1,25 @@
+"""A file that lists the servers of a run, which may be changed while it runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from covey.engines.servers.http_client import ServerClient
+
+
+@dataclass(frozen=True)
+class PoolFile:
+    """URLs of servers, one a line; empty lines, and what follows a #, are ignored."""
+
+    path: Path
+    api_key: str | None = None  # of every server
+
+    def servers(self) -> list[ServerClient]:
+        """Clients of the servers that the file lists now; ValueError if it cannot be read, or lists none or no URL."""
+        try:
+            lines = self.path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the list of servers {self.path} cannot be read ({error}).") from error
+        urls = [url.rstrip("/") for line in lines if (url := line.partition("#")[0].strip())]
+        if not urls:
+            raise ValueError(f"{self.path} lists no server: write a URL on each line, as in http://127.0.0.1:8000.")
+        return [ServerClient(url, self.api_key) for url in dict.fromkeys(urls)]
