@@ -2,7 +2,7 @@
 
 A tensor is encoded in sections of `SECTION` numbers. A section is the new bits of its changed numbers, in order,
 followed by their positions, or all its numbers where that is shorter. Positions are a bit for each number (`mask`), or
-the count of unchanged numbers before each changed one, in words of one or two bytes (`gaps1`, `gaps2`): a word of all
+the count of unchanged numbers before each changed one, as words of one or two bytes (`gaps1`, `gaps2`): a word of all
 ones adds its value and continues in the next word. Bits are compared, so 0.0 and -0.0 differ, and NaNs are sent as they
 are.
 """
@@ -213,7 +213,7 @@ def _largest(width: int) -> int:
 
 
 def _pack_gaps(gaps: Tensor, width: int) -> Tensor:
-    """Words of `width` bytes: 300 in words of one byte is 255, 45 (255 + 45); 255 is 255, 0."""
+    """Words of `width` bytes: 300 as words of one byte is 255, 45 (255 + 45); 255 is 255, 0."""
     if not len(gaps):
         return gaps.to(torch.uint8)
     largest = _largest(width)

@@ -155,7 +155,7 @@ class WeightSender:
                 source, held, self._held_update = update, self._held, update
             for one in targets:
                 self._holders.pop(one.server.url, None)
-            counted = Counted(pack(source, self.bucket_bytes, self.api.bucket_device, labels=labels, held=held))
+            counted = BucketCount(pack(source, self.bucket_bytes, self.api.bucket_device, labels=labels, held=held))
             failed = await self._send_buckets(targets, counted.buckets(), update.version, method, until)
             lost = [one for one, _ in failed]
             for one in targets:
@@ -322,7 +322,7 @@ class WeightSender:
 
 
 @dataclass(eq=False)
-class Counted:
+class BucketCount:
     """Buckets that are counted as they are read."""
 
     packed: Buckets
